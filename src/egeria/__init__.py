@@ -1,0 +1,31 @@
+"""Train PyTorch models faster by freezing layers once they have converged.
+
+Two lines around an ordinary loop::
+
+    run = egeria.attach(model, optimizer, loader, total_steps=len(loader) * epochs)
+    ...                      # call run.model in place of model
+    run.step(loss)           # once after each optimizer step
+
+Everything else (`Config`, `read_journal`, `report`) is there for when you want to know more.
+"""
+
+from egeria.config import Config
+from egeria.errors import ConfigError, EgeriaError, JournalError, StateError, UnsupportedModelError
+from egeria.journal import Journal, read_journal
+from egeria.session import EgeriaWarning, Run, attach
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "EgeriaError",
+    "EgeriaWarning",
+    "Journal",
+    "JournalError",
+    "Run",
+    "StateError",
+    "UnsupportedModelError",
+    "attach",
+    "read_journal",
+]

@@ -1,0 +1,23 @@
+"""Settings: one frozen dataclass per group, checked when built, TOML in and out."""
+
+from egeria.config.config import Config
+from egeria.config.groups import (
+    Bootstrapping,
+    Cache,
+    Freezing,
+    Modules,
+    Plasticity,
+    Reference,
+    Unfreezing,
+)
+
+__all__ = [
+    "Bootstrapping",
+    "Cache",
+    "Config",
+    "Freezing",
+    "Modules",
+    "Plasticity",
+    "Reference",
+    "Unfreezing",
+]

@@ -1,0 +1,46 @@
+"""Checks of single settings: each raises `ConfigError` with contract, value found and next step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from egeria.errors import ConfigError
+
+
+def require(holds: bool, setting: str, contract: str, found: object) -> None:
+    """Raise `ConfigError` unless the contract of the setting holds."""
+    if not holds:
+        raise ConfigError(
+            f"{setting} must be {contract}, found {found!r}. "
+            f"Correct it where the configuration is built or in its TOML file."
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether the value is an int or a float, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def require_share(setting: str, value: Any) -> None:
+    """Require a number in the half-open interval (0, 1]."""
+    require(is_number(value) and 0 < value <= 1, setting, "a number above 0 and at most 1", value)
+
+
+def require_count(setting: str, value: Any, *, at_least: int = 1, optional: bool = False) -> None:
+    """Require a whole number of at least `at_least`; None too where `optional`."""
+    if optional and value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= at_least, setting, f"a whole number of at least {at_least}", value)
+
+
+def require_flag(setting: str, value: Any) -> None:
+    """Require a bool."""
+    require(isinstance(value, bool), setting, "true or false", value)
+
+
+def require_choice(setting: str, value: Any, choices: Collection[str]) -> None:
+    """Require one of the named choices."""
+    named = isinstance(value, str) and value in choices
+    require(named, setting, "one of " + ", ".join(map(repr, sorted(choices))), value)

@@ -1,0 +1,144 @@
+"""`Config`: every setting of a run, as Python, as a dictionary and as TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from egeria.config import groups
+from egeria.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover (the standard library has it from 3.11)
+    import tomli as tomllib
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """All settings of a run; the defaults are the paper's rule.
+
+    Raises:
+        ConfigError: a value is outside its contract; the message names the field.
+    """
+
+    modules: groups.Modules = field(default_factory=groups.Modules)
+    """How the model is cut into layer modules."""
+    bootstrapping: groups.Bootstrapping = field(default_factory=groups.Bootstrapping)
+    """When the critical period ends."""
+    plasticity: groups.Plasticity = field(default_factory=groups.Plasticity)
+    """How and how often a layer module is judged."""
+    reference: groups.Reference = field(default_factory=groups.Reference)
+    """The snapshot that activations are compared with."""
+    freezing: groups.Freezing = field(default_factory=groups.Freezing)
+    """When a layer module has converged."""
+    unfreezing: groups.Unfreezing = field(default_factory=groups.Unfreezing)
+    """When everything thaws."""
+    cache: groups.Cache = field(default_factory=groups.Cache)
+    """Skipping the frozen forward pass."""
+
+    def __post_init__(self) -> None:
+        for name, group in _groups().items():
+            found = getattr(self, name)
+            if not isinstance(found, group):
+                raise ConfigError(
+                    f"{name} must be an egeria.config.{group.__name__}, found {type(found).__name__}. "
+                    f"Build it with its field names, or use Config.from_dict for plain dictionaries."
+                )
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Config:
+        """Build from nested dictionaries; a group or field left out keeps its default."""
+        known = _groups()
+        _refuse_unknown("the configuration", table, known)
+        built: dict[str, Any] = {}
+        for name, values in table.items():
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"[{name}] must be a table of settings, found {values!r}. Write it as [{name}].")
+            fields = {entry.name for entry in dataclasses.fields(known[name])}
+            _refuse_unknown(f"[{name}]", values, fields)
+            built[name] = known[name](**values)
+        return cls(**built)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Config:
+        """Build from the text of a TOML file."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"The configuration must be TOML; {error}. Correct that line.") from error
+        return cls.from_dict(table)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """Build from a TOML file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The configuration must be a readable TOML file; {error}. Check the path.") from error
+        try:
+            return cls.from_toml(text)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return nested dictionaries of plain values; strategy objects appear by their `repr`."""
+        return {name: {key: _plain(value) for key, value in _values(getattr(self, name))} for name in _groups()}
+
+    def to_toml(self) -> str:
+        """Return the TOML text that `from_toml` reads back to an equal configuration.
+
+        Raises:
+            ConfigError: a strategy object stands where TOML can only hold a name.
+        """
+        for name in _groups():
+            for key, value in _values(getattr(self, name)):
+                if not isinstance(value, (str, int, float, type(None))):
+                    raise ConfigError(
+                        f"{name}.{key} must be a plain value to be written as TOML, found {value!r}. "
+                        f"Name a built-in one, or keep this configuration in Python."
+                    )
+        table = {
+            name: {key: value for key, value in group.items() if value is not None}
+            for name, group in self.to_dict().items()
+        }
+        return tomli_w.dumps(table)
+
+    def save(self, path: str | Path) -> None:
+        """Write the TOML text to a file."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+
+def _groups() -> dict[str, type[Any]]:
+    return {
+        "modules": groups.Modules,
+        "bootstrapping": groups.Bootstrapping,
+        "plasticity": groups.Plasticity,
+        "reference": groups.Reference,
+        "freezing": groups.Freezing,
+        "unfreezing": groups.Unfreezing,
+        "cache": groups.Cache,
+    }
+
+
+def _values(group: Any) -> Iterator[tuple[str, Any]]:
+    return ((entry.name, getattr(group, entry.name)) for entry in dataclasses.fields(group))
+
+
+def _refuse_unknown(where: str, found: Mapping[str, Any], known: Any) -> None:
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"{where} knows {', '.join(sorted(known))}; found {', '.join(map(repr, unknown))}. "
+            f"Check the spelling, or remove it."
+        )
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, type(None))) else repr(value)

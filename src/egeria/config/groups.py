@@ -1,0 +1,146 @@
+"""The groups of settings. Under each field: meaning, unit, and where the default comes from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from egeria.config.checks import (
+    is_number,
+    require,
+    require_choice,
+    require_count,
+    require_flag,
+    require_share,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Modules:
+    """How the model is cut into layer modules (paper §4.2.1, §6.3)."""
+
+    pattern: str | None = None
+    """Regular expression; each submodule whose dotted name it matches in full becomes a layer module. None parses."""
+    target_share: float = 0.2
+    """Share of all parameters a layer module aims at; a stage much larger is split. 0.2 gives Figure 11's seven."""
+    minimum_share: float = 0.005
+    """Share of all parameters under which a run of blocks joins its neighbour. Our choice."""
+
+    def __post_init__(self) -> None:
+        require_share("modules.target_share", self.target_share)
+        require_share("modules.minimum_share", self.minimum_share)
+        if self.pattern is not None:
+            require(_compiles(self.pattern), "modules.pattern", "a valid regular expression", self.pattern)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bootstrapping:
+    """When the critical period ends (paper §3)."""
+
+    change_threshold: float = 0.1
+    """The stage ends when the mean loss changes by less than this share between two intervals. Paper: 10 %."""
+
+    def __post_init__(self) -> None:
+        require_share("bootstrapping.change_threshold", self.change_threshold)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plasticity:
+    """How and how often a layer module is judged (paper eq. 1 and 2, §4.2.2)."""
+
+    metric: Any = "sp"
+    """'sp' (the paper), 'l2', 'cosine', 'input_norm', 'cka', or any `egeria.plasticity.Metric`."""
+    interval_steps: int | None = None
+    """`n`: optimizer steps between evaluations. None derives it from `total_steps` by the paper's guideline."""
+    window: int = 10
+    """`W`: readings averaged, smoothed values fitted, and stationary evaluations needed. Paper: 10."""
+    num_samples: int = 32
+    """Samples of the mini-batch that an evaluation looks at. 32 of 128 correlate at 0.996 with all of them."""
+    mode: str = "eval"
+    """'eval' runs the prefix again in inference mode; 'train' takes the training activations (the paper's way)."""
+    largest_map: int = 16
+    """Side in pixels above which feature maps are average-pooled by powers of two before they are compared."""
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.metric, str) or callable(self.metric)
+        require(named, "plasticity.metric", "the name of a metric or a callable", self.metric)
+        require_count("plasticity.interval_steps", self.interval_steps, optional=True)
+        require_count("plasticity.window", self.window, at_least=2)
+        require_count("plasticity.num_samples", self.num_samples, at_least=2)
+        require_choice("plasticity.mode", self.mode, ("eval", "train"))
+        require_count("plasticity.largest_map", self.largest_map)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """The snapshot that activations are compared with (paper §4.1.3)."""
+
+    precision: str = "fp32"
+    """Number format of the snapshot. 'fp32': a full-precision copy in the training process."""
+    refresh_evaluations: int | None = None
+    """Evaluations between refreshes from the training weights. None: every `W`, the paper's rule."""
+
+    def __post_init__(self) -> None:
+        require_choice("reference.precision", self.precision, ("fp32",))
+        require_count("reference.refresh_evaluations", self.refresh_evaluations, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freezing:
+    """When a layer module has converged (paper algorithm 1)."""
+
+    enabled: bool = True
+    """False watches, judges and journals, but never freezes."""
+    tolerance_share: float = 0.2
+    """`T` of a module as a share of its largest early slope. Paper: 20 %."""
+    tolerance_readings: int = 3
+    """Slopes of a module that count as early. Paper: 3."""
+    tied: str = "keep"
+    """Weights shared with an active module: 'keep' trains them on through that module, 'freeze' freezes them too."""
+
+    def __post_init__(self) -> None:
+        require_flag("freezing.enabled", self.enabled)
+        positive = is_number(self.tolerance_share) and self.tolerance_share > 0
+        require(positive, "freezing.tolerance_share", "a number above 0", self.tolerance_share)
+        require_count("freezing.tolerance_readings", self.tolerance_readings)
+        require_choice("freezing.tied", self.tied, ("keep", "freeze"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unfreezing:
+    """When everything thaws (paper §4.2.2)."""
+
+    rule: Any = "auto"
+    """'auto' goes by the scheduler; or the name of a rule; or any `egeria.policy.UnfreezeRule`."""
+    drop_factor: float | None = None
+    """Fall of the learning rate since the frontmost freeze that thaws. None: the rule's own (10 in the paper)."""
+    minimum_window: int = 2
+    """`W` is halved at each thaw, never under this."""
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.rule, str) or hasattr(self.rule, "judge")
+        require(named, "unfreezing.rule", "the name of a rule or an object with a `judge` method", self.rule)
+        if self.drop_factor is not None:
+            above = is_number(self.drop_factor) and self.drop_factor > 1
+            require(above, "unfreezing.drop_factor", "a number above 1", self.drop_factor)
+        require_count("unfreezing.minimum_window", self.minimum_window, at_least=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cache:
+    """Skipping the frozen forward pass (paper §4.3)."""
+
+    enabled: bool = False
+    """True asks for stored activations. This version has no store yet: it says so and trains on without."""
+
+    def __post_init__(self) -> None:
+        require_flag("cache.enabled", self.enabled)
+
+
+def _compiles(pattern: object) -> bool:
+    try:
+        re.compile(pattern)  # type: ignore[call-overload]
+    except (re.error, TypeError):
+        return False
+    return True

@@ -1,0 +1,28 @@
+"""The errors egeria raises, all under `EgeriaError`.
+
+Every message says three things: what was expected, what was found, and what to do next.
+"""
+
+
+class EgeriaError(Exception):
+    """The root of every error raised on purpose by egeria."""
+
+
+class ConfigError(EgeriaError, ValueError):
+    """A setting, a TOML file or an argument has a value outside its contract."""
+
+
+class UnsupportedModelError(EgeriaError):
+    """The model cannot be cut into layer modules; the message names the reason."""
+
+
+class JournalError(EgeriaError):
+    """A journal is missing, unreadable or written by a newer schema."""
+
+
+class StateError(EgeriaError, ValueError):
+    """A state handed to `load_state_dict` does not belong to this run."""
+
+
+class ReferenceModelError(EgeriaError):
+    """The reference model could not be made or run; training goes on without a reading."""

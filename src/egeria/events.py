@@ -1,0 +1,218 @@
+"""Everything a run can say, one frozen record per kind of event.
+
+The journal writes them, the report and the replay read them; nothing else passes between the
+parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
+Times are seconds of wall clock (`wall_s`) and of this process' CPU (`cpu_s`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """What all events share."""
+
+    kind: ClassVar[str] = ""
+    step: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, the kind of event first."""
+        return {"event": self.kind, **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted(Event):
+    """A run was attached; everything a replay or a report needs to know of it."""
+
+    kind: ClassVar[str] = "run_started"
+    config: dict[str, Any]
+    modules: list[dict[str, Any]]
+    trainable: list[bool]
+    """Whether each layer module had any parameter to train when the run began."""
+    deepest_freeze: int
+    """The largest number of front modules that may be frozen."""
+    rule: str
+    total_steps: int | None
+    interval_steps: int
+    interval_reason: str
+    environment: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModulesOrdered(Event):
+    """The first forward ran in another order than the definition; this is the cut from here on."""
+
+    kind: ClassVar[str] = "modules_ordered"
+    modules: list[dict[str, Any]]
+    trainable: list[bool]
+    deepest_freeze: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeProfiled(Event):
+    """Share of the forward pass' floating-point operations that each layer module takes."""
+
+    kind: ClassVar[str] = "compute_profiled"
+    forward_shares: list[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntervalMeasured(Event):
+    """One interval of `n` steps: the mean loss, the learning rate and the pace."""
+
+    kind: ClassVar[str] = "interval"
+    evaluation: int
+    loss: float | None
+    """Mean of the finite training losses; None where there was none."""
+    num_steps: int
+    num_bad_losses: int
+    learning_rate: float
+    frozen: int
+    iteration_wall_s: float
+    """Median seconds from one step to the next, overhead of egeria excluded."""
+    iteration_cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlasticityRead(Event):
+    """One reading of the frontmost active module, and what the policy made of it."""
+
+    kind: ClassVar[str] = "plasticity"
+    evaluation: int
+    module: int
+    name: str
+    value: float
+    smoothed: float
+    slope: float | None
+    tolerance: float | None
+    stationary: int
+    """Consecutive stationary evaluations so far."""
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingDropped(Event):
+    """An evaluation gave no usable reading; the policy never saw it."""
+
+    kind: ClassVar[str] = "reading_dropped"
+    evaluation: int
+    module: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageChanged(Event):
+    """Bootstrapping ended: layer modules may freeze from here on."""
+
+    kind: ClassVar[str] = "stage"
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleFrozen(Event):
+    """Module number `module` froze; the `frozen` front modules are frozen now."""
+
+    kind: ClassVar[str] = "frozen"
+    module: int
+    name: str
+    frozen: int
+    reason: str
+    parameter_share: float
+    """Share of all parameters that is frozen now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thawed(Event):
+    """Everything thawed; `window` evaluations are needed to freeze again."""
+
+    kind: ClassVar[str] = "thawed"
+    frozen_before: int
+    reason: str
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceRefreshed(Event):
+    """The reference model was made or brought up to date with the training weights."""
+
+    kind: ClassVar[str] = "reference"
+    evaluation: int
+    builder: str
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declined(Event):
+    """The library chose not to act, and why; training goes on without that part."""
+
+    kind: ClassVar[str] = "declined"
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultCaught(Event):
+    """Something of ours failed; training went on."""
+
+    kind: ClassVar[str] = "fault"
+    where: str
+    error: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricLogged(Event):
+    """Numbers the user logged, such as the validation accuracy."""
+
+    kind: ClassVar[str] = "metric"
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed(Event):
+    """The run went on from a saved state."""
+
+    kind: ClassVar[str] = "resumed"
+    frozen: int
+    stage: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunClosed(Event):
+    """The run ended; what egeria itself cost in all."""
+
+    kind: ClassVar[str] = "run_closed"
+    frozen: int
+    overhead_wall_s: float
+    overhead_cpu_s: float
+
+
+EVENT_TYPES: dict[str, type[Event]] = {
+    event.kind: event
+    for event in (
+        RunStarted,
+        ModulesOrdered,
+        ComputeProfiled,
+        IntervalMeasured,
+        PlasticityRead,
+        ReadingDropped,
+        StageChanged,
+        ModuleFrozen,
+        Thawed,
+        ReferenceRefreshed,
+        Declined,
+        FaultCaught,
+        MetricLogged,
+        Resumed,
+        RunClosed,
+    )
+}

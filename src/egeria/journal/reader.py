@@ -1,0 +1,105 @@
+"""Reading: the events of a journal, in order, torn or foreign lines counted and left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from egeria.errors import JournalError
+from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Event
+from egeria.journal.writer import FILE_NAME
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Journal:
+    """The events of a run, oldest first."""
+
+    directory: Path
+    events: tuple[Event, ...]
+    times: tuple[float, ...]
+    """Seconds since the epoch at which each event was written."""
+    num_damaged: int
+    """Lines that could not be read: at most one per crash of the run that wrote them."""
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def first(self, kind: type[Kind]) -> Kind | None:
+        """Return the first event of one kind, or None."""
+        return next(iter(self.of(kind)), None)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+
+def read_journal(directory: str | Path) -> Journal:
+    """Read the journal of a run.
+
+    Args:
+        directory: the run's directory, or the journal file itself.
+
+    Raises:
+        JournalError: there is no journal, or a newer version of egeria wrote it.
+    """
+    path = Path(directory)
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise JournalError(
+            f"A run's directory holds a {FILE_NAME}; {path} cannot be read: {error}. "
+            f"Give the directory that `attach` was given, or that `run.directory` names."
+        ) from error
+    events: list[Event] = []
+    times: list[float] = []
+    damaged = 0
+    for line in filter(str.strip, text.split("\n")):
+        record = _parse(line)
+        if record is None:
+            damaged += 1
+        elif record["event"] == "journal_opened":
+            _check_schema(record, path)
+        elif (event := _event(record)) is not None:
+            events.append(event)
+            times.append(float(record.get("time", 0.0)))
+        else:
+            damaged += 1
+    return Journal(directory=path.parent, events=tuple(events), times=tuple(times), num_damaged=damaged)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and "event" in record else None
+
+
+def _check_schema(record: dict[str, Any], path: Path) -> None:
+    version = record.get("schema_version")
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise JournalError(
+            f"This egeria reads journals up to schema {SCHEMA_VERSION}; {path} has schema {version!r}. "
+            f"Read it with the egeria that wrote it, or a newer one."
+        )
+
+
+def _event(record: dict[str, Any]) -> Event | None:
+    kind = EVENT_TYPES.get(record["event"])
+    if kind is None:
+        return None
+    names = {field.name for field in dataclasses.fields(kind)}
+    try:
+        return kind(**{key: value for key, value in record.items() if key in names})
+    except TypeError:
+        return None

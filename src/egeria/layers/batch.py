@@ -1,0 +1,51 @@
+"""One training batch as the model was called with it, kept for the evaluation that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from egeria import tree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Autocast:
+    """The mixed-precision setting a forward pass ran under."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def current(cls, device_type: str) -> Autocast:
+        """Return the setting in force for a type of device."""
+        return cls(
+            device_type=device_type,
+            enabled=torch.is_autocast_enabled(device_type),
+            dtype=torch.get_autocast_dtype(device_type),
+        )
+
+    def context(self) -> torch.autocast:
+        """Return a context with this setting.
+
+        Without the cast cache: weights cast here, without gradient, must not be found by a training
+        forward that shares an outer autocast context.
+        """
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Arguments of one call of the model; tensors are shared with the caller, not copied."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: Autocast
+
+    def first_rows(self, count: int) -> Batch:
+        """Return the batch cut to `count` samples, detached; whole if its tensors disagree on their number."""
+        args, kwargs = tree.take_rows((tree.detach(self.args), tree.detach(dict(self.kwargs))), count)
+        return replace(self, args=args, kwargs=kwargs)

@@ -1,0 +1,99 @@
+"""Freezing a prefix of layer modules, and thawing it so that nothing shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from egeria import tree
+from egeria.layers.modules import LayerModule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Record:
+    """What one frozen layer module was like before."""
+
+    parameters: tuple[tuple[nn.Parameter, bool], ...]
+    modes: tuple[tuple[nn.Module, bool], ...]
+    handles: tuple[RemovableHandle, ...]
+
+
+class Freezer:
+    """Owns the frozen prefix of one model.
+
+    A frozen layer module has parameters that need no gradient and hold none, and stays in inference
+    mode whoever calls `model.train()`: normalisation keeps its statistics, dropout is off. Optimizer
+    state and groups are never touched, so thawing resumes where freezing stopped.
+
+    Args:
+        model: the model the modules were cut from.
+        modules: its layer modules, front to back.
+        freeze_tied: what to do with a weight that an active module uses too. True freezes it. False
+            trains it on through that module; what it contributes at the front is then detached, so
+            that no backward pass enters the prefix.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], *, freeze_tied: bool = False) -> None:
+        self._model = model
+        self._modules = tuple(modules)
+        self._freeze_tied = freeze_tied
+        self._records: list[_Record] = []
+
+    @property
+    def depth(self) -> int:
+        """How many front layer modules are frozen."""
+        return len(self._records)
+
+    def freeze_to(self, depth: int) -> None:
+        """Freeze the first `depth` layer modules; those frozen already stay as they are."""
+        for module in self._modules[self.depth : depth]:
+            self._records.append(self._freeze(module, keeps_tied=self._keeps_tied(depth)))
+
+    def thaw(self) -> None:
+        """Give every frozen module back as it was; its mode follows the model's, where it did before."""
+        for record in self._records:
+            for handle in record.handles:
+                handle.remove()
+            for parameter, needed_grad in record.parameters:
+                parameter.requires_grad_(needed_grad)
+            for submodule, was_training in record.modes:
+                submodule.training = was_training and self._model.training
+        self._records.clear()
+
+    def _keeps_tied(self, depth: int) -> bool:
+        return not self._freeze_tied and any(module.shared_parameters for module in self._modules[:depth])
+
+    def _freeze(self, module: LayerModule, *, keeps_tied: bool) -> _Record:
+        kept = set() if self._freeze_tied else set(module.shared_parameters)
+        parameters = tuple(
+            (parameter, parameter.requires_grad)
+            for parameter in (self._model.get_parameter(name) for name in module.parameters if name not in kept)
+        )
+        roots = [self._model.get_submodule(name) for name in module.submodules]
+        modes = tuple((submodule, submodule.training) for root in roots for submodule in root.modules())
+        for parameter, _ in parameters:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        for submodule, _ in modes:
+            submodule.training = False
+        handles = [root.register_forward_pre_hook(_stay_in_inference_mode, prepend=True) for root in roots]
+        if keeps_tied:
+            handles += [root.register_forward_pre_hook(_detach_inputs, with_kwargs=True) for root in roots]
+        return _Record(parameters=parameters, modes=modes, handles=tuple(handles))
+
+
+# Hooks are functions of this file, not closures: a frozen model must still pickle and deepcopy.
+
+
+def _stay_in_inference_mode(module: nn.Module, _args: Any) -> None:
+    if module.training:
+        for submodule in module.modules():
+            submodule.training = False
+
+
+def _detach_inputs(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tree.detach(args), tree.detach(kwargs)

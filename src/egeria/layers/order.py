@@ -1,0 +1,90 @@
+"""In which order submodules run: recorded by hooks that leave no trace."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class OrderRecorder:
+    """Notes which submodules are called, in which order first, until it is closed.
+
+    Works beside the user's own training loop; also a context manager. The hooks go when it is closed
+    or collected, whichever comes first.
+
+    Args:
+        model: the model that will run.
+        names: dotted names of the submodules to watch.
+
+    Raises:
+        AttributeError: when the model has no such submodule; no hook is left behind.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._calls: dict[str, int] = {}
+        submodules = {name: model.get_submodule(name) for name in names}
+        handles = [
+            submodule.register_forward_pre_hook(partial(_note_call, self._calls, name))
+            for name, submodule in submodules.items()
+        ]
+        self._finalizer = weakref.finalize(self, _remove, handles)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The names called so far, in the order of their first call."""
+        return tuple(self._calls)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How often each name was called so far; names never called are absent."""
+        return dict(self._calls)
+
+    def close(self) -> None:
+        """Remove the hooks; what was recorded stays readable. Closing twice is fine."""
+        self._finalizer()
+
+    def __enter__(self) -> OrderRecorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def execution_order(model: nn.Module, names: Sequence[str], forward: Callable[[], object]) -> tuple[str, ...]:
+    """Return all `names` in the order in which one forward pass first calls them.
+
+    Args:
+        model: the model that `forward` runs.
+        names: dotted names of submodules, in definition order.
+        forward: runs the model once; what it returns is dropped, what it raises passes through.
+
+    Returns:
+        The names in execution order; those never called stay behind their predecessor.
+    """
+    with OrderRecorder(model, names) as recorder:
+        forward()
+    return merge_order(names, recorder.order)
+
+
+def merge_order(names: Sequence[str], called: Sequence[str]) -> tuple[str, ...]:
+    """Sort `names` as in `called`; those that are not in it stay behind their predecessor."""
+    ranks = {name: rank for rank, name in enumerate(called)}
+    keys: dict[str, tuple[int, int]] = {}
+    rank, distance = -1, 0
+    for name in names:
+        rank, distance = (ranks[name], 0) if name in ranks else (rank, distance + 1)
+        keys[name] = (rank, distance)
+    return tuple(sorted(names, key=keys.__getitem__))
+
+
+def _note_call(calls: dict[str, int], name: str, _module: nn.Module, _inputs: object) -> None:
+    calls[name] = calls.get(name, 0) + 1
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

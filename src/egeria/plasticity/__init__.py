@@ -1,0 +1,26 @@
+"""How far a layer module's activations have moved from the reference's: one number per evaluation."""
+
+from egeria.plasticity.activations import flatten_rows, pool_map
+from egeria.plasticity.metrics import (
+    METRICS,
+    Metric,
+    cosine_distance,
+    find_metric,
+    input_norm,
+    l2_distance,
+    linear_cka_distance,
+    sp_loss,
+)
+
+__all__ = [
+    "METRICS",
+    "Metric",
+    "cosine_distance",
+    "find_metric",
+    "flatten_rows",
+    "input_norm",
+    "l2_distance",
+    "linear_cka_distance",
+    "pool_map",
+    "sp_loss",
+]

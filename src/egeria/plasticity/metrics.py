@@ -1,0 +1,119 @@
+"""The metrics: callables of the training and the reference activation, [B, ...] each, to one scalar.
+
+Shape legend: B samples, D features. Every metric is 0 for equal activations and grows with the
+difference; all arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from egeria.errors import ConfigError
+from egeria.plasticity.activations import flatten_rows
+
+Metric = Callable[[Tensor, Tensor], Tensor]
+"""`metric(training, reference)`: activations of one module for the same batch; returns a 0-d tensor."""
+
+
+def sp_loss(training: Tensor, reference: Tensor) -> Tensor:
+    """Return the similarity-preserving loss: the paper's plasticity (eq. 1).
+
+    `G = A A^T`, rows normalised to unit length, squared Frobenius distance over B².
+    Source: Tung and Mori, ICCV 2019. It compares how samples relate to each other, so two
+    activations that differ by a rotation of their features are equal to it.
+
+    Raises:
+        ValueError: the batches differ in size, or hold fewer than two samples.
+    """
+    a_BD, r_BD = _rows(training, reference, at_least=2)
+    return (_similarities(a_BD) - _similarities(r_BD)).square().sum() / a_BD.shape[0] ** 2
+
+
+def l2_distance(training: Tensor, reference: Tensor) -> Tensor:
+    """Return the squared distance of the activations relative to the squared norm of the reference."""
+    a_BD, r_BD = _rows(training, reference)
+    return (a_BD - r_BD).square().sum() / r_BD.square().sum().clamp_min(1e-30)
+
+
+def cosine_distance(training: Tensor, reference: Tensor) -> Tensor:
+    """Return one minus the cosine between the two activations of a sample, averaged over samples."""
+    a_BD, r_BD = _rows(training, reference)
+    # Half the squared distance of unit vectors: 1 - cos without its cancellation near 0.
+    difference_BD = functional.normalize(a_BD, dim=1) - functional.normalize(r_BD, dim=1)
+    return difference_BD.square().sum(dim=1).mean() / 2
+
+
+def input_norm(training: Tensor, reference: Tensor) -> Tensor:
+    """Return the mean absolute difference: Skip-Conv's input-norm gate, taken on activations.
+
+    Source: Habibian et al., CVPR 2021; the rival metric in the paper's §6.1.
+    """
+    a_BD, r_BD = _rows(training, reference)
+    return (a_BD - r_BD).abs().mean()
+
+
+def linear_cka_distance(training: Tensor, reference: Tensor) -> Tensor:
+    """Return one minus linear centred kernel alignment (Kornblith et al., ICML 2019).
+
+    Raises:
+        ValueError: the batches differ in size, or hold fewer than two samples.
+    """
+    a_BD, r_BD = _rows(training, reference, at_least=2)
+    a_BB, r_BB = _centred_gram(a_BD), _centred_gram(r_BD)
+    # Half the squared distance of unit Gram matrices: 1 - alignment without its cancellation.
+    return (_unit(a_BB) - _unit(r_BB)).square().sum() / 2
+
+
+METRICS: dict[str, Metric] = {
+    "sp": sp_loss,
+    "l2": l2_distance,
+    "cosine": cosine_distance,
+    "input_norm": input_norm,
+    "cka": linear_cka_distance,
+}
+
+
+def find_metric(metric: Any) -> Metric:
+    """Return the metric a setting means: a name, or a callable as it is.
+
+    Raises:
+        ConfigError: no metric has that name.
+    """
+    if not isinstance(metric, str):
+        return metric  # type: ignore[no-any-return]
+    if metric not in METRICS:
+        raise ConfigError(
+            f"plasticity.metric must be {', '.join(map(repr, METRICS))} or a callable, found {metric!r}. "
+            f"Name one of them."
+        )
+    return METRICS[metric]
+
+
+def _rows(training: Tensor, reference: Tensor, at_least: int = 1) -> tuple[Tensor, Tensor]:
+    if training.shape[0] != reference.shape[0] or training.shape[0] < at_least:
+        raise ValueError(
+            f"A metric compares two equal batches of at least {at_least} samples, found {training.shape[0]} "
+            f"and {reference.shape[0]}. Evaluate both models on the same batch."
+        )
+    same_layout = training.stride() == reference.stride()
+    if not same_layout:
+        reference, training = reference.contiguous(), training.contiguous()
+    return flatten_rows(training), flatten_rows(reference)
+
+
+def _similarities(a_BD: Tensor) -> Tensor:
+    gram_BB = a_BD @ a_BD.T
+    return functional.normalize(gram_BB, dim=1)
+
+
+def _centred_gram(a_BD: Tensor) -> Tensor:
+    centred_BD = a_BD - a_BD.mean(dim=0)
+    return centred_BD @ centred_BD.T
+
+
+def _unit(matrix: Tensor) -> Tensor:
+    return matrix / matrix.square().sum().sqrt().clamp_min(1e-30)

@@ -1,0 +1,146 @@
+"""When the learning rate says thaw: one rule type, a dictionary of the schedules it covers.
+
+The paper gives the rule for annealing in steps (thaw when the rate has fallen tenfold, §4.2.2) and
+leaves the others to the user. The built-in rules add three sensible limits: nothing freezes while
+the rate rises, a rate that rises again thaws, and a smooth decay does not thaw so late that the
+rest of the run is too short to freeze again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from egeria.errors import ConfigError
+
+
+class Verdict(enum.Enum):
+    """What the learning rate asks for."""
+
+    GO = "go"
+    """Judge and freeze as plasticity says."""
+    HOLD = "hold"
+    """Freeze nothing for now."""
+    THAW = "thaw"
+    """Thaw everything and refreeze with half the window."""
+    RESTART = "restart"
+    """Thaw everything and go back to the full window."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """What an unfreeze rule may look at, once every interval."""
+
+    step: int
+    total_steps: int | None
+    frozen: int
+    learning_rate: float
+    previous_learning_rate: float | None
+    """The rate one interval ago."""
+    freeze_learning_rate: float | None
+    """The rate when the first module froze; None while nothing is frozen."""
+
+
+@runtime_checkable
+class UnfreezeRule(Protocol):
+    """Decides from the learning rate when to thaw; must depend on the moment alone, so that runs replay."""
+
+    def judge(self, moment: Moment) -> Verdict:
+        """Return what to do at this moment."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleRule:
+    """Thaws when the rate has fallen, or risen, far enough since the first freeze."""
+
+    drop_factor: float | None = 10.0
+    """Fall of the rate that thaws; None: no fall does."""
+    rise_factor: float | None = 2.0
+    """Rise of the rate that thaws and restores the full window; None: no rise does."""
+    minimum_remaining: float = 0.0
+    """Share of the run that must be left for a fall to thaw; needs `total_steps`."""
+
+    def judge(self, moment: Moment) -> Verdict:
+        """Return what the rate asks for."""
+        before = moment.freeze_learning_rate
+        if moment.frozen and before is not None:
+            if self.rise_factor is not None and moment.learning_rate >= before * self.rise_factor:
+                return Verdict.RESTART
+            if self._has_dropped(moment, before):
+                return Verdict.THAW
+        rising = moment.previous_learning_rate is not None and moment.learning_rate > moment.previous_learning_rate
+        return Verdict.HOLD if rising else Verdict.GO
+
+    def _has_dropped(self, moment: Moment, before: float) -> bool:
+        # Schedulers multiply in floating point: 0.1 * 0.1 must count as a fall by ten from 0.1.
+        if self.drop_factor is None or moment.learning_rate * self.drop_factor > before * (1 + 1e-6):
+            return False
+        if moment.total_steps is None:
+            return True
+        return 1 - moment.step / moment.total_steps >= self.minimum_remaining
+
+
+RULES: dict[str, ScheduleRule] = {
+    "step": ScheduleRule(),
+    "exponential": ScheduleRule(minimum_remaining=0.1),
+    "linear": ScheduleRule(minimum_remaining=0.1),
+    "inverse_sqrt": ScheduleRule(),
+    "cosine": ScheduleRule(minimum_remaining=0.1),
+    "one_cycle": ScheduleRule(minimum_remaining=0.1),
+    "warm_restarts": ScheduleRule(drop_factor=None),
+    "cyclic": ScheduleRule(drop_factor=None),
+    # The rate is flat until the short decay, in which every layer anneals: thaw when it has begun.
+    "warmup_stable_decay": ScheduleRule(drop_factor=2.0, minimum_remaining=0.05),
+    "never": ScheduleRule(drop_factor=None, rise_factor=None),
+}
+
+# Fragments of the names of schedulers, and of the functions LambdaLR is given, most telling first.
+_FRAGMENTS = (
+    ("warmrestart", "warm_restarts"),
+    ("hard_restart", "warm_restarts"),
+    ("cyclic", "cyclic"),
+    ("onecycle", "one_cycle"),
+    ("wsd", "warmup_stable_decay"),
+    ("stable_decay", "warmup_stable_decay"),
+    ("inverse_sqrt", "inverse_sqrt"),
+    ("cosine", "cosine"),
+    ("exponential", "exponential"),
+    ("polynomial", "linear"),
+    ("linear", "linear"),
+)
+
+
+def rule_for_schedule(names: Sequence[str]) -> str:
+    """Return the name of the rule for a schedule described by the names of its classes and functions.
+
+    The last name that says anything wins: a sequence of schedules ends with the one that anneals.
+    Steps, plateaus, constants and whatever is unknown get the paper's rule.
+    """
+    found = "step"
+    for name in names:
+        lowered = name.lower()
+        found = next((rule for fragment, rule in _FRAGMENTS if fragment in lowered), found)
+    return found
+
+
+def find_rule(rule: Any, drop_factor: float | None = None) -> UnfreezeRule:
+    """Return the rule a setting means.
+
+    Args:
+        rule: the name of a built-in rule, or an object with a `judge` method, returned as it is.
+        drop_factor: replaces the built-in rule's own.
+
+    Raises:
+        ConfigError: no rule has that name.
+    """
+    if not isinstance(rule, str):
+        return rule  # type: ignore[no-any-return]
+    if rule not in RULES:
+        raise ConfigError(
+            f"unfreezing.rule must be 'auto', {', '.join(map(repr, RULES))} or an object with a `judge` method, "
+            f"found {rule!r}. Name one of them."
+        )
+    return RULES[rule] if drop_factor is None else replace(RULES[rule], drop_factor=drop_factor)

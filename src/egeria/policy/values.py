@@ -1,0 +1,67 @@
+"""What goes into a policy and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BOOTSTRAPPING = "bootstrapping"
+KNOWLEDGE_GUIDED = "knowledge-guided"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """What `n` steps of training showed."""
+
+    step: int
+    evaluation: int
+    loss: float | None
+    """Mean of the finite training losses; None where there was none."""
+    learning_rate: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Plasticity of one layer module at one evaluation; finite."""
+
+    step: int
+    evaluation: int
+    module: int
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndBootstrapping:
+    """The critical period is over: layer modules may freeze."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freeze:
+    """Freeze this layer module, the frontmost active one."""
+
+    module: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thaw:
+    """Thaw everything and start again at the first layer module, with this window."""
+
+    reason: str
+    window: int
+
+
+Decision = EndBootstrapping | Freeze | Thaw
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What a policy made of one reading."""
+
+    smoothed: float
+    slope: float | None = None
+    tolerance: float | None = None
+    stationary: int = 0
+    """Consecutive stationary evaluations, this one included."""
+    decisions: tuple[Decision, ...] = ()

@@ -1,0 +1,78 @@
+"""The full-precision reference: a copy of the model in the training process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria.errors import ReferenceModelError
+from egeria.layers.batch import Batch
+from egeria.layers.taps import capture
+from egeria.layers.undisturbed import undisturbed
+
+
+class SnapshotReference:
+    """A deep copy, made at the first refresh and brought up to date in place after that."""
+
+    builder = "fp32 snapshot"
+
+    def __init__(self) -> None:
+        self._copy: nn.Module | None = None
+
+    def refresh(self, model: nn.Module) -> None:
+        """Take over the weights and buffers of the training model as they are now.
+
+        Raises:
+            ReferenceModelError: the model cannot be copied.
+        """
+        if self._copy is None:
+            self._copy = _copied(model)
+            return
+        with torch.no_grad():
+            for mine, theirs in zip(_tensors(self._copy), _tensors(model), strict=True):
+                mine.copy_(theirs)
+
+    def activation(self, tap: str, batch: Batch) -> Tensor | None:
+        """Return the output of submodule `tap` for the batch [B, ...].
+
+        Raises:
+            ReferenceModelError: there was no refresh yet.
+        """
+        if self._copy is None:
+            raise ReferenceModelError("A reference is refreshed before it is asked, found none. Call `refresh` first.")
+        with undisturbed(self._copy):
+            return capture(self._copy, tap, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the weights and buffers, empty before the first refresh."""
+        if self._copy is None:
+            return {}
+        return {"tensors": [tensor.detach().clone() for tensor in _tensors(self._copy)]}
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Go on from saved weights."""
+        if not state:
+            self._copy = None
+            return
+        self._copy = _copied(model)
+        with torch.no_grad():
+            for mine, saved in zip(_tensors(self._copy), state["tensors"], strict=True):
+                mine.copy_(saved)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model).requires_grad_(False)
+    except Exception as error:
+        raise ReferenceModelError(
+            f"The reference is a deep copy of the model, which {type(model).__name__} does not allow: {error}. "
+            f"Give it a `__deepcopy__`, or keep computed tensors out of its attributes."
+        ) from error
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

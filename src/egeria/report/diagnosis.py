@@ -1,0 +1,92 @@
+"""Why nothing was frozen: the first reason that holds, from the journal alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from egeria.events import (
+    Declined,
+    IntervalMeasured,
+    ModuleFrozen,
+    PlasticityRead,
+    ReadingDropped,
+    Resumed,
+    RunStarted,
+    StageChanged,
+    Thawed,
+)
+from egeria.report.history import History
+
+
+def why_nothing_froze(history: History) -> str | None:
+    """Return a sentence on why the run froze nothing; None where it did freeze."""
+    if history.of(ModuleFrozen) or any(event.frozen for event in history.of(Resumed)):
+        return None
+    start = history.last(RunStarted)
+    if start is None:
+        return "The journal does not say how the run began: its first lines are missing or damaged."
+    declined = next((event.reason for event in history.of(Declined) if event.what == "freezing"), None)
+    if declined is not None:
+        return f"Nothing was frozen: the library declined to. {declined}"
+    reason = _setting_reason(start) or _stage_reason(history, start) or _reading_reason(history, start)
+    return f"Nothing was frozen: {reason}{_declined(history)}"
+
+
+def _setting_reason(start: RunStarted) -> str | None:
+    if _setting(start, "freezing", "enabled") is False:
+        return "freezing is switched off (freezing.enabled = false), so the run only watched."
+    if start.deepest_freeze <= 0:
+        return f"with {len(start.modules)} layer module(s) there is none in front of the last, which never freezes."
+    return None
+
+
+def _stage_reason(history: History, start: RunStarted) -> str | None:
+    intervals = history.of(IntervalMeasured)
+    if not intervals:
+        last_step = max(event.step for event in history.events)
+        return (
+            f"no interval was completed. An interval is {start.interval_steps} steps, and the journal ends at "
+            f"step {last_step}."
+        )
+    if history.of(StageChanged) or history.of(PlasticityRead):
+        return None
+    threshold = _setting(start, "bootstrapping", "change_threshold")
+    rule = f"by less than {threshold:.0%} " if isinstance(threshold, (int, float)) else "little enough "
+    return (
+        f"the run is still bootstrapping. After {len(intervals)} intervals of {start.interval_steps} steps the mean "
+        f"loss has not yet changed {rule}from one interval to the next."
+    )
+
+
+def _reading_reason(history: History, start: RunStarted) -> str:
+    readings = history.of(PlasticityRead)
+    drops = history.of(ReadingDropped)
+    if not readings and not drops:
+        return "bootstrapping ended, but no evaluation followed before the journal ends."
+    if not readings:
+        reason, count = Counter(drop.reason for drop in drops).most_common(1)[0]
+        return f"none of {len(drops)} evaluations gave a usable reading; {count} of them: {reason}."
+    longest = max(readings, key=lambda reading: reading.stationary)
+    if longest.stationary == 0:
+        return f"“{longest.name}” was never stationary in {len(readings)} readings: it was still learning."
+    return (
+        f"“{longest.name}” was never stationary for long enough. Its longest row was {longest.stationary} "
+        f"of the {_patience(history, start)} evaluations that it takes, in {len(readings)} readings."
+    )
+
+
+def _patience(history: History, start: RunStarted) -> str:
+    thaw = history.last(Thawed)
+    patience = thaw.window if thaw is not None else _setting(start, "plasticity", "window")
+    return str(patience) if isinstance(patience, int) else "consecutive"
+
+
+def _declined(history: History) -> str:
+    reasons = dict.fromkeys(f"{event.what} ({event.reason})" for event in history.of(Declined))
+    return f" The library declined: {'; '.join(reasons)}." if reasons else ""
+
+
+def _setting(start: RunStarted, group: str, name: str) -> Any:
+    settings = start.config.get(group)
+    return settings.get(name) if isinstance(settings, dict) else None

@@ -1,0 +1,182 @@
+"""`egeria.attach`: checks what it is given and puts a run together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from egeria.config import Config
+from egeria.controller import Controller, InlineController
+from egeria.errors import UnsupportedModelError
+from egeria.events import RunStarted
+from egeria.parallel import ParallelStrategy, SingleProcess
+from egeria.plasticity import find_metric
+from egeria.policy import choose_interval
+from egeria.reference import SnapshotReference
+from egeria.session.checks import check_model, check_optimizers, check_total_steps, choose_rule, read_config
+from egeria.session.driver import Driver
+from egeria.session.engine import EngineBuilder
+from egeria.session.handle import ModelHandle
+from egeria.session.pace import Stopwatch
+from egeria.session.recorder import Recorder
+from egeria.session.run import Run
+
+RUNS = Path("egeria_runs")
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: Any = None,
+    *,
+    scheduler: Any = None,
+    total_steps: int | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    directory: str | Path | None = None,
+) -> Run:
+    """Watch a training run and freeze its front layers as they converge.
+
+    Nothing about the model, the optimizer or the loader changes until the first layer module
+    freezes; `run.close()` undoes everything.
+
+    Args:
+        model: the model in training; call `run.model` in its place.
+        optimizer: the optimizer, or all of them; never changed.
+        loader: the training loader; only its length is read, never a batch.
+        scheduler: the learning-rate scheduler; its kind picks the rule for thawing. Never stepped.
+        total_steps: optimizer steps of the whole run; sets how often to evaluate.
+        config: a `Config`, nested dictionaries, or the path of a TOML file.
+        directory: where the journal and the report go; None makes one under `egeria_runs/`.
+
+    Returns:
+        The run: call `run.step(loss)` once after each optimizer step.
+
+    Raises:
+        ConfigError: an argument or a setting is outside its contract. A model that cannot be cut, or
+            a directory that cannot be written, is no error: the run goes on without, with a warning.
+    """
+    return attach_with(
+        model,
+        optimizer,
+        loader,
+        scheduler=scheduler,
+        total_steps=total_steps,
+        config=config,
+        directory=directory,
+    )
+
+
+def attach_with(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: Any = None,
+    *,
+    scheduler: Any = None,
+    total_steps: int | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    directory: str | Path | None = None,
+    controller: Controller | None = None,
+    parallel: ParallelStrategy | None = None,
+) -> Run:
+    """Attach as `attach` does, with a controller or a parallel strategy of your own (tests, research)."""
+    watch = Stopwatch()
+    settings = read_config(config)
+    optimizers = check_optimizers(check_model(model), optimizer)
+    check_total_steps(total_steps)
+    rule_name, rule = choose_rule(settings, scheduler)
+    make_controller = _controller_maker(settings, controller)
+    recorder = Recorder(Path(directory) if directory is not None else _new_directory())
+    builder = EngineBuilder(
+        model=model,
+        handle=ModelHandle(model),
+        optimizers=optimizers,
+        config=settings,
+        rule=rule,
+        total_steps=total_steps,
+        parallel=parallel or SingleProcess(),
+        recorder=recorder,
+        make_controller=make_controller,
+    )
+    cut, refusal = _cut(builder)
+    interval_steps, reason = choose_interval(
+        interval_steps=settings.plasticity.interval_steps,
+        total_steps=total_steps,
+        window=settings.plasticity.window,
+        num_modules=max(1, len(cut["modules"])),
+    )
+    recorder.write(
+        RunStarted(
+            step=0,
+            config=settings.to_dict(),
+            rule=rule_name,
+            total_steps=total_steps,
+            interval_steps=interval_steps,
+            interval_reason=reason,
+            environment=_environment(model, loader),
+            **cut,
+        )
+    )
+    _say_what_is_left_out(recorder, settings, refusal)
+    driver = Driver(
+        builder=None if refusal else builder,
+        interval_steps=interval_steps,
+        learning_rate=lambda: max(float(group["lr"]) for entry in optimizers for group in entry.param_groups),
+        recorder=recorder,
+        refresh_evaluations=settings.reference.refresh_evaluations,
+    )
+    driver.pace.add_overhead(*watch.read())
+    return Run(builder.handle, driver, recorder)
+
+
+def _new_directory() -> Path:
+    return RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _controller_maker(config: Config, controller: Controller | None) -> Callable[[], Controller]:
+    if controller is not None:
+        return lambda: controller
+    metric = find_metric(config.plasticity.metric)
+    return lambda: InlineController(SnapshotReference(), metric, config.plasticity.largest_map)
+
+
+def _cut(builder: EngineBuilder) -> tuple[dict[str, Any], str | None]:
+    """Return how the model is cut, or why it is left alone."""
+    nothing: dict[str, Any] = {"modules": [], "trainable": [], "deepest_freeze": 0}
+    refusal = builder.parallel.refusal(builder.model)
+    if refusal:
+        return nothing, refusal
+    try:
+        return builder.describe(builder.parse()), None
+    except UnsupportedModelError as error:
+        return nothing, str(error)
+
+
+def _say_what_is_left_out(recorder: Recorder, settings: Config, refusal: str | None) -> None:
+    if refusal:
+        recorder.decline("freezing", refusal)
+    if settings.cache.enabled:
+        recorder.decline("the activation cache", "this version has none; set cache.enabled = false")
+
+
+def _environment(model: nn.Module, loader: Any) -> dict[str, Any]:
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    try:
+        steps_per_epoch = len(loader)
+    except TypeError:
+        steps_per_epoch = None
+    return {
+        "model": type(model).__name__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "steps_per_epoch": steps_per_epoch,
+    }

@@ -1,0 +1,247 @@
+"""Counting steps and keeping the parts in time: losses, policy, evaluator, applier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from egeria.errors import StateError
+from egeria.events import ComputeProfiled, IntervalMeasured, ModulesOrdered, PlasticityRead
+from egeria.layers.modules import LayerModule
+from egeria.policy import BOOTSTRAPPING, Decision, EndBootstrapping, Interval, Reading
+from egeria.session.engine import Engine, EngineBuilder
+from egeria.session.losses import Losses
+from egeria.session.pace import Pace, Stopwatch
+from egeria.session.recorder import Recorder
+
+FAULTS_BEFORE_GIVING_UP = 3
+
+
+class Driver:
+    """Runs the parts of a session, step by step.
+
+    Nothing it does may stop or change the user's training: a failure is journaled and, if it keeps
+    happening, the driver thaws everything and only measures from then on.
+
+    Args:
+        builder: makes the parts; None for a model that is only watched.
+        interval_steps: `n`.
+        learning_rate: returns the rate as it stands.
+        recorder: where everything is told.
+        refresh_evaluations: evaluations between refreshes of the reference; None for the window's length.
+    """
+
+    def __init__(
+        self,
+        *,
+        builder: EngineBuilder | None,
+        interval_steps: int,
+        learning_rate: Callable[[], float],
+        recorder: Recorder,
+        refresh_evaluations: int | None,
+    ) -> None:
+        self.num_steps = 0
+        self._builder = builder
+        self._engine: Engine | None = None if builder is None else builder.build()
+        self._order = None if builder is None else builder.watch_order()
+        self._interval_steps = interval_steps
+        self._learning_rate = learning_rate
+        self._recorder = recorder
+        self.pace = Pace()
+        self._refresh_evaluations = refresh_evaluations
+        self._losses = Losses()
+        self._profiled = False
+
+    @property
+    def frozen(self) -> int:
+        """How many front layer modules are frozen now."""
+        return self._engine.applier.freezer.depth if self._engine else 0
+
+    @property
+    def modules(self) -> tuple[LayerModule, ...]:
+        """The layer modules, front to back."""
+        return self._engine.modules if self._engine else ()
+
+    @property
+    def stage(self) -> str:
+        """The stage of the policy."""
+        return self._engine.policy.stage if self._engine else BOOTSTRAPPING
+
+    def step(self, loss: Any) -> None:
+        """Take in one optimizer step.
+
+        Raises:
+            ConfigError: the loss is no number; nothing has been counted then.
+        """
+        self._losses.add(loss)
+        self.num_steps += 1
+        self._recorder.step = self.num_steps
+        if self._order is not None:
+            self._guarded("ordering the layer modules", self._settle_order)
+        if self.num_steps % self._interval_steps == 0:
+            self._guarded("ending an interval", self._end_interval)
+        self._guarded("preparing an evaluation", self._arm)
+
+    def release(self) -> None:
+        """Leave the model as it was found and stop for good."""
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.evaluator.close()
+            engine.applier.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of everything that decides."""
+        state: dict[str, Any] = {
+            "step": self.num_steps,
+            "interval_steps": self._interval_steps,
+            "losses": self._losses.read(),
+            "engine": None,
+        }
+        if self._engine is not None:
+            state["engine"] = {
+                "modules": [module.to_dict() for module in self._engine.modules],
+                "policy": self._engine.policy.state_dict(),
+                "evaluator": self._engine.evaluator.state_dict(),
+            }
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            StateError: it belongs to another model; nothing has changed then.
+        """
+        saved = state["engine"]
+        if (saved is None) != (self._builder is None):
+            raise StateError(
+                "A run's state fits the model it was saved from; this one was cut into layer modules in one of the "
+                "two runs and not in the other. Attach the same model with the same configuration."
+            )
+        if saved is not None and self._builder is not None:
+            engine = self._builder.build(tuple(LayerModule.from_dict(entry) for entry in saved["modules"]))
+            engine.policy.load_state_dict(saved["policy"])
+            engine.evaluator.load_state_dict(saved["evaluator"])
+            self.release()
+            self._engine = engine
+            engine.applier.restore(engine.policy.frozen)
+        self.num_steps = self._recorder.step = state["step"]
+        self._interval_steps = state["interval_steps"]
+        self._losses.restore(state["losses"])
+        self._guarded("preparing an evaluation", self._arm)
+
+    def _guarded(self, where: str, action: Callable[[], None]) -> None:
+        """Run one of our own steps; its failure is ours to bear."""
+        try:
+            action()
+        except Exception as error:
+            count = self._recorder.fault(where, error)
+            engine = self._engine
+            if engine is None:
+                return
+            engine.evaluator.disarm()
+            out_of_step = engine.policy.frozen != engine.applier.freezer.depth
+            if out_of_step or count >= FAULTS_BEFORE_GIVING_UP:
+                self.release()
+                self._recorder.decline("freezing", f"{where} failed {count} times, last with: {error}")
+
+    def _settle_order(self) -> None:
+        """After the first forward: cut the model again if it runs in another order than it is defined in."""
+        assert self._order is not None and self._builder is not None and self._engine is not None
+        if not self._order.order:
+            return
+        watched, self._order = self._order, None
+        watched.close()
+        engine = self._builder.build(order=watched.order)
+        if engine.modules != self._engine.modules:
+            self._engine = engine
+            self._recorder.write(ModulesOrdered(step=self.num_steps, **self._builder.describe(engine.modules)))
+
+    def _end_interval(self) -> None:
+        evaluation = self.num_steps // self._interval_steps
+        interval = self._measure(evaluation)
+        engine = self._engine
+        if engine is None:
+            return
+        decisions = engine.policy.observe_interval(interval)
+        engine.applier.apply(self.num_steps, decisions)
+        if any(isinstance(decision, EndBootstrapping) for decision in decisions):
+            engine.evaluator.refresh(self.num_steps, evaluation)
+        elif interval.loss is not None:
+            self._evaluate(engine, evaluation)
+        engine.evaluator.disarm()
+
+    def _measure(self, evaluation: int) -> Interval:
+        loss, num_bad = self._losses.take_mean()
+        wall_s, cpu_s = self.pace.take_medians()
+        rate = self._learning_rate()
+        self._recorder.write(
+            IntervalMeasured(
+                step=self.num_steps,
+                evaluation=evaluation,
+                loss=loss,
+                num_steps=self._interval_steps,
+                num_bad_losses=num_bad,
+                learning_rate=rate,
+                frozen=self.frozen,
+                iteration_wall_s=wall_s,
+                iteration_cpu_s=cpu_s,
+            )
+        )
+        if loss is None:
+            reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
+            self._recorder.decline("freezing while the loss is not finite", reason)
+        return Interval(step=self.num_steps, evaluation=evaluation, loss=loss, learning_rate=rate)
+
+    def _evaluate(self, engine: Engine, evaluation: int) -> None:
+        monitored = engine.policy.monitored
+        if monitored is None or engine.evaluator.has_given_up:
+            return
+        self._profile(engine)
+        watch = Stopwatch()
+        engine.evaluator.evaluate(self.num_steps, evaluation, monitored, engine.modules[monitored])
+        readings = engine.evaluator.poll()
+        wall_s, cpu_s = watch.read()
+        for reading in readings:
+            engine.applier.apply(self.num_steps, self._judge(engine, reading, wall_s, cpu_s))
+        period = self._refresh_evaluations or engine.policy.window
+        engine.evaluator.refresh_if_due(self.num_steps, evaluation, period)
+
+    def _judge(self, engine: Engine, reading: Reading, wall_s: float, cpu_s: float) -> Sequence[Decision]:
+        judgement = engine.policy.observe_reading(reading)
+        self._recorder.write(
+            PlasticityRead(
+                step=reading.step,
+                evaluation=reading.evaluation,
+                module=reading.module,
+                name=engine.modules[reading.module].name,
+                value=reading.value,
+                smoothed=judgement.smoothed,
+                slope=judgement.slope,
+                tolerance=judgement.tolerance,
+                stationary=judgement.stationary,
+                wall_s=wall_s,
+                cpu_s=cpu_s,
+            )
+        )
+        return judgement.decisions
+
+    def _profile(self, engine: Engine) -> None:
+        """Count the forward pass' operations, once; a model that cannot be counted is reported without them."""
+        batch = engine.evaluator.batch
+        if self._profiled or batch is None:
+            return
+        self._profiled = True
+        shares = engine.applier.forward_shares(batch)
+        if shares is not None:
+            self._recorder.write(ComputeProfiled(step=self.num_steps, forward_shares=shares))
+
+    def _arm(self) -> None:
+        engine = self._engine
+        if engine is None or (self.num_steps + 1) % self._interval_steps or engine.evaluator.has_given_up:
+            return
+        monitored = engine.policy.monitored
+        if monitored is not None:
+            engine.evaluator.arm(monitored, engine.modules[monitored])

@@ -1,0 +1,113 @@
+"""The parts that belong to one cut of the model, and how they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from egeria.config import Config
+from egeria.controller import Controller
+from egeria.layers.modules import LayerModule
+from egeria.layers.order import OrderRecorder
+from egeria.layers.parse import parse_modules
+from egeria.parallel import ParallelStrategy
+from egeria.policy import EgeriaPolicy, Policy, UnfreezeRule
+from egeria.session.applier import Applier
+from egeria.session.evaluator import Evaluator
+from egeria.session.handle import ModelHandle
+from egeria.session.recorder import Recorder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """What judges and freezes one cut of the model."""
+
+    modules: tuple[LayerModule, ...]
+    policy: Policy
+    applier: Applier
+    evaluator: Evaluator
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBuilder:
+    """Everything an engine is made from; a model that runs in another order than defined needs a second one."""
+
+    model: nn.Module
+    handle: ModelHandle
+    optimizers: Sequence[Optimizer]
+    config: Config
+    rule: UnfreezeRule
+    total_steps: int | None
+    parallel: ParallelStrategy
+    recorder: Recorder
+    make_controller: Callable[[], Controller]
+
+    def parse(self, order: Sequence[str] | None = None) -> tuple[LayerModule, ...]:
+        """Cut the model into layer modules.
+
+        Raises:
+            UnsupportedModelError: it cannot be cut.
+        """
+        settings = self.config.modules
+        return parse_modules(
+            self.model,
+            pattern=settings.pattern,
+            target_share=settings.target_share,
+            minimum_share=settings.minimum_share,
+            order=order,
+        )
+
+    def build(self, modules: tuple[LayerModule, ...] | None = None, *, order: Sequence[str] | None = None) -> Engine:
+        """Put the parts together for these layer modules, or for those the model is cut into."""
+        modules = self.parse(order) if modules is None else modules
+        limits = self.describe(modules)
+        policy = EgeriaPolicy(
+            self.config,
+            trainable=limits["trainable"],
+            rule=self.rule,
+            total_steps=self.total_steps,
+            deepest_freeze=limits["deepest_freeze"],
+        )
+        return Engine(
+            modules=modules,
+            policy=policy,
+            applier=Applier(
+                self.model,
+                self.handle,
+                modules=modules,
+                config=self.config,
+                parallel=self.parallel,
+                recorder=self.recorder,
+            ),
+            evaluator=Evaluator(self.model, self.handle, self.make_controller(), self.config, self.recorder),
+        )
+
+    def watch_order(self) -> OrderRecorder:
+        """Record the order in which the layers are called, from the user's own first forward."""
+        return OrderRecorder(self.model, [name for module in self.parse() for name in module.submodules])
+
+    def describe(self, modules: Sequence[LayerModule]) -> dict[str, Any]:
+        """Return the facts about a cut that the policy and the journal need."""
+        trainable = [any(self.model.get_parameter(name).requires_grad for name in m.parameters) for m in modules]
+        return {
+            "modules": [module.to_dict() for module in modules],
+            "trainable": trainable,
+            "deepest_freeze": self._deepest_freeze(modules),
+        }
+
+    def _deepest_freeze(self, modules: Sequence[LayerModule]) -> int:
+        """Return how many front modules may freeze such that every optimizer keeps something to train.
+
+        An optimizer without any gradient is an error to `GradScaler.step` ("No inf checks were recorded").
+        """
+        owner = {id(self.model.get_parameter(n)): index for index, m in enumerate(modules) for n in m.parameters}
+        last = len(modules) - 1
+        deepest = last
+        for optimizer in self.optimizers:
+            parameters = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
+            deepest = min(deepest, max((owner.get(id(entry), last) for entry in parameters), default=last))
+        return deepest

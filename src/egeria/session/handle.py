@@ -1,0 +1,81 @@
+"""`run.model`: what the loop calls in place of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from egeria.layers.batch import Autocast, Batch
+
+
+class ModelHandle(nn.Module):
+    """Stands for a model: same parameters, submodules, state and attributes, one call in between.
+
+    The handle holds no tensors and no copy of anything: it shares the tables of the model itself, so
+    that names, `state_dict` and `.to()` are the model's own. What it adds is a look at the arguments
+    of a training forward when an evaluation is due.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.__dict__["_bare"] = self
+        super().__init__()
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = model.__dict__[table]
+        self.__dict__["_bare"] = model
+        self.__dict__["_target"] = model
+        self.__dict__["_keep"] = None
+        self.__dict__["training"] = model.training
+
+    def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
+        """Hand the arguments of coming training forwards to `keep`; None stops that."""
+        self.__dict__["_keep"] = keep
+
+    def call_instead(self, target: nn.Module) -> None:
+        """Forward calls to `target` from now on: the model, or a wrapper around it."""
+        self.__dict__["_target"] = target
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        bare: nn.Module = self.__dict__["_bare"]
+        keep = self.__dict__["_keep"]
+        if keep is not None and bare.training and torch.is_grad_enabled():
+            device = next((parameter.device.type for parameter in bare.parameters()), "cpu")
+            keep(Batch(args=args, kwargs=kwargs, autocast=Autocast.current(device)))
+        return self.__dict__["_target"](*args, **kwargs)
+
+    def train(self, mode: bool = True) -> ModelHandle:
+        """Set the mode of the model."""
+        self.__dict__["training"] = mode
+        self.__dict__["_bare"].train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the model, under its own names."""
+        return self.__dict__["_bare"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state of the model."""
+        return self.__dict__["_bare"].load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_bare"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_bare"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["_bare"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "run.model is a handle on the attached model and is not copied itself. Copy the model you gave to attach."
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "run.model is a handle on the attached model and is not pickled itself. "
+            "Save run.model.state_dict(), or the model you gave to attach."
+        )

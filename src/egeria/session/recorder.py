@@ -1,0 +1,51 @@
+"""Telling: events into the journal, and one warning for each thing the library declines to do."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from egeria.events import Declined, Event, FaultCaught
+from egeria.journal import JournalWriter
+
+
+class EgeriaWarning(UserWarning):
+    """The library stepped back from something; training goes on."""
+
+
+class Recorder:
+    """Writes the journal and warns the user, each reason once.
+
+    Args:
+        directory: where the journal lives; None keeps it in memory.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self.step = 0
+        self._warned: set[str] = set()
+        self._faults: dict[str, int] = {}
+        self.journal = JournalWriter(directory, on_failure=lambda message: self.warn("journal", message))
+
+    def write(self, event: Event) -> None:
+        """Append an event to the journal."""
+        self.journal.write(event)
+
+    def warn(self, what: str, message: str) -> None:
+        """Warn unless there was a warning about `what` before."""
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(message, EgeriaWarning, stacklevel=2)
+
+    def decline(self, what: str, reason: str) -> None:
+        """Journal that the library will not do something, and say so, the first time."""
+        if what not in self._warned:
+            self.write(Declined(step=self.step, what=what, reason=reason))
+        self.warn(what, f"egeria: {what}: {reason}. Training goes on without it.")
+
+    def fault(self, where: str, error: Exception) -> int:
+        """Journal a failure of ours, warn the first time, and return how many there were in this place."""
+        count = self._faults[where] = self._faults.get(where, 0) + 1
+        text = f"{type(error).__name__}: {error}"
+        self.write(FaultCaught(step=self.step, where=where, error=text, count=count))
+        self.warn(f"fault in {where}", f"egeria: {where} failed ({text}). Training goes on; see the journal.")
+        return count
