@@ -15,8 +15,8 @@ The words of this file:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -88,6 +88,10 @@ class Atom:
         normalisers = [piece.name for piece in self.trail if piece.role == "loose" and piece.parameters]
         return normalisers[-1] if self.core.role == "unit" and normalisers else self.core.name
 
+    def followed_by(self, pieces: Iterable[Piece]) -> Atom:
+        """Return the atom with more pieces behind it."""
+        return replace(self, trail=(*self.trail, *pieces))
+
 
 def parent_of(name: str) -> str:
     """Return the dotted name one level up; the model itself is the empty name."""
@@ -136,9 +140,7 @@ class _Census:
             for p in model.parameters()
             if p.ndim >= 2 and not (p.ndim == 3 and p.shape[0] == 1) and id(p) not in tables
         }
-        self._weights = {
-            module: frozenset(id(p) for p in module.parameters()) & matrices for module in modules
-        }
+        self._weights = {module: frozenset(id(p) for p in module.parameters()) & matrices for module in modules}
         classes = Counter(
             type(module)
             for module in modules
@@ -165,11 +167,15 @@ class _Census:
         """Give the role where units are atoms; None for what is to be taken apart."""
         if module in self._blocks:
             return "block"
-        of_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in _PURE_CONTAINERS
-        is_leaf = next(module.children(), None) is None
-        if len(self._weights[module]) > 1 and not of_torch and not is_leaf:
+        if len(self._weights[module]) > 1 and not self._is_indivisible(module):
             return None
         return "unit" if any(p.ndim >= 2 for p in module.parameters()) else "loose"
+
+    def _is_indivisible(self, module: nn.Module) -> bool:
+        """Tell whether cutting the module apart makes no sense: torch's own composites, and leaves."""
+        of_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in _PURE_CONTAINERS
+        holds_no_block = self._blocks.isdisjoint(module.modules())
+        return (of_torch and holds_no_block) or next(module.children(), None) is None
 
     def _outermost_blocks(self, model: nn.Module) -> set[nn.Module]:
         """Find the blocks; a class that occurs once outside the others is no block class."""
@@ -213,15 +219,14 @@ class _Census:
 class _Walk:
     """Walks the model in definition order and takes whole what a rule gives a role."""
 
-    def __init__(
-        self, model: nn.Module, census: _Census, rule: Callable[[str, nn.Module], Role | None]
-    ) -> None:
+    def __init__(self, model: nn.Module, census: _Census, rule: Callable[[str, nn.Module], Role | None]) -> None:
         self._model = model
         self._rule = rule
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._children: dict[str, list[tuple[str, nn.Module]]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            self._children.setdefault(parent_of(path), []).append((path, module))
+            if path:
+                self._children.setdefault(parent_of(path), []).append((path, module))
         self._met: set[nn.Module] = set()
 
     def pieces(self) -> Iterator[Piece]:
@@ -238,3 +243,20 @@ class _Walk:
         else:
             self._met.update(module.modules())
             yield self._piece(path, role, module.parameters())
+
+    def _take_apart(self, path: str, module: nn.Module) -> Iterator[Piece]:
+        self._met.add(module)
+        own = list(module.parameters(recurse=False))
+        if own:
+            yield self._piece(path, "direct", own)
+        for child_path, child in self._children.get(path, ()):
+            yield from self._visit(child_path, child)
+
+    def _piece(self, name: str, role: Role, parameters: Iterable[nn.Parameter]) -> Piece:
+        owned = list(parameters)
+        return Piece(
+            name=name,
+            role=role,
+            parameters=tuple(self._names[id(parameter)] for parameter in owned),
+            size=sum(parameter.numel() for parameter in owned),
+        )

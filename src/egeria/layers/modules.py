@@ -45,4 +45,7 @@ class LayerModule:
                 f"A layer module must have the fields {sorted(expected)}, found {sorted(entry)}. "
                 f"Read it with the version of egeria that wrote it."
             )
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
+        }
+        return cls(**values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import nn
@@ -11,10 +12,13 @@ from torch.utils.hooks import RemovableHandle
 
 
 class OrderRecorder:
-    """Notes which submodules are called, in which order first, until it is closed.
+    """Notes which submodules one forward pass calls, and in which order.
 
-    Works beside the user's own training loop; also a context manager. The hooks go when it is closed
-    or collected, whichever comes first.
+    Works beside the user's own training loop; also a context manager. The first call of the model that
+    completes is what counts: one that fails is forgotten, and what comes later is not looked at. Where
+    the model itself is never called, every call of its submodules counts.
+
+    The hooks go when the recorder is closed or collected, whichever comes first.
 
     Args:
         model: the model that will run.
@@ -25,23 +29,30 @@ class OrderRecorder:
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._calls: dict[str, int] = {}
+        self._log = _Log()
         submodules = {name: model.get_submodule(name) for name in names}
         handles = [
-            submodule.register_forward_pre_hook(partial(_note_call, self._calls, name))
-            for name, submodule in submodules.items()
+            model.register_forward_pre_hook(partial(_begin, self._log)),
+            model.register_forward_hook(partial(_complete, self._log)),
         ]
+        for name, submodule in submodules.items():
+            note = _note_call if any(True for _ in submodule.parameters()) else _note_last_call
+            handles.append(submodule.register_forward_pre_hook(partial(note, self._log, name)))
         self._finalizer = weakref.finalize(self, _remove, handles)
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The names called so far, in the order of their first call."""
-        return tuple(self._calls)
+        """The names called so far, in the order of their first call.
+
+        Submodules without parameters stand where they were called last: a dropout layer that a model
+        uses at both ends may be switched off only when everything that it serves is frozen.
+        """
+        return tuple(self._log.calls)
 
     @property
     def calls(self) -> dict[str, int]:
         """How often each name was called so far; names never called are absent."""
-        return dict(self._calls)
+        return dict(self._log.calls)
 
     def close(self) -> None:
         """Remove the hooks; what was recorded stays readable. Closing twice is fine."""
@@ -81,8 +92,34 @@ def merge_order(names: Sequence[str], called: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=keys.__getitem__))
 
 
-def _note_call(calls: dict[str, int], name: str, _module: nn.Module, _inputs: object) -> None:
-    calls[name] = calls.get(name, 0) + 1
+@dataclass(slots=True)
+class _Log:
+    """What the hooks write; it knows no recorder, so that an abandoned recorder can be collected."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    complete: bool = False
+
+
+# Hooks are functions of this file, not closures: a watched model must still pickle and deepcopy.
+
+
+def _begin(log: _Log, _model: nn.Module, _inputs: object) -> None:
+    if not log.complete:
+        log.calls.clear()
+
+
+def _complete(log: _Log, _model: nn.Module, _inputs: object, _output: object) -> None:
+    log.complete = True
+
+
+def _note_call(log: _Log, name: str, _module: nn.Module, _inputs: object) -> None:
+    if not log.complete:
+        log.calls[name] = log.calls.get(name, 0) + 1
+
+
+def _note_last_call(log: _Log, name: str, _module: nn.Module, _inputs: object) -> None:
+    if not log.complete:
+        log.calls[name] = log.calls.pop(name, 0) + 1
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -110,6 +110,8 @@ _FRAGMENTS = (
     ("exponential", "exponential"),
     ("polynomial", "linear"),
     ("linear", "linear"),
+    ("steplr", "step"),
+    ("plateau", "step"),
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from egeria import tree
 from egeria.errors import ReferenceModelError
 from egeria.layers.batch import Batch
 from egeria.layers.taps import capture
@@ -65,12 +66,15 @@ class SnapshotReference:
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    # Tensors computed in a forward pass (old-style weight_norm keeps one) only copy once detached.
+    computed = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)) if not tensor.is_leaf)
+    memo = {id(tensor): tensor.detach().clone() for tensor in computed}
     try:
-        return copy.deepcopy(model).requires_grad_(False)
+        return copy.deepcopy(model, memo).requires_grad_(False)
     except Exception as error:
         raise ReferenceModelError(
             f"The reference is a deep copy of the model, which {type(model).__name__} does not allow: {error}. "
-            f"Give it a `__deepcopy__`, or keep computed tensors out of its attributes."
+            f"Give it a `__deepcopy__`, or keep what cannot be copied out of its attributes."
         ) from error
 
 

@@ -49,7 +49,7 @@ def _stage_reason(history: History, start: RunStarted) -> str | None:
             f"no interval was completed. An interval is {start.interval_steps} steps, and the journal ends at "
             f"step {last_step}."
         )
-    if history.of(StageChanged) or history.of(PlasticityRead):
+    if any(isinstance(event, (StageChanged, PlasticityRead)) for event in history.events):
         return None
     threshold = _setting(start, "bootstrapping", "change_threshold")
     rule = f"by less than {threshold:.0%} " if isinstance(threshold, (int, float)) else "little enough "
@@ -69,10 +69,10 @@ def _reading_reason(history: History, start: RunStarted) -> str:
         return f"none of {len(drops)} evaluations gave a usable reading; {count} of them: {reason}."
     longest = max(readings, key=lambda reading: reading.stationary)
     if longest.stationary == 0:
-        return f"“{longest.name}” was never stationary in {len(readings)} readings: it was still learning."
+        return f"“{longest.name}” was never stationary (readings: {len(readings)}): it was still learning."
     return (
         f"“{longest.name}” was never stationary for long enough. Its longest row was {longest.stationary} "
-        f"of the {_patience(history, start)} evaluations that it takes, in {len(readings)} readings."
+        f"of the {_patience(history, start)} evaluations that it takes (readings: {len(readings)})."
     )
 
 

@@ -187,18 +187,18 @@ def _skipped_share(history: History, depth: int) -> float | None:
         return 0.0 if depth == 0 else None
     _, trainable = _cut(history)
     # A module with nothing to train has no backward pass that freezing could take away.
-    spared = (
-        share
-        for place, share in enumerate(forward_shares[:depth])
-        if trainable[place : place + 1] != [False]
-    )
+    spared = (share for place, share in enumerate(forward_shares[:depth]) if trainable[place : place + 1] != [False])
     return BACKWARD_SHARE * sum(spared)
 
 
 def _forward_shares(history: History) -> list[float] | None:
     profile = history.last(ComputeProfiled)
     entries, _ = _cut(history)
-    if profile is None or len(profile.forward_shares) != len(entries) or not all(map(math.isfinite, profile.forward_shares)):
+    if (
+        profile is None
+        or len(profile.forward_shares) != len(entries)
+        or not all(map(math.isfinite, profile.forward_shares))
+    ):
         return None
     return profile.forward_shares
 

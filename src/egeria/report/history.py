@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from egeria.events import (
+    EVENT_TYPES,
     Event,
     IntervalMeasured,
     PlasticityRead,
@@ -20,6 +20,10 @@ from egeria.events import (
 from egeria.journal import Journal, read_journal
 
 Kind = TypeVar("Kind", bound=Event)
+_NUMBERS = {
+    name: [field.name for field in dataclasses.fields(kind) if "float" in str(field.type)]
+    for name, kind in EVENT_TYPES.items()
+}
 _NON_FINITE = ("nan", "inf", "-inf")
 
 
@@ -148,15 +152,10 @@ def _overhead(kept: list[list[Event]]) -> Overhead:
     return Overhead(wall_s=wall_s, cpu_s=cpu_s, complete=complete)
 
 
-@functools.cache
-def _number_fields(kind: type[Event]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind) if "float" in str(field.type))
-
-
 def _revive(event: Event) -> Event:
     """Turn the texts that stand for numbers JSON cannot hold ('nan', 'inf') back into numbers."""
     changes = {}
-    for name in _number_fields(type(event)):
+    for name in _NUMBERS[event.kind]:
         value = getattr(event, name)
         revived = _revived(value)
         if revived is not value:

@@ -31,6 +31,11 @@ class Metric:
         return self.values[-1]
 
     @property
+    def num_finite(self) -> int:
+        """How many of the values are finite."""
+        return sum(map(math.isfinite, self.values))
+
+    @property
     def best(self) -> float | None:
         """The best finite value; None where there was none."""
         finite = [value for value in self.values if math.isfinite(value)]

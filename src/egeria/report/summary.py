@@ -80,6 +80,11 @@ class Summary:
     metrics: tuple[Metric, ...]
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The steps that the journal covers."""
+        return self.first_step, self.steps_done
+
+    @property
     def frozen_now(self) -> int:
         """How many front modules are frozen at the end of the journal."""
         return self.depths[-1].frozen

@@ -7,14 +7,22 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+
+from egeria.report.freezing import FreezeMark
 
 WIDTH_INCHES = 7.6
+MAX_POINTS = 2000
+"""Points of a curve; a longer one is thinned so that the page stays small."""
+LUMINANCE = 0.2
+SATURATION = 0.75
 COLOURS = {
     "ink": "#010101",
     "grid": "#020202",
@@ -22,12 +30,11 @@ COLOURS = {
     "rate": "#040404",
     "freeze": "#050505",
     "thaw": "#060606",
-    "metric": "#070707",
-    "skip": "#080808",
+    "skip": "#070707",
 }
 """Stand-ins drawn by matplotlib; on the page each becomes the CSS variable of its name, light or dark."""
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "egeria",
     "path.simplify": True,
@@ -51,13 +58,27 @@ _STYLE = {
 }
 
 
-def draw(prefix: str, alt: str, heights_inches: Sequence[float], paint: Callable[[list[Any]], None]) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A picture of the page, with what stands around it."""
+
+    title: str
+    caption: str
+    svg: str
+    legend: tuple[tuple[str, str], ...]
+    """CSS colours and what they stand for; outside the SVG, where long names wrap."""
+
+
+def draw(
+    prefix: str, alt: str, heights_inches: Sequence[float], steps: tuple[int, int], paint: Callable[[list[Any]], None]
+) -> str:
     """Draw panels that share their x axis, one above the other, as an inline SVG element.
 
     Args:
         prefix: goes before every id, so that several pictures can share a page.
         alt: what a reader who cannot see the picture needs to know.
         heights_inches: height of each panel, top to bottom.
+        steps: ends of the x axis, the same for all pictures of a page.
         paint: draws into the panels.
     """
     with matplotlib.rc_context(_STYLE):
@@ -70,17 +91,66 @@ def draw(prefix: str, alt: str, heights_inches: Sequence[float], paint: Callable
             axes.set_axisbelow(True)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         paint(panels)
+        panels[-1].set_xlim(*_widened(steps))
         panels[-1].set_xlabel("step")
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return _inline(buffer.getvalue(), prefix, alt)
 
 
+def plot(
+    axes: Any,
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    colour: str,
+    *,
+    limit: int = MAX_POINTS,
+    **style: Any,
+) -> None:
+    """Plot a curve, thinned; it has a gap where a value is missing or not finite."""
+    few = len(steps) <= 1
+    kept_steps, kept_values = thin(steps, finite(values), limit)
+    axes.plot(kept_steps, kept_values, color=colour, **({"marker": "."} if few else {}) | style)
+
+
+def mark_changes(axes: Any, marks: Iterable[FreezeMark]) -> None:
+    """Draw a line where modules freeze or thaw."""
+    for step, action in dict.fromkeys((mark.step, mark.action) for mark in marks):
+        frozen = action == "frozen"
+        colour = COLOURS["freeze" if frozen else "thaw"]
+        axes.axvline(step, color=colour, linestyle=":" if frozen else "--", linewidth=1.2)
+
+
+def use_log(axes: Any) -> None:
+    """Make the y axis logarithmic, its numbers plain text: mathematics is not parsed in these pictures."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.0, 0.4)))
+
+
 def module_colour(place: int, num_modules: int) -> str:
-    """Return the colour of a module: from blue at the front to orange at the back, legible on light and dark."""
-    hue = 0.58 + 0.5 * place / max(num_modules - 1, 1)
-    channels = colorsys.hls_to_rgb(hue % 1.0, 0.53, 0.68)
-    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+    """Return the colour of a module: from blue at the front to orange at the back.
+
+    All have the same luminance, which stands out (contrast 3.5 and more) from a light and from a dark card.
+    """
+    hue = (0.58 + 0.5 * place / max(num_modules - 1, 1)) % 1.0
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _luminance(hue, middle) < LUMINANCE else (low, middle)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in colorsys.hls_to_rgb(hue, low, SATURATION))
+
+
+def _luminance(hue: float, lightness: float) -> float:
+    """Return the relative luminance as WCAG 2 defines it."""
+    channels = colorsys.hls_to_rgb(hue, lightness, SATURATION)
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def finite(values: Sequence[float | None]) -> list[float]:
+    """Return the values with a gap (nan) for each that is missing or not finite."""
+    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
 
 
 def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
@@ -91,9 +161,14 @@ def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[lis
     kept: list[int] = []
     for start in range(0, len(steps), stretch):
         places = range(start, min(start + stretch, len(steps)))
-        finite = [place for place in places if math.isfinite(values[place])] or list(places[:1])
-        kept.extend(sorted({min(finite, key=lambda i: values[i]), max(finite, key=lambda i: values[i])}))
+        solid = [place for place in places if math.isfinite(values[place])] or list(places[:1])
+        kept.extend(sorted({min(solid, key=values.__getitem__), max(solid, key=values.__getitem__)}))
     return [steps[place] for place in kept], [values[place] for place in kept]
+
+
+def _widened(steps: tuple[int, int]) -> tuple[float, float]:
+    margin = max(0.02 * (steps[1] - steps[0]), 0.5)
+    return steps[0] - margin, steps[1] + margin
 
 
 def _inline(text: str, prefix: str, alt: str) -> str:

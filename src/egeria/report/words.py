@@ -6,14 +6,16 @@ import math
 
 from egeria.report.summary import Summary
 
-UNKNOWN = "–"
+UNKNOWN = "\N{EN DASH}"
+_MINUS = "\N{MINUS SIGN}"
+_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def percent(share: float | None, *, signed: bool = False) -> str:
     """Write a share as a percentage; a dash where it is not known."""
     if share is None or not math.isfinite(share):
         return UNKNOWN
-    return _minus(f"{100 * share:{'+' if signed else ''}.1f} %")
+    return _minus(f"{100 * share:{'+' if signed else ''}.1f}{_SPACE}%")
 
 
 def duration(seconds: float | None) -> str:
@@ -21,13 +23,13 @@ def duration(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     size = abs(seconds)
-    sign = "−" if seconds < 0 else ""
+    sign = _MINUS if seconds < 0 else ""
     if size == 0:
-        return "0 s"
+        return f"0{_SPACE}s"
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
         if size < limit:
-            return f"{sign}{size * factor:.3g} {unit}"
-    return f"{sign}{size / 3600:,.1f} h"
+            return f"{sign}{size * factor:.3g}{_SPACE}{unit}"
+    return f"{sign}{size / 3600:,.1f}{_SPACE}h"
 
 
 def number(value: float | None) -> str:
@@ -47,7 +49,7 @@ def plural(amount: int, singular: str) -> str:
 
 def printable(text: str) -> str:
     """Replace what could steer a terminal; names and reasons come from anywhere."""
-    return "".join(character if character.isprintable() else "�" for character in text)
+    return "".join(character if character.isprintable() else "�" for character in text.replace(_SPACE, " "))
 
 
 def progress(summary: Summary) -> str:
@@ -87,38 +89,49 @@ def verdict(summary: Summary) -> str:
 
 def cautions(summary: Summary) -> list[str]:
     """List what a reader must know before trusting the numbers."""
-    found = []
-    if not summary.closed:
-        found.append(
-            f"The run was not closed (it still runs, or it crashed): the numbers stand as of step "
-            f"{count(summary.steps_done)}."
-        )
-    if not summary.overhead_complete:
-        found.append(
-            "The overhead counts readings and reference refreshes alone, because a process did not close its run: "
-            "the true overhead is a little higher."
-        )
-    if summary.first_step > 0:
-        found.append(
-            f"The journal begins at step {count(summary.first_step)}, where the run was resumed; what came before "
-            f"stands in another directory and is not counted."
-        )
-    if summary.num_processes > 1:
-        found.append(
-            f"The run was resumed {plural(summary.num_processes - 1, 'time')}; "
-            f"{plural(summary.num_overridden, 'event')} after the points it went back to are left out."
-        )
-    if summary.num_earlier_runs:
-        found.append(f"The directory also holds {plural(summary.num_earlier_runs, 'earlier run')}, left out here.")
-    if summary.num_damaged:
-        found.append(f"{plural(summary.num_damaged, 'line')} of the journal could not be read.")
+    found = _doubts(summary)
     if summary.num_dropped:
         reasons = "; ".join(f"{reason} ({amount})" for reason, amount in summary.dropped.items())
         found.append(f"{plural(summary.num_dropped, 'evaluation')} gave no usable reading: {reasons}.")
-    if summary.faults:
-        found.append(f"{plural(len(summary.faults), 'kind')} of fault caught; training went on.")
+    for what, reason in summary.declined:
+        found.append(f"Declined: {what} ({reason}).")
+    for where, error, amount in summary.faults:
+        found.append(f"Fault in {where}, {plural(amount, 'time')}; training went on: {error}")
     return found
 
 
+def _doubts(summary: Summary) -> list[str]:
+    """List why the journal may not tell the whole run."""
+    times = plural(summary.num_processes - 1, "time")
+    overridden = plural(summary.num_overridden, "event")
+    doubts = (
+        (
+            not summary.closed,
+            "The run was not closed (it still runs, or it crashed): the numbers stand as of step "
+            f"{count(summary.steps_done)}.",
+        ),
+        (
+            not summary.overhead_complete,
+            "The overhead counts readings and reference refreshes alone, because a process did not close its run: "
+            "the true overhead is a little higher.",
+        ),
+        (
+            summary.first_step > 0,
+            f"The journal begins at step {count(summary.first_step)}, where the run was resumed; what came before "
+            "stands in another directory and is not counted.",
+        ),
+        (
+            summary.num_processes > 1,
+            f"The run was resumed {times}; {overridden} after the points it went back to are left out.",
+        ),
+        (
+            summary.num_earlier_runs > 0,
+            f"The directory also holds {plural(summary.num_earlier_runs, 'earlier run')}, left out here.",
+        ),
+        (summary.num_damaged > 0, f"{plural(summary.num_damaged, 'line')} of the journal could not be read."),
+    )
+    return [sentence for holds, sentence in doubts if holds]
+
+
 def _minus(text: str) -> str:
-    return text.replace("-", "−")
+    return text.replace("-", _MINUS)

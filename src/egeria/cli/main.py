@@ -1,0 +1,59 @@
+"""Reading the command line and calling the verb."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+import egeria
+from egeria.cli import demo, doctor, modules, replay, report
+from egeria.errors import EgeriaError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; return the exit status: 0 done, 1 a check or a comparison failed, 2 bad input."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    console = Console()
+    try:
+        status: int = chosen.run(chosen, console)
+    except EgeriaError as error:
+        Console(stderr=True).print(f"[bold red]egeria {chosen.verb}:[/] {error}", highlight=False, soft_wrap=True)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="egeria", description="Train faster by freezing layers once they have converged."
+    )
+    parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    verb = verbs.add_parser("demo", help="train on handwritten digits, plainly and with egeria, and compare")
+    verb.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
+    verb.add_argument("--epochs", type=int, default=demo.EPOCHS, help=f"epochs of a run (default {demo.EPOCHS})")
+    verb.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="where journals and reports go")
+    verb.set_defaults(run=demo.run)
+
+    verb = verbs.add_parser("modules", help="print how a model is cut into layer modules, and why")
+    verb.add_argument("model", help="package.module:callable that returns the model, or (model, example arguments)")
+    verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes a layer module")
+    verb.set_defaults(run=modules.run)
+
+    verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
+    verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
+    verb.set_defaults(run=report.run)
+
+    verb = verbs.add_parser("replay", help="decide a run again from its journal, with its own settings or others")
+    verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
+    verb.add_argument("--config", type=Path, help="TOML file with the settings to try")
+    verb.set_defaults(run=replay.run)
+
+    verb = verbs.add_parser("doctor", help="show what this machine offers: threads, quantization, disk, torch")
+    verb.add_argument("--directory", type=Path, default=Path(), help="where to measure the disk (default: here)")
+    verb.set_defaults(run=doctor.run)
+    return parser

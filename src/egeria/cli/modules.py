@@ -1,0 +1,85 @@
+"""`egeria modules package.module:callable`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from egeria.errors import ConfigError
+from egeria.layers.modules import LayerModule
+from egeria.layers.order import execution_order
+from egeria.layers.parse import parse_modules
+from egeria.layers.undisturbed import undisturbed
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Build the model, cut it, print the layer modules."""
+    model, example = _build(arguments.model)
+    cut = parse_modules(model, pattern=arguments.pattern)
+    if example is not None:
+        names = [name for module in cut for name in module.submodules]
+        order = execution_order(model, names, lambda: _forward(model, example))
+        cut = parse_modules(model, pattern=arguments.pattern, order=order)
+    console.print(_table(type(model).__name__, cut))
+    console.print(
+        "In execution order." if example is not None else "In definition order; the first forward of a run corrects it."
+    )
+    return 0
+
+
+def _build(path: str) -> tuple[nn.Module, Any]:
+    """Import and call what the path names; return the model and example arguments, or None without them."""
+    package, colon, name = path.partition(":")
+    if not (package and colon and name):
+        raise ConfigError(f"The model is named as package.module:callable, found {path!r}. Write it like that.")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        made = getattr(importlib.import_module(package), name)()
+    except Exception as error:
+        raise ConfigError(
+            f"{path} must be a callable without required arguments that returns a model; "
+            f"{type(error).__name__}: {error}. Write a small function that builds it."
+        ) from error
+    model, example = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{path} must return a torch.nn.Module, found {type(model).__name__}. Return the model.")
+    return model, example
+
+
+def _forward(model: nn.Module, example: Any) -> None:
+    with undisturbed(model), torch.no_grad():
+        if isinstance(example, Mapping):
+            model(**example)
+        elif isinstance(example, (tuple, list)):
+            model(*example)
+        else:
+            model(example)
+
+
+def _table(title: str, modules: tuple[LayerModule, ...]) -> Table:
+    total = sum(module.num_parameters for module in modules)
+    table = Table(title=f"{title}: {total:,} parameters in {len(modules)} layer modules", show_lines=True)
+    table.add_column("layer module", style="bold")
+    table.add_column("parameters", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("submodules", overflow="fold")
+    table.add_column("why", overflow="fold")
+    for index, module in enumerate(modules):
+        note = " Never frozen." if index == len(modules) - 1 else ""
+        table.add_row(
+            module.name,
+            f"{module.num_parameters:,}",
+            f"{module.num_parameters / total:.1%}",
+            ", ".join(module.submodules),
+            module.reason + note,
+        )
+    return table

@@ -1,0 +1,48 @@
+"""`egeria replay DIR [--config FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from egeria.config import Config
+from egeria.journal import read_journal
+from egeria.report.replay import Replay, ReplayedDecision, replay
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Print both lists of decisions; 1 if the run's own settings no longer lead to its decisions."""
+    config = Config.load(arguments.config) if arguments.config else None
+    result = replay(read_journal(arguments.directory), config)
+    console.print(_table(result, "with its own settings" if config is None else f"with {arguments.config}"))
+    if result.waiting_since is not None:
+        console.print(
+            f"From step {result.waiting_since} these settings wait for readings that the run no longer took: "
+            f"what they would have decided after that cannot be known from this journal."
+        )
+    if result.num_unused:
+        console.print(f"{result.num_unused} readings were of a module these settings were not waiting for.")
+    if config is None:
+        console.print("The replay agrees." if result.agrees else "[bold red]The replay disagrees.[/]")
+        return 0 if result.agrees else 1
+    return 0
+
+
+def _table(result: Replay, how: str) -> Table:
+    table = Table(title="Decisions of the run, and of its replay " + how)
+    for heading in ("step", "decided", "replayed"):
+        table.add_column(heading)
+    names = result.module_names
+    for step in sorted({entry.step for entry in (*result.recorded, *result.replayed)}):
+        table.add_row(str(step), _describe(result.recorded, step, names), _describe(result.replayed, step, names))
+    return table
+
+
+def _describe(decisions: tuple[ReplayedDecision, ...], step: int, names: tuple[str, ...]) -> str:
+    return ", ".join(
+        entry.kind if entry.module is None else f"{entry.kind} {names[entry.module]}"
+        for entry in decisions
+        if entry.step == step
+    )

@@ -1,0 +1,159 @@
+"""Grouping atoms into layer modules of similar size: plain Python over names and sizes (paper §6.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from egeria.layers.atoms import is_under, parent_of
+
+JUMP = 2.0
+"""Factor between the sizes of neighbours from which on they do not belong to one stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The atoms from `start` up to, not including, `stop`; they become one layer module."""
+
+    start: int
+    stop: int
+    reason: str
+    """Why it is cut here, as the beginning of a sentence."""
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def group_atoms(
+    names: Sequence[str], sizes: Sequence[int], total: int, *, target_share: float, minimum_share: float
+) -> tuple[Group, ...]:
+    """Group atoms into layer modules.
+
+    Stages are found first; those under `minimum_share` join a neighbour, and those well over
+    `target_share` are split into parts of similar size. The last atom stays alone in the end, since
+    the last layer module is never frozen.
+
+    Args:
+        names: dotted names of the atoms, front to back.
+        sizes: elements of the parameters of each, above 0.
+        total: elements of all parameters that shares are shares of.
+        target_share: share that a layer module aims at.
+        minimum_share: share under which a stage joins its neighbour.
+
+    Returns:
+        Groups that cover all atoms, front to back.
+    """
+    groups: list[Group] = []
+    for stage in _join_small(_find_stages(names, sizes), sizes, minimum_share * total):
+        share = sum(sizes[stage.start : stage.stop]) / total
+        num_parts = min(len(stage), max(1, math.floor(share / target_share + 0.5)))
+        groups += _split(stage, sizes, num_parts, share)
+    return _set_last_apart(groups)
+
+
+def _find_stages(names: Sequence[str], sizes: Sequence[int]) -> list[Group]:
+    """Cut where the home of the atoms changes, and where their size jumps for good."""
+    homes = [_home(name, names) for name in names]
+    stages: list[Group] = []
+    start, reason = 0, "The model begins here"
+    for i in range(1, len(names)):
+        if homes[i] != homes[i - 1]:
+            cut = f"Another stage begins at {names[i]}"
+        elif _jumps(sizes, homes, i):
+            cut = f"The size jumps at {names[i]}, from {sizes[i - 1]:,} to {sizes[i]:,} parameters"
+        else:
+            continue
+        stages.append(Group(start=start, stop=i, reason=reason))
+        start, reason = i, cut
+    return [*stages, Group(start=start, stop=len(names), reason=reason)]
+
+
+def _home(name: str, names: Sequence[str]) -> str:
+    """Return the nearest ancestor that holds two atoms or more."""
+    home = parent_of(name)
+    while home and sum(is_under(other, home) for other in names) < 2:
+        home = parent_of(home)
+    return home
+
+
+def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
+    """Tell whether the size changes by a factor of `JUMP` at atom i, and not only for one atom.
+
+    Where sizes alternate (every other block a mixture of experts, say) there is no stage to find.
+    """
+
+    def differ(a: int, b: int) -> bool:
+        outside = not (a >= 0 and b < len(sizes) and homes[a] == homes[b])
+        return outside or max(sizes[a], sizes[b]) >= JUMP * min(sizes[a], sizes[b])
+
+    return differ(i - 1, i) and differ(i - 1, i + 1) and differ(i - 2, i)
+
+
+def _join_small(stages: Sequence[Group], sizes: Sequence[int], minimum_size: float) -> list[Group]:
+    """Join stages that are too small with the one behind them, or before them at the end."""
+    joined: list[Group] = []
+    pending: Group | None = None
+    for stage in stages:
+        current = stage if pending is None else _join(pending, stage)
+        is_small = sum(sizes[current.start : current.stop]) < minimum_size
+        pending = current if is_small else None
+        if not is_small:
+            joined.append(current)
+    if pending is not None:
+        joined.append(_join(joined.pop(), pending) if joined else pending)
+    return joined
+
+
+def _join(front: Group, back: Group) -> Group:
+    note = ", joined with a neighbour too small to stand alone"
+    return Group(start=front.start, stop=back.stop, reason=front.reason.removesuffix(note) + note)
+
+
+def _split(stage: Group, sizes: Sequence[int], num_parts: int, share: float) -> list[Group]:
+    if num_parts == 1:
+        return [stage]
+    edges = [stage.start + edge for edge in split_evenly(sizes[stage.start : stage.stop], num_parts)]
+    parts = []
+    for number, (start, stop) in enumerate(zip([stage.start, *edges], [*edges, stage.stop], strict=True), start=1):
+        remark = f"part {number} of {num_parts} of a stage with {share:.0%} of the parameters"
+        reason = f"{stage.reason}; {remark}" if number == 1 else remark.capitalize()
+        parts.append(Group(start=start, stop=stop, reason=reason))
+    return parts
+
+
+def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Split a sequence into contiguous parts with the least sum of squared sizes.
+
+    Returns:
+        Where the second and later parts begin. Of equally good splits the one with longer parts in front.
+    """
+    count = len(sizes)
+    sums = [0, *accumulate(sizes)]
+    costs = [(sums[count] - sums[start]) ** 2 for start in range(count)]  # of what follows `start`, in one part
+    choices: list[list[int]] = []  # for one part more each time: where the second part begins
+    for parts in range(2, num_parts + 1):
+        choice = [0] * count
+        previous, costs = costs, [0] * count
+        for start in range(count - parts + 1):
+            options = range(start + 1, count - parts + 2)
+            costs[start], edge = min(((sums[e] - sums[start]) ** 2 + previous[e], -e) for e in options)
+            choice[start] = -edge
+        choices.append(choice)
+    edges: list[int] = []
+    for choice in reversed(choices):
+        edges.append(choice[edges[-1] if edges else 0])
+    return edges
+
+
+def _set_last_apart(groups: list[Group]) -> tuple[Group, ...]:
+    last = groups[-1]
+    if len(last) == 1:
+        return tuple(groups)
+    alone = Group(
+        start=last.stop - 1,
+        stop=last.stop,
+        reason="The last block stays alone, because the last layer module is never frozen",
+    )
+    return (*groups[:-1], replace(last, stop=last.stop - 1), alone)

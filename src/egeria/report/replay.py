@@ -1,0 +1,141 @@
+"""Replaying a journal: the decisions its readings lead to, under its own settings or others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from egeria.config import Config
+from egeria.errors import JournalError
+from egeria.events import Event, IntervalMeasured, ModuleFrozen, ModulesOrdered, PlasticityRead, RunStarted
+from egeria.events import StageChanged, Thawed
+from egeria.journal import Journal
+from egeria.policy import EgeriaPolicy, EndBootstrapping, Freeze, Interval, Reading, Thaw, find_rule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedDecision:
+    """One decision, of a run or of its replay."""
+
+    step: int
+    kind: str
+    """'knowledge-guided', 'freeze' or 'thaw'."""
+    module: int | None
+    """Which layer module froze."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """What a run decided, and what the same evidence decides now."""
+
+    recorded: tuple[ReplayedDecision, ...]
+    replayed: tuple[ReplayedDecision, ...]
+    module_names: tuple[str, ...]
+    num_unused: int
+    """Readings of a module that the replay was not waiting for."""
+    waiting_since: int | None
+    """Step from which the replay wanted readings of a module that the run no longer took; None if it never lacked."""
+
+    @property
+    def agrees(self) -> bool:
+        """Tell whether both decided alike."""
+        return self.recorded == self.replayed
+
+
+def replay(journal: Journal, config: Config | None = None) -> Replay:
+    """Feed the losses, rates and readings of a journal to a fresh policy.
+
+    A run reads only the module it monitors. Other settings may freeze earlier, and then skip readings,
+    or later, and then lack them: the replay says so and decides nothing it has no reading for.
+
+    Args:
+        journal: the run's events.
+        config: settings to try; None for the run's own. How often the run was evaluated cannot change.
+
+    Raises:
+        JournalError: the journal has no run, or its settings cannot be rebuilt from it.
+    """
+    started = journal.first(RunStarted)
+    if started is None:
+        raise JournalError(
+            f"A replay needs the event run_started, {journal.directory} has none. Give the directory of a whole run."
+        )
+    cut = (journal.of(ModulesOrdered) or [started])[-1]
+    policy = _policy(started, cut, config)
+    replayed: list[ReplayedDecision] = []
+    unused, waiting_since = 0, None
+    for event in _without_repeats(journal):
+        if isinstance(event, IntervalMeasured):
+            replayed += _decided(event.step, policy.observe_interval(_interval(event)))
+        elif isinstance(event, PlasticityRead) and event.module == policy.monitored:
+            replayed += _decided(event.step, policy.observe_reading(_reading(event)).decisions)
+        elif isinstance(event, PlasticityRead):
+            unused += 1
+            if waiting_since is None and policy.monitored is not None and event.module > policy.monitored:
+                waiting_since = event.step
+    return Replay(
+        recorded=tuple(entry for event in _without_repeats(journal) for entry in _recorded(event)),
+        replayed=tuple(replayed),
+        module_names=tuple(module["name"] for module in cut.modules),
+        num_unused=unused,
+        waiting_since=waiting_since,
+    )
+
+
+def _policy(started: RunStarted, cut: RunStarted | ModulesOrdered, config: Config | None) -> EgeriaPolicy:
+    settings = config or Config.from_dict(_without_objects(started.config))
+    rule = settings.unfreezing.rule
+    return EgeriaPolicy(
+        settings,
+        trainable=cut.trainable,
+        rule=find_rule(started.rule if rule == "auto" else rule, settings.unfreezing.drop_factor),
+        total_steps=started.total_steps,
+        deepest_freeze=cut.deepest_freeze,
+    )
+
+
+def _without_objects(config: dict[str, Any]) -> dict[str, Any]:
+    """Leave out a metric object: a replay computes nothing. A rule object is missed, and says so by its name."""
+    plasticity = {key: value for key, value in config["plasticity"].items() if key != "metric"}
+    return {**config, "plasticity": plasticity}
+
+
+def _without_repeats(journal: Journal) -> list[Event]:
+    """Drop what a crashed run did after the state it was resumed from: the resumed run did it again."""
+    kept: list[Event] = []
+    for event in journal:
+        if event.kind == "resumed":
+            kept = [earlier for earlier in kept if earlier.step <= event.step]
+        kept.append(event)
+    return kept
+
+
+def _interval(event: IntervalMeasured) -> Interval:
+    return Interval(step=event.step, evaluation=event.evaluation, loss=event.loss, learning_rate=event.learning_rate)
+
+
+def _reading(event: PlasticityRead) -> Reading:
+    return Reading(step=event.step, evaluation=event.evaluation, module=event.module, value=event.value)
+
+
+def _decided(step: int, decisions: Sequence[EndBootstrapping | Freeze | Thaw]) -> list[ReplayedDecision]:
+    kinds = {EndBootstrapping: "knowledge-guided", Freeze: "freeze", Thaw: "thaw"}
+    return [
+        ReplayedDecision(
+            step=step,
+            kind=kinds[type(decision)],
+            module=decision.module if isinstance(decision, Freeze) else None,
+        )
+        for decision in decisions
+    ]
+
+
+def _recorded(event: Event) -> list[ReplayedDecision]:
+    if isinstance(event, StageChanged):
+        return [ReplayedDecision(step=event.step, kind="knowledge-guided", module=None)]
+    if isinstance(event, ModuleFrozen):
+        return [ReplayedDecision(step=event.step, kind="freeze", module=event.module)]
+    if isinstance(event, Thawed):
+        return [ReplayedDecision(step=event.step, kind="thaw", module=None)]
+    return []

@@ -1,0 +1,12 @@
+"""Some thirty tiny models, each an edge case that one sentence describes.
+
+The laws of the design run over all of them. A model that is known not to work stays, with the
+reason in `unsupported`.
+"""
+
+from egeria.testing.menagerie import convolutions, oddities, sequences
+from egeria.testing.menagerie.specimen import Specimen
+
+MENAGERIE: tuple[Specimen, ...] = (*convolutions.SPECIMENS, *sequences.SPECIMENS, *oddities.SPECIMENS)
+
+__all__ = ["MENAGERIE", "Specimen"]

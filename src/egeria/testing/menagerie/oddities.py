@@ -1,0 +1,207 @@
+"""Beasts that break an assumption."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria.testing.menagerie.specimen import Arguments, Specimen, vectors
+
+
+class Part(nn.Module):
+    """Two linear layers, residual."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Any:
+        """Keep the shape [B, D]."""
+        return x + self.outer(torch.relu(self.inner(x)))
+
+
+def chain() -> nn.Module:
+    """Plain layers in a plain container."""
+    return nn.Sequential(
+        nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+class Backwards(nn.Module):
+    """Defines its parts in the reverse order of their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.third, self.second, self.first = nn.Linear(8, 3), Part(), Part(), Part()
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        return self.head(self.third(self.second(self.first(x))))
+
+
+class Parts(nn.Module):
+    """Parts in a chain, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part() for _ in range(4)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+def front_frozen_before() -> nn.Module:
+    """The user froze the first part."""
+    model = Parts()
+    model.parts[0].requires_grad_(False)
+    return model
+
+
+def double_precision() -> nn.Module:
+    """Trains in float64."""
+    return Parts().double()
+
+
+class Counting(Parts):
+    """Counts its calls in a buffer, also in inference."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        self.calls += 1
+        return super().forward(x)
+
+
+class CalledTwice(Parts):
+    """Runs its second part two times."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        for index in (0, 1, 1, 2, 3):
+            x = self.parts[index](x)
+        return self.head(x)
+
+
+class Noisy(Parts):
+    """Draws random numbers in inference too."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        return super().forward(x + 0.01 * torch.randn_like(x))
+
+
+class PartsByName(Parts):
+    """Keeps its parts in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: Part() for name in "abcd"})  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        for part in self.parts.values():  # type: ignore[operator]
+            x = part(x)
+        return self.head(x)
+
+
+@dataclass
+class Parcel:
+    """A tensor in a wrapping that nobody knows."""
+
+    content: Tensor
+
+
+class Wrapped(nn.Module):
+    """Passes parcels from part to part: there is no tensor to judge a part by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([WrappedPart() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Any:
+        """Return a parcel [B, D]."""
+        parcel = Parcel(x)
+        for part in self.parts:
+            parcel = part(parcel)
+        return parcel
+
+
+class WrappedPart(Part):
+    """Opens a parcel and packs another."""
+
+    def forward(self, x: Any) -> Any:
+        """Keep the shape [B, D]."""
+        return Parcel(super().forward(x.content))
+
+
+class Remembering(Parts):
+    """Keeps its last output, a computed tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        self.last = super().forward(x)
+        return self.last
+
+
+class Uncopyable(Parts):
+    """Holds a lock, which no deep copy is possible of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def one_layer() -> nn.Module:
+    """Has nothing in front of its last layer."""
+    return nn.Linear(8, 3)
+
+
+def shared_part() -> nn.Module:
+    """Is one part, three times."""
+    part = Part()
+    return nn.Sequential(part, part, part)
+
+
+def _doubles(generator: torch.Generator) -> Arguments:
+    (x,), _ = vectors(generator)
+    return (x.double(),), {}
+
+
+SPECIMENS = (
+    *(
+        Specimen(case=case, build=build, example=vectors)
+        for build, case in (
+            (chain, "no blocks: every layer is one"),
+            (Backwards, "defined in the reverse order of execution"),
+            (front_frozen_before, "the first part has nothing to train"),
+            (Counting, "a buffer moves in every forward pass"),
+            (CalledTwice, "one part runs twice in a forward pass"),
+            (Noisy, "inference draws random numbers"),
+            (Remembering, "a computed tensor among the attributes"),
+            (PartsByName, "the parts live in a dictionary"),
+        )
+    ),
+    Specimen(case="everything in float64", build=double_precision, example=_doubles),
+    *(
+        Specimen(case=case, build=build, example=vectors, unsupported=reason)
+        for build, case, reason in (
+            (Wrapped, "activations travel in objects of the user's own", "gives no tensor to judge it by"),
+            (Uncopyable, "an attribute that cannot be copied", "deep copy"),
+            (one_layer, "a single layer", "two layers"),
+            (shared_part, "one part used as every layer", "is called again"),
+        )
+    ),
+)

@@ -1,0 +1,97 @@
+"""The training loops the tests share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria.session import EgeriaWarning, Run
+from egeria.session.attach import attach_with
+from egeria.testing import Specimen
+
+FAST = {"plasticity": {"interval_steps": 2, "window": 2}, "bootstrapping": {"change_threshold": 1.0}}
+
+
+@dataclass
+class Loop:
+    """An ordinary training loop on one specimen, step by step; the same seed sees the same data and random numbers."""
+
+    specimen: Specimen
+    attach: dict[str, Any] | None = None
+    seed: int = 0
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
+        parameters, lr=0.02, momentum=0.9, weight_decay=1e-3
+    )
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        self.model: nn.Module = self.specimen.build()
+        self.optimizer = self.make_optimizer(self.model.parameters())
+        self.data = torch.Generator().manual_seed(self.seed)
+        self.run: Run | None = None
+        if self.attach is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", EgeriaWarning)
+                self.run = attach_with(self.model, self.optimizer, **self.attach)
+        self.random = torch.get_rng_state()
+
+    def step(self, count: int = 1, scale: float = 1.0) -> None:
+        """Train for `count` steps, calling `train()` before each as loops do after a validation."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random)
+            self._steps(count, scale)
+            self.random = torch.get_rng_state()
+
+    def _steps(self, count: int, scale: float) -> None:
+        for _ in range(count):
+            network: Any = self.run.model if self.run else self.model
+            network.train()
+            args, kwargs = self.specimen.example(self.data)
+            loss = self.specimen.loss(network(*args, **kwargs)) * scale
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.run:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", EgeriaWarning)
+                    self.run.step(loss)
+            self.losses.append(loss.item())
+
+    def everything(self) -> dict[str, Any]:
+        """Return a copy of all that training changes."""
+        state = {f"model.{name}": tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for index, entry in self.optimizer.state_dict()["state"].items():
+            for name, value in entry.items():
+                state[f"optimizer.{index}.{name}"] = value.clone() if isinstance(value, Tensor) else value
+        return {**state, "random": self.random, "losses": torch.tensor(self.losses, dtype=torch.float64)}
+
+
+def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Return the names of what is not equal to the last bit."""
+    assert first.keys() == second.keys()
+    return [name for name, value in first.items() if not _equal(value, second[name])]
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)
+
+
+def outside(model: nn.Module) -> dict[str, Any]:
+    """Return everything about a model that is not a number: modes, gradients' needs, hooks, attributes."""
+    return {
+        "gradients": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "hooks": {
+            name: {key: len(value) for key, value in vars(module).items() if key.endswith("hooks") and value}
+            for name, module in model.named_modules()
+        },
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+    }

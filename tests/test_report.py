@@ -1,0 +1,481 @@
+"""The report: numbers worked out by hand, and a page that holds whatever the journal holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import io
+import math
+import subprocess
+import sys
+
+import pytest
+import rich.console
+
+from egeria import events
+from egeria.config import Config
+from egeria.errors import JournalError
+from egeria.journal import JournalWriter
+from egeria.report import FreezeMark, report
+from egeria.report.history import read_history
+from egeria.report.summary import summarize
+
+NAMES = ("stem", "body", "head")
+SECTIONS = ("pictures", "time", "events", "modules", "settings", "glossary")
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+def started(names=NAMES, **changes):
+    sizes = (100, 300, 600)
+    settings = {
+        "step": 0,
+        "config": Config().to_dict(),
+        "modules": [{"name": name, "num_parameters": size} for name, size in zip(names, sizes, strict=True)],
+        "trainable": [True, True, True],
+        "deepest_freeze": 2,
+        "rule": "step",
+        "total_steps": 100,
+        "interval_steps": 10,
+        "interval_reason": "set in plasticity.interval_steps",
+        "environment": {"torch": "2.11.0"},
+    }
+    return events.RunStarted(**{**settings, **changes})
+
+
+def interval(step, *, frozen=0, wall=0.1, cpu=0.2, loss=1.0, rate=0.1):
+    return events.IntervalMeasured(
+        step=step,
+        evaluation=step // 10,
+        loss=loss,
+        num_steps=10,
+        num_bad_losses=0,
+        learning_rate=rate,
+        frozen=frozen,
+        iteration_wall_s=wall,
+        iteration_cpu_s=cpu,
+    )
+
+
+def reading(step, module=0, *, value=0.01, stationary=0, name=None, wall=0.01, cpu=0.02):
+    return events.PlasticityRead(
+        step=step,
+        evaluation=step // 10,
+        module=module,
+        name=name or NAMES[module],
+        value=value,
+        smoothed=value,
+        slope=None,
+        tolerance=None,
+        stationary=stationary,
+        wall_s=wall,
+        cpu_s=cpu,
+    )
+
+
+def frozen(step, module, share, name=None):
+    return events.ModuleFrozen(
+        step=step,
+        module=module,
+        name=name or NAMES[module],
+        frozen=module + 1,
+        reason="plasticity stationary for 10 evaluations",
+        parameter_share=share,
+    )
+
+
+def stage(step):
+    return events.StageChanged(step=step, stage="knowledge-guided", reason="the loss changed by 3.0%")
+
+
+def closed(step, frozen=0, wall=0.05, cpu=0.08):
+    return events.RunClosed(step=step, frozen=frozen, overhead_wall_s=wall, overhead_cpu_s=cpu)
+
+
+def profiled(step=20, shares=(0.5, 0.3, 0.2)):
+    return events.ComputeProfiled(step=step, forward_shares=list(shares))
+
+
+def run_of_75_steps():
+    """Two freezes and a thaw; unfrozen medians are 0.105 s of wall and 0.205 s of CPU time."""
+    return [
+        started(),
+        interval(10, wall=0.10, cpu=0.20, loss=2.0),
+        interval(20, wall=0.12, cpu=0.22),
+        stage(20),
+        profiled(),
+        events.ReferenceRefreshed(step=20, evaluation=2, builder="snapshot", wall_s=0.02, cpu_s=0.02),
+        interval(30, wall=0.11, cpu=0.21),
+        reading(30, 0, stationary=10),
+        frozen(30, 0, 0.1),
+        interval(40, frozen=1, wall=0.08, cpu=0.16),
+        events.MetricLogged(step=40, values={"accuracy": 0.9, "val_loss": 0.5}),
+        events.ReadingDropped(step=40, evaluation=4, module=1, reason="the reading is not finite"),
+        interval(50, frozen=1, wall=0.08, cpu=0.16),
+        reading(50, 1, stationary=10),
+        frozen(50, 1, 0.4),
+        interval(60, frozen=2, wall=0.05, cpu=0.10, rate=0.01),
+        events.Thawed(step=60, frozen_before=2, reason="the learning rate has fallen", window=5),
+        interval(70, wall=0.10, cpu=0.20, rate=0.01),
+        events.MetricLogged(step=70, values={"accuracy": 0.8, "val_loss": 0.4}),
+        closed(75),
+    ]
+
+
+def write(directory, *processes):
+    for process in processes:
+        writer = JournalWriter(directory, on_failure=pytest.fail)
+        for event in process:
+            writer.write(event)
+        writer.close()
+    return directory
+
+
+def summary_of(directory, *processes):
+    return summarize(read_history(write(directory, *processes)))
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags are balanced and collects what a page refers to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.references, self.words = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.references += [value for key, value in attrs if key in ("href", "src", "xlink:href", "srcset")]
+        self.ids += [value for key, value in attrs if key == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def page_of(made):
+    return Page(made.path.read_text(encoding="utf-8"))
+
+
+def test_time_saved_is_the_hand_worked_sum(tmp_path):
+    summary = summary_of(tmp_path, run_of_75_steps())
+    assert summary.wall.unfrozen_iteration_s == pytest.approx(0.105)
+    assert summary.cpu.unfrozen_iteration_s == pytest.approx(0.205)
+    assert summary.wall.training_s == pytest.approx(6.4)
+    assert summary.wall.saved_s == pytest.approx(20 * 0.025 + 10 * 0.055 - 0.05)
+    assert summary.cpu.saved_s == pytest.approx(20 * 0.045 + 10 * 0.105 - 0.08)
+    assert summary.wall.unfrozen_s == pytest.approx(6.4 + 0.05 + 1.0)
+    assert summary.wall.saved_share == pytest.approx(1.0 / 7.45)
+    assert summary.wall.overhead_share == pytest.approx(0.05 / 6.4)
+    assert (summary.steps_measured, summary.steps_done, summary.closed) == (70, 75, True)
+
+
+def test_pace_at_each_depth(tmp_path):
+    paces = summary_of(tmp_path, run_of_75_steps()).paces
+    assert [(pace.frozen, pace.num_steps) for pace in paces] == [(0, 40), (1, 20), (2, 10)]
+    assert [pace.wall_ratio for pace in paces] == pytest.approx([1.0, 0.08 / 0.105, 0.05 / 0.105])
+
+
+def test_frozen_and_skipped_shares(tmp_path):
+    summary = summary_of(tmp_path, run_of_75_steps())
+    assert [(point.step, point.frozen, point.parameter_share) for point in summary.depths] == [
+        (0, 0, 0.0),
+        (30, 1, 0.1),
+        (50, 2, 0.4),
+        (60, 0, 0.0),
+    ]
+    assert summary.mean_parameter_share == pytest.approx((20 * 0.1 + 10 * 0.4) / 75)
+    assert summary.mean_skipped_share == pytest.approx(2 / 3 * (20 * 0.5 + 10 * 0.8) / 75)
+    assert [module.steps_frozen for module in summary.modules] == [30, 10, 0]
+    assert summary.frozen_now == 0
+
+
+def test_a_module_with_nothing_to_train_skips_nothing(tmp_path):
+    course = [started(trainable=[False, True, True]), profiled(10), frozen(10, 1, 0.4), closed(20, frozen=2)]
+    summary = summary_of(tmp_path, course)
+    assert summary.depths[-1].skipped_share == pytest.approx(2 / 3 * 0.3)
+    assert [mark.name for mark in summary.timeline] == ["stem", "body"]
+
+
+def test_without_a_profile_skipped_compute_is_unknown(tmp_path):
+    course = [event for event in run_of_75_steps() if not isinstance(event, events.ComputeProfiled)]
+    summary = summary_of(tmp_path, course)
+    assert summary.mean_skipped_share is None
+    assert summary.mean_parameter_share == pytest.approx(0.08)
+
+
+def test_timeline_names_each_module(tmp_path):
+    summary = summary_of(tmp_path, run_of_75_steps())
+    assert [(mark.step, mark.module, mark.name, mark.action) for mark in summary.timeline] == [
+        (30, 0, "stem", "frozen"),
+        (50, 1, "body", "frozen"),
+        (60, 0, "stem", "thawed"),
+        (60, 1, "body", "thawed"),
+    ]
+    assert isinstance(summary.timeline[0], FreezeMark)
+    assert summary.why_nothing_froze is None
+    assert (summary.num_readings, summary.num_dropped) == (2, 1)
+
+
+def test_metrics_know_which_way_is_better(tmp_path):
+    accuracy, loss = summary_of(tmp_path, run_of_75_steps()).metrics
+    assert (accuracy.final, accuracy.best, accuracy.best_step) == (0.8, 0.9, 40)
+    assert (loss.final, loss.best, loss.best_step, loss.lower_is_better) == (0.4, 0.4, 70, True)
+
+
+def test_a_run_without_closing_counts_its_evaluations_as_overhead(tmp_path):
+    summary = summary_of(tmp_path, run_of_75_steps()[:-1])
+    assert not summary.closed and not summary.overhead_complete
+    assert summary.wall.overhead_s == pytest.approx(0.02 + 2 * 0.01)
+    assert summary.cpu.overhead_s == pytest.approx(0.02 + 2 * 0.02)
+    assert summary.wall.saved_s == pytest.approx(1.05 - 0.04)
+
+
+def test_a_loss_of_time_is_shown_as_one(tmp_path):
+    course = [*run_of_75_steps()[:-1], closed(75, wall=3.0)]
+    made = report(write(tmp_path, course))
+    assert made.summary.wall.saved_s == pytest.approx(1.05 - 3.0)
+    assert made.summary.wall.saved_share < 0
+    assert "did not pay" in str(made)
+    assert "\N{MINUS SIGN}" in str(made)
+
+
+def test_jitter_of_an_unfrozen_run_is_no_saving(tmp_path):
+    course = [started(), *(interval(10 * place, wall=wall) for place, wall in ((1, 0.1), (2, 0.1), (3, 0.04)))]
+    summary = summary_of(tmp_path, [*course, closed(30)])
+    assert summary.wall.saved_s == pytest.approx(-0.05)
+
+
+def test_intervals_without_a_time_are_left_out(tmp_path):
+    course = [started(), interval(10, wall=0.0, cpu=0.0), interval(20), interval(30, wall=math.nan), closed(30)]
+    summary = summary_of(tmp_path, course)
+    assert summary.steps_measured == 10
+    assert summary.wall.unfrozen_iteration_s == pytest.approx(0.1)
+
+
+def test_without_an_unfrozen_interval_the_saving_is_unknown(tmp_path):
+    course = [started(), events.Resumed(step=500, frozen=1, stage="knowledge-guided"), interval(510, frozen=1)]
+    made = report(write(tmp_path, [*course, closed(520, frozen=1)]))
+    assert made.summary.wall.saved_s is None
+    assert made.summary.span == (500, 520)
+    assert made.summary.mean_parameter_share == pytest.approx(0.1)
+    assert "not known" in str(made) and "begins at step 500" in str(made)
+    page_of(made)
+
+
+def test_a_resumed_run_leaves_out_what_it_went_back_on(tmp_path):
+    crashed = run_of_75_steps()[:-4]
+    crashed.append(events.FaultCaught(step=64, where="evaluating", error="OSError: gone", count=1))
+    again = [
+        started(),
+        events.Resumed(step=40, frozen=1, stage="knowledge-guided"),
+        interval(50, frozen=1, wall=0.06, cpu=0.12),
+        interval(60, frozen=1, wall=0.06, cpu=0.12),
+        closed(60, frozen=1, wall=0.03, cpu=0.03),
+    ]
+    summary = summary_of(tmp_path, crashed, again)
+    assert (summary.num_processes, summary.steps_done, summary.frozen_now) == (2, 60, 1)
+    assert summary.num_overridden == len([event for event in crashed if event.step > 40])
+    assert [mark.action for mark in summary.timeline] == ["frozen"]
+    # Unfrozen: 0.10, 0.12, 0.11; the crashed process has one refresh and one reading up to step 40.
+    assert summary.wall.unfrozen_iteration_s == pytest.approx(0.11)
+    assert summary.wall.saved_s == pytest.approx(10 * 0.03 + 20 * 0.05 - 0.03 - 0.03)
+    assert summary.faults == ()
+
+
+def test_a_closed_run_that_is_resumed_keeps_its_overhead(tmp_path):
+    again = [started(), events.Resumed(step=75, frozen=0, stage="knowledge-guided"), interval(80), closed(80)]
+    summary = summary_of(tmp_path, run_of_75_steps(), again)
+    assert summary.wall.overhead_s == pytest.approx(0.10)
+    assert summary.overhead_complete and summary.closed
+
+
+def test_a_fresh_run_in_an_old_directory_stands_alone(tmp_path):
+    summary = summary_of(tmp_path, run_of_75_steps(), [started(), interval(10), closed(10)])
+    assert (summary.steps_done, summary.num_earlier_runs, summary.timeline) == (10, 1, ())
+
+
+def test_an_attempt_that_never_stepped_replaces_nothing(tmp_path):
+    assert summary_of(tmp_path, run_of_75_steps(), [started()]).steps_done == 75
+
+
+def test_a_torn_last_line_is_counted_and_left_out(tmp_path):
+    write(tmp_path, run_of_75_steps()[:-1])
+    with (tmp_path / "journal.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"event":"interval","step":80,"los')
+    made = report(tmp_path)
+    assert made.summary.num_damaged == 1
+    assert made.summary.steps_done == 70
+    assert "not closed" in str(made) and "1 line of the journal" in str(made)
+
+
+def test_a_journal_without_events_reads_well(tmp_path):
+    made = report(write(tmp_path, []))
+    assert "does not say how the run began" in made.summary.why_nothing_froze
+    assert "pictures" in page_of(made).ids
+
+
+def test_a_missing_journal_is_an_error(tmp_path):
+    with pytest.raises(JournalError, match=r"journal\.jsonl"):
+        report(tmp_path)
+
+
+def test_what_a_session_thaws_for_good_is_not_frozen(tmp_path):
+    course = [
+        *run_of_75_steps()[:9],
+        interval(40, frozen=1, wall=0.08),
+        events.Declined(step=45, what="freezing", reason="ending an interval failed 3 times"),
+        interval(50),
+        closed(50),
+    ]
+    summary = summary_of(tmp_path, course)
+    assert summary.frozen_now == 0
+    assert (summary.timeline[-1].step, summary.timeline[-1].action) == (45, "thawed")
+    assert summary.declined == (("freezing", "ending an interval failed 3 times"),)
+
+
+WHY = {
+    "no interval was completed": [started(), events.MetricLogged(step=4, values={"accuracy": 0.1}), closed(4)],
+    "still bootstrapping": [started(), interval(10), interval(20, loss=0.5), closed(20)],
+    "switched off": [started(config=Config.from_dict({"freezing": {"enabled": False}}).to_dict()), interval(10)],
+    "none in front of the last": [started(deepest_freeze=0), interval(10)],
+    "declined to": [
+        started(modules=[], trainable=[], deepest_freeze=0),
+        events.Declined(step=0, what="freezing", reason="the model has no blocks"),
+        interval(10),
+    ],
+    "no evaluation followed": [started(), interval(10), interval(20), stage(20), closed(20)],
+    "gave a usable reading": [
+        started(),
+        interval(20),
+        stage(20),
+        events.ReadingDropped(step=30, evaluation=3, module=0, reason="not finite"),
+    ],
+    "was never stationary (readings: 1)": [started(), interval(20), stage(20), interval(30), reading(30)],
+    "4 of the 10 evaluations": [started(), interval(20), stage(20), interval(30), reading(30, stationary=4)],
+}
+
+
+@pytest.mark.parametrize("why", WHY)
+def test_a_run_that_never_froze_says_why(tmp_path, why):
+    made = report(write(tmp_path, WHY[why]))
+    assert why in made.summary.why_nothing_froze
+    assert why in str(made)
+    assert why in "".join(page_of(made).words)
+    assert made.summary.wall.saved_s is None or made.summary.wall.saved_s <= 0
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(tmp_path):
+    made = report(write(tmp_path, run_of_75_steps()))
+    text = made.path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert made.path == tmp_path / "report.html"
+    assert page.tags.count("svg") == 4
+    assert all(reference.startswith("#") for reference in page.references)
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert "http:" not in text and "https:" not in text and "script" not in page.tags
+    assert set(SECTIONS) | {"metrics"} <= set(page.ids)
+    assert text.count('role="img" aria-label="') == 4
+    assert len(text) < 150_000
+
+
+def test_hostile_names_stay_text(tmp_path):
+    hostile = ('<script>alert("x")</script>', "$\\frac{&'", "\x1b[31m[red]\ud800 模块")
+    course = [
+        started(names=hostile, environment={"<b>": "</table>"}, rule="<!-- -->"),
+        interval(10),
+        stage(10),
+        interval(20),
+        reading(20, name=hostile[0]),
+        frozen(20, 0, 0.1, name=hostile[0]),
+        interval(30, frozen=1),
+        reading(30, 1, name=hostile[1]),
+        frozen(30, 1, 0.4, name=hostile[1]),
+        events.MetricLogged(step=30, values=dict.fromkeys(hostile, 0.5)),
+        events.Declined(step=30, what='"><img src=x>', reason="</section>"),
+        events.FaultCaught(step=30, where=hostile[2], error="</details>", count=1),
+    ]
+    made = report(write(tmp_path, course))
+    page = page_of(made)
+    assert "script" not in page.tags and "img" not in page.tags
+    assert hostile[0] in "".join(page.words)
+    console = rich.console.Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(made)
+    assert "[red]" in console.file.getvalue()
+    assert "\x1b" not in console.file.getvalue() + str(made)
+
+
+def test_values_that_are_not_finite_leave_gaps(tmp_path):
+    course = [
+        started(),
+        interval(10, loss=math.inf, rate=math.nan),
+        interval(20, loss=None),
+        stage(20),
+        profiled(shares=(math.nan, 0.5, 0.5)),
+        reading(20, value=math.nan),
+        reading(30, value=0.0),
+        reading(40, value=0.02),
+        events.MetricLogged(step=40, values={"accuracy": 0.7}),
+        events.MetricLogged(step=50, values={"accuracy": math.nan, "other": math.nan}),
+        closed(50),
+    ]
+    made = report(write(tmp_path, course))
+    accuracy, other = made.summary.metrics
+    assert math.isnan(accuracy.final) and accuracy.best == 0.7
+    assert other.best is None and other.best_step is None
+    assert made.summary.mean_skipped_share is None or made.summary.mean_skipped_share == 0
+    page_of(made)
+
+
+def test_a_directory_that_cannot_be_written_costs_only_the_page(tmp_path):
+    write(tmp_path, run_of_75_steps())
+    (tmp_path / "report.html").mkdir()
+    made = report(tmp_path)
+    assert made.path is None
+    assert "cannot be written" in made.message and made.message in str(made)
+    assert made.summary.wall.saved_s == pytest.approx(1.0)
+
+
+def test_thousands_of_readings_make_a_small_page(tmp_path):
+    course = [started(interval_steps=10, total_steps=50_000), stage(0)]
+    for step in range(10, 50_001, 10):
+        course += [interval(step, wall=0.1 + 0.01 * math.sin(step)), reading(step, value=2 + math.sin(step))]
+    course.insert(3000, reading(15_000, value=5000.0))
+    made = report(write(tmp_path, course))
+    assert made.path.stat().st_size < 400_000
+    # The spike survives the thinning: the axis reaches up to it.
+    assert ">1000<" in made.path.read_text(encoding="utf-8")
+
+
+def test_the_terminal_form_is_short(tmp_path):
+    made = report(write(tmp_path, run_of_75_steps()))
+    lines = str(made).splitlines()
+    assert len(lines) < 20
+    assert any("time saved, wall" in line and "+13.4" in line for line in lines)
+    assert str(made.path) in lines[-1]
+
+
+def test_a_journal_file_is_as_good_as_its_directory(tmp_path):
+    write(tmp_path, run_of_75_steps())
+    assert report(tmp_path / "journal.jsonl").path == tmp_path / "report.html"
+
+
+def test_the_summary_is_frozen(tmp_path):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        summary_of(tmp_path, run_of_75_steps()).steps_done = 3
+
+
+def test_reading_the_numbers_does_not_load_the_drawing_library():
+    code = "import sys, egeria.report; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
