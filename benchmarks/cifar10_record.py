@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--model", default="resnet8")
     parser.add_argument("--samples", type=int, default=25000)
     parser.add_argument("--epochs", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     options.record.mkdir(parents=True, exist_ok=True)
     path = options.record / "results.json"
@@ -54,7 +55,7 @@ def run_once(options: argparse.Namespace, seed: int, kind: str) -> dict[str, obj
     command += ["--plain"] if kind == "plain" else ["--directory", str(directory)]
     print("$", *command[2:], flush=True)
     # Waiting threads that spin would count as CPU time and slow a busy machine down.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(options.threads)}
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -120,12 +121,13 @@ def describe(options: argparse.Namespace, results: list[dict]) -> str:
             "",
             "Time: seconds of the training loop alone (loading, augmentation, forward, backward, optimizer, and all of "
             "egeria), evaluation on the test set after each epoch excluded; CPU seconds of the process, all threads.",
-            f"Machine: {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, passive waiting; "
-            f"python {platform.python_version()}, torch {torch.__version__}, egeria {egeria.__version__}, commit {commit()}.",
+            f"Machine: {os.cpu_count()} cores, {options.threads} torch thread(s), no accelerator; "
+            f"python {platform.python_version()}, torch {torch.__version__}, egeria {egeria.__version__} "
+            f"at commit {commit()}.",
             "",
             "```",
-            f"python -m benchmarks.cifar10_record --data DIR --record RECORD --seeds {len(pairs)} --model {options.model} "
-            f"--samples {options.samples} --epochs {options.epochs}",
+            f"python -m benchmarks.cifar10_record --data DIR --record RECORD --seeds {len(pairs)} "
+            f"--model {options.model} --samples {options.samples} --epochs {options.epochs} --threads {options.threads}",
             "```",
             "",
         ]

@@ -1,63 +1,15 @@
 """Where models are cut: the exact submodules of each layer module."""
 
-import itertools
-import json
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
+from cuts import check_partition, cut, numbered, on_meta, run_order
 from egeria.errors import ConfigError, UnsupportedModelError
-from egeria.layers.grouping import group_atoms, split_evenly
 from egeria.layers.modules import LayerModule
-from egeria.layers.order import OrderRecorder
 from egeria.layers.parse import atoms_of, parse_modules
 from egeria.testing.convnets import cifar_resnet, mobilenet_v2, resnet50
 from egeria.testing.segmentation import deeplabv3, unet
-
-
-def cut(model, **options):
-    """The submodules of each layer module, by its name; the cut holds what every cut must."""
-    modules = parse_modules(model, **options)
-    check_partition(model, modules)
-    return {module.name: list(module.submodules) for module in modules}
-
-
-def check_partition(model, modules):
-    names = [name for name, _ in model.named_parameters()]
-    assert sorted(name for module in modules for name in module.parameters) == sorted(names)
-    assert len({module.name for module in modules}) == len(modules)
-    submodules = [name for module in modules for name in module.submodules]
-    inside = [id(m) for name in submodules for m in model.get_submodule(name).modules()]
-    assert len(inside) == len(set(inside)), "submodules overlap"
-    leaves = {id(m) for m in model.modules() if not any(m.children()) and type(m).forward is not nn.Module.forward}
-    assert leaves <= set(inside)
-    for module in modules:
-        assert module.tap in module.submodules
-        assert module.num_parameters == sum(model.get_parameter(name).numel() for name in module.parameters)
-        assert set(module.shared_parameters) <= set(module.parameters)
-        assert module.reason.endswith(".")
-        assert LayerModule.from_dict(json.loads(json.dumps(module.to_dict()))) == module
-
-
-def run_order(model, forward):
-    """What a session sees of the user's own first forward."""
-    names = [name for module in parse_modules(model) for name in module.submodules]
-    with torch.no_grad(), OrderRecorder(model, names) as recorder:
-        forward()
-    return recorder.order
-
-
-def numbered(prefix, start, stop):
-    return [f"{prefix}.{i}" for i in range(start, stop)]
-
-
-def on_meta(build, *arguments, **options):
-    with torch.device("meta"):
-        return build(*arguments, **options)
-
 
 # --- convolutional networks ---
 
@@ -178,15 +130,9 @@ def test_composites_without_repetition_are_taken_apart_but_not_those_of_torch():
     assert cut(model) == {"0.embed": ["0.embed"], "0.attention": ["0.attention", "0.norm"], "1": ["1"]}
 
 
-class Convs(nn.Module):
-    def __init__(self, *widths):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(widths))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+def test_parametrized_layers_are_not_taken_apart():
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(3)]
+    assert cut(nn.Sequential(*layers)) == {"0": ["0"], "1": ["1"], "2": ["2"]}
 
 
 # --- transformers ---
@@ -229,7 +175,7 @@ def test_two_towers_of_one_class_are_stages_and_their_layers_the_atoms():
 
 
 def test_torch_transformer_has_encoder_before_decoder():
-    assert cut(on_meta(nn.Transformer)) == {
+    assert cut(on_meta(nn.Transformer, batch_first=True)) == {
         "encoder.layers.0-encoder.layers.2": numbered("encoder.layers", 0, 3),
         "encoder.layers.3-encoder.layers.5": numbered("encoder.layers", 3, 6),
         "decoder.layers.0-decoder.layers.1": ["encoder.norm", *numbered("decoder.layers", 0, 2)],
@@ -254,41 +200,6 @@ def test_experts_inside_a_block_do_not_make_it_a_stage():
 
     model = nn.Sequential(nn.Linear(3, 8), Block(), Block(), nn.Linear(8, 2))
     assert cut(model) == {"1": ["0", "1"], "2": ["2", "3"]}
-
-
-# --- order ---
-
-
-class Backwards(nn.Module):
-    """Defined back to front; one layer is never called, one dropout serves both ends."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-        self.last = nn.Linear(4, 2)
-        self.unused = nn.Linear(4, 4)
-        self.middle = nn.Linear(4, 4)
-        self.first = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.dropout(self.last(self.middle(self.first(self.dropout(x)))))
-
-
-def test_execution_order_beats_definition_order():
-    model = Backwards()
-    order = run_order(model, lambda: model(torch.randn(2, 4)))
-    assert list(cut(model)) == ["last", "unused", "middle", "first"]
-    assert cut(model, order=order) == {
-        "first": ["first"],
-        "middle": ["middle"],
-        "last": ["last", "unused", "dropout"],
-    }
-
-
-def test_layers_that_did_not_run_are_no_atoms():
-    model = Backwards()
-    with pytest.raises(UnsupportedModelError, match="found \\['first'\\]"):
-        parse_modules(model, order=["first", "dropout"])
 
 
 # --- sharing ---
@@ -316,7 +227,7 @@ def test_a_submodule_under_two_names_is_shared_by_what_lies_between():
     class Repeating(nn.Module):
         def __init__(self):
             super().__init__()
-            block, other = Convs(4, 4, 4), Convs(4, 4, 4)
+            block, other = (nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2))
             self.chain = nn.Sequential(block, other, block)
 
         def forward(self, x):
@@ -379,47 +290,3 @@ def test_arguments_outside_their_contract_are_refused():
 def test_models_that_cannot_be_cut_are_refused(model, found):
     with pytest.raises(UnsupportedModelError, match=found):
         parse_modules(model)
-
-
-# --- grouping alone ---
-
-
-def groups(sizes, names=None, **options):
-    settings = {"target_share": 0.2, "minimum_share": 0.005, **options}
-    names = names or numbered("layers", 0, len(sizes))
-    return [(group.start, group.stop) for group in group_atoms(names, sizes, sum(sizes), **settings)]
-
-
-def test_small_stages_join_the_one_behind_them_or_before_them_at_the_end():
-    assert groups([1, 500, 500, 4], target_share=0.4) == [(0, 2), (2, 3), (3, 4)]
-    assert groups([1, 2, 4, 8], minimum_share=1.0, target_share=1.0) == [(0, 3), (3, 4)]
-
-
-def test_alternating_sizes_are_one_stage():
-    assert groups([1, 8] * 4, target_share=0.5) == [(0, 4), (4, 7), (7, 8)]
-
-
-def test_blocks_that_are_wrapped_one_by_one_are_at_home_in_their_list():
-    names = [f"layers.{i}.block" for i in range(6)]
-    assert groups([5] * 6, names, target_share=0.5) == [(0, 3), (3, 5), (5, 6)]
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
-def test_splits_are_the_best_there_are(sizes, data):
-    num_parts = data.draw(st.integers(1, len(sizes)))
-
-    def cost(edges):
-        bounds = itertools.pairwise([0, *edges, len(sizes)])
-        return sum(sum(sizes[start:stop]) ** 2 for start, stop in bounds)
-
-    edges = split_evenly(sizes, num_parts)
-    choices = list(itertools.combinations(range(1, len(sizes)), num_parts - 1))
-    best = min(map(cost, choices))
-    assert tuple(edges) == max(choice for choice in choices if cost(choice) == best)
-
-
-@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=30), st.floats(0.01, 1), st.floats(0.001, 0.3))
-def test_groups_cover_all_atoms_and_leave_the_last_alone(sizes, target_share, minimum_share):
-    found = groups(sizes, target_share=target_share, minimum_share=minimum_share)
-    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])]
-    assert found[-1] == (len(sizes) - 1, len(sizes)) or found[-1][1] - found[-1][0] == 1

@@ -12,6 +12,7 @@ Everything else (`Config`, `read_journal`, `report`) is there for when you want 
 from egeria.config import Config
 from egeria.errors import ConfigError, EgeriaError, JournalError, StateError, UnsupportedModelError
 from egeria.journal import Journal, read_journal
+from egeria.report import report
 from egeria.session import EgeriaWarning, Run, attach
 
 __version__ = "0.1.0"
@@ -28,4 +29,5 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "read_journal",
+    "report",
 ]

@@ -43,7 +43,7 @@ def _software() -> dict[str, str]:
         "torch.compile": hasattr(torch, "compile"),
         "distributed": torch.distributed.is_available(),
         "torch.ao quantization": importlib.util.find_spec("torch.ao.quantization") is not None,
-        "oneDNN": torch.backends.mkldnn.is_available(),
+        "oneDNN": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
     }
     return {
         "python, torch": f"{platform.python_version()}, {torch.__version__}",

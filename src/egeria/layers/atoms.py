@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 Role = Literal["block", "unit", "loose", "direct", "alias", "uncalled"]
 """`block` and `unit` are atoms, `loose` is any other submodule, `direct` are parameters that a submodule
 taken apart holds itself, `alias` is a submodule met before, `uncalled` one that the forward pass skips."""
 
-_PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -105,7 +106,7 @@ def is_under(name: str, ancestor: str) -> bool:
 
 def can_be_called(module: nn.Module) -> bool:
     """Tell whether the module has a forward pass; lists and dicts of modules have none."""
-    return type(module).forward is not nn.Module.forward
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def find_pieces(model: nn.Module, matches: Collection[str] | None = None) -> tuple[Piece, ...]:
@@ -172,23 +173,25 @@ class _Census:
         return "unit" if any(p.ndim >= 2 for p in module.parameters()) else "loose"
 
     def _is_indivisible(self, module: nn.Module) -> bool:
-        """Tell whether cutting the module apart makes no sense: torch's own composites, and leaves."""
+        """Tell what is not to be cut apart: torch's own composites, leaves, and parametrized layers."""
         of_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in _PURE_CONTAINERS
         holds_no_block = self._blocks.isdisjoint(module.modules())
-        return (of_torch and holds_no_block) or next(module.children(), None) is None
+        is_leaf = next(module.children(), None) is None
+        return is_leaf or (of_torch and holds_no_block) or is_parametrized(module)
 
-    def _outermost_blocks(self, model: nn.Module) -> set[nn.Module]:
-        """Find the blocks; a class that occurs once outside the others is no block class."""
-        candidates: dict[nn.Module, None] = {}
+    def _outermost_blocks(self, model: nn.Module, excluded: frozenset[type] = frozenset()) -> set[nn.Module]:
+        """Find the blocks; a class that occurs once outside all others is no block class."""
+        candidates: set[nn.Module] = set()
         waiting = list(model.children())
         while waiting:
             module = waiting.pop()
-            if self._repeats(module) and can_be_called(module) and not self._is_stage(module):
-                candidates[module] = None
+            is_candidate = self._repeats(module) and type(module) not in excluded and can_be_called(module)
+            if is_candidate and not self._is_stage(module):
+                candidates.add(module)
             else:
                 waiting.extend(module.children())
-        classes = Counter(map(type, candidates))
-        return {module for module in candidates if classes[type(module)] >= 2}
+        single = {kind for kind, count in Counter(map(type, candidates)).items() if count == 1}
+        return self._outermost_blocks(model, excluded | single) if single else candidates
 
     def _repeats(self, module: nn.Module) -> bool:
         return type(module) in self._repeated and len(self._weights[module]) >= 2

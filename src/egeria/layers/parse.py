@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -52,20 +53,11 @@ def parse_modules(
     require_share("minimum_share", minimum_share)
     matches = None if pattern is None else _outermost_matches(model, pattern)
     atoms = _find_atoms(model, matches, order)
-    if len(atoms) < 2:
-        raise UnsupportedModelError(
-            f"A model must have at least two layers or blocks, found {[atom.name for atom in atoms]}. Nothing "
-            f"could ever freeze, since the last layer module never does: train this model without egeria, or "
-            f"make its parts submodules that are called."
-        )
+    _require_two(atoms)
     if matches is None:
-        groups = group_atoms(
-            [atom.name for atom in atoms],
-            [atom.size for atom in atoms],
-            _size_without_vocabulary(model, atoms),
-            target_share=target_share,
-            minimum_share=minimum_share,
-        )
+        names, sizes = [atom.name for atom in atoms], [atom.size for atom in atoms]
+        total = _size_without_vocabulary(model, atoms)
+        groups = group_atoms(names, sizes, total, target_share=target_share, minimum_share=minimum_share)
     else:
         reason = f"The pattern {pattern!r} names it"
         groups = tuple(Group(start=i, stop=i + 1, reason=reason) for i in range(len(atoms)))
@@ -79,6 +71,15 @@ def atoms_of(model: nn.Module) -> tuple[Atom, ...]:
         UnsupportedModelError: when the model has no parameters, or parameters without a shape yet.
     """
     return _find_atoms(model, None, None)
+
+
+def _require_two(atoms: Sequence[Atom]) -> None:
+    if len(atoms) < 2:
+        raise UnsupportedModelError(
+            f"A model must have at least two layers or blocks, found {[atom.name for atom in atoms]}. Nothing "
+            f"could ever freeze, since the last layer module never does: train this model without egeria, or "
+            f"make its parts submodules that are called."
+        )
 
 
 def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
@@ -121,9 +122,7 @@ def _mark_uncalled(pieces: Iterable[Piece], order: Sequence[str]) -> list[Piece]
     """Give submodules that did not run the role `uncalled`: they have no output to judge."""
     called = set(order)
     return [
-        Piece(name=piece.name, role="uncalled", parameters=piece.parameters, size=piece.size)
-        if piece.is_submodule and piece.name not in called
-        else piece
+        replace(piece, role="uncalled") if piece.is_submodule and piece.name not in called else piece
         for piece in pieces
     ]
 

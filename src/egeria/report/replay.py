@@ -8,8 +8,16 @@ from typing import Any
 
 from egeria.config import Config
 from egeria.errors import JournalError
-from egeria.events import Event, IntervalMeasured, ModuleFrozen, ModulesOrdered, PlasticityRead, RunStarted
-from egeria.events import StageChanged, Thawed
+from egeria.events import (
+    Event,
+    IntervalMeasured,
+    ModuleFrozen,
+    ModulesOrdered,
+    PlasticityRead,
+    RunStarted,
+    StageChanged,
+    Thawed,
+)
 from egeria.journal import Journal
 from egeria.policy import EgeriaPolicy, EndBootstrapping, Freeze, Interval, Reading, Thaw, find_rule
 
@@ -61,7 +69,7 @@ def replay(journal: Journal, config: Config | None = None) -> Replay:
         raise JournalError(
             f"A replay needs the event run_started, {journal.directory} has none. Give the directory of a whole run."
         )
-    cut = (journal.of(ModulesOrdered) or [started])[-1]
+    cut = next(reversed(journal.of(ModulesOrdered)), started)
     policy = _policy(started, cut, config)
     replayed: list[ReplayedDecision] = []
     unused, waiting_since = 0, None

@@ -22,7 +22,7 @@ class Block(nn.Module):
         self.norm2 = norm(channels)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Keep the shape [B, C, H, W]."""
         inner = functional.relu(self.norm1(self.conv1(x)))
         return functional.relu(x + self.dropout(self.norm2(self.conv2(inner))))
@@ -74,7 +74,7 @@ class OpenBlock(Block):
         super().__init__()
         self.norm2 = nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Keep the shape [B, C, H, W]."""
         return x + self.conv2(functional.relu(self.norm1(self.conv1(x))))
 
@@ -104,7 +104,7 @@ class SkipConnected(nn.Module):
         self.decoder2, self.decoder1 = Block(8), Block(12)
         self.head = nn.Conv2d(12, 2, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Return a map [B, 2, H, W]."""
         first = self.encoder1(self.stem(x))
         second = self.encoder2(functional.max_pool2d(first, 2))

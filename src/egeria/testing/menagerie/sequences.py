@@ -22,7 +22,7 @@ class Layer(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         """Keep the shape [B, T, D]."""
         y = self.norm(x)
         x = x + functional.scaled_dot_product_attention(

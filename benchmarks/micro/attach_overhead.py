@@ -1,0 +1,79 @@
+"""What attaching costs when nothing ever freezes, with default settings.
+
+    python -m benchmarks.micro.attach_overhead [--model resnet20] [--rounds 8] [--threads 1]
+
+Two models train in one process, in turn, a whole evaluation interval at a time: one plainly, one
+attached with `freezing.enabled = false`, past bootstrapping, so that every interval holds one
+evaluation, and one in ten a refresh of the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import torch
+from torch.nn import functional
+
+import egeria
+from benchmarks.micro.frozen_iteration import Trainer
+from benchmarks.micro.interleaved import Comparison, compare
+
+
+class WatchedTrainer(Trainer):
+    """The same, with egeria attached; it watches and never freezes."""
+
+    def __init__(self, depth: int, batch: int, total_steps: int, directory: str) -> None:
+        super().__init__(depth, batch)
+        config = {"freezing": {"enabled": False}}
+        self.run = egeria.attach(
+            self.model, self.optimizer, total_steps=total_steps, config=config, directory=directory
+        )
+
+    def step(self) -> None:
+        """One iteration in bf16, and `run.step`."""
+        self.run.model.train()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = functional.cross_entropy(self.run.model(self.images), self.labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.run.step(loss)
+
+
+def measure(depth: int = 20, rounds: int = 8, batch: int = 128, total_steps: int = 4680) -> tuple[Comparison, int]:
+    """Compare intervals of plain (first) and of watched training (second); return `n` too."""
+    with tempfile.TemporaryDirectory() as directory:
+        plain, watched = Trainer(depth, batch), WatchedTrainer(depth, batch, total_steps, directory)
+        started = egeria.read_journal(directory).events[0]
+        interval = started.to_dict()["interval_steps"]
+        while watched.run.stage == "bootstrapping":
+            watched.step()
+
+        def several(trainer: Trainer) -> None:
+            for _ in range(interval):
+                trainer.step()
+
+        result = compare(lambda: several(plain), lambda: several(watched), rounds=rounds, warmup=1)
+        watched.run.close()
+    return result, interval
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["resnet8", "resnet20", "resnet56"], default="resnet20")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    result, interval = measure(int(options.model.removeprefix("resnet")), options.rounds)
+    low, high = result.spread()
+    print(
+        f"{options.model}, evaluated every {interval} steps: CPU time {result.cpu_ratio() - 1:+.2%} "
+        f"(quartiles {low - 1:+.2%} to {high - 1:+.2%}), wall-clock time {result.wall_ratio() - 1:+.2%}"
+    )
+
+
+if __name__ == "__main__":
+    main()
