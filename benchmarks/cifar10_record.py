@@ -127,7 +127,8 @@ def describe(options: argparse.Namespace, results: list[dict]) -> str:
             "",
             "```",
             f"python -m benchmarks.cifar10_record --data DIR --record RECORD --seeds {len(pairs)} "
-            f"--model {options.model} --samples {options.samples} --epochs {options.epochs} --threads {options.threads}",
+            f"--model {options.model} --samples {options.samples} --epochs {options.epochs} "
+            f"--threads {options.threads}",
             "```",
             "",
         ]

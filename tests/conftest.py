@@ -20,6 +20,12 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """Runs without a directory make one where the process is; that must not be the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def device() -> torch.device:
     """The device of EGERIA_TEST_DEVICE; the CPU without it."""

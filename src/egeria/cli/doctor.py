@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import egeria
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         **_accelerator(),
         f"disk at {arguments.directory}": disk,
     }.items():
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     console.print(table)
     return 0 if works else 1
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 import egeria
 from egeria.cli import demo, doctor, modules, replay, report
@@ -21,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = chosen.run(chosen, console)
     except EgeriaError as error:
-        Console(stderr=True).print(f"[bold red]egeria {chosen.verb}:[/] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[bold red]egeria {chosen.verb}:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         return 2
     return status
 

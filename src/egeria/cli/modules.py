@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
 from egeria.errors import ConfigError
 from egeria.layers.modules import LayerModule
-from egeria.layers.order import execution_order
+from egeria.layers.order import OrderRecorder
 from egeria.layers.parse import parse_modules
 from egeria.layers.undisturbed import undisturbed
 
@@ -27,8 +28,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     cut = parse_modules(model, pattern=arguments.pattern)
     if example is not None:
         names = [name for module in cut for name in module.submodules]
-        order = execution_order(model, names, lambda: _forward(model, example))
-        cut = parse_modules(model, pattern=arguments.pattern, order=order)
+        with OrderRecorder(model, names) as recorder:
+            _forward(arguments.model, model, example)
+        cut = parse_modules(model, pattern=arguments.pattern, order=recorder.order)
     console.print(_table(type(model).__name__, cut))
     console.print(
         "In execution order." if example is not None else "In definition order; the first forward of a run corrects it."
@@ -49,20 +51,29 @@ def _build(path: str) -> tuple[nn.Module, Any]:
             f"{path} must be a callable without required arguments that returns a model; "
             f"{type(error).__name__}: {error}. Write a small function that builds it."
         ) from error
-    model, example = made if isinstance(made, tuple) else (made, None)
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{path} must return a torch.nn.Module, found {type(model).__name__}. Return the model.")
+        raise ConfigError(
+            f"{path} must return a torch.nn.Module, or a tuple of it and example arguments, "
+            f"found {type(model).__name__}. Return one of these."
+        )
     return model, example
 
 
-def _forward(model: nn.Module, example: Any) -> None:
-    with undisturbed(model), torch.no_grad():
-        if isinstance(example, Mapping):
-            model(**example)
-        elif isinstance(example, (tuple, list)):
-            model(*example)
-        else:
-            model(example)
+def _forward(path: str, model: nn.Module, example: Any) -> None:
+    try:
+        with undisturbed(model), torch.no_grad():
+            if isinstance(example, Mapping):
+                model(**example)
+            elif isinstance(example, (tuple, list)):
+                model(*example)
+            else:
+                model(example)
+    except Exception as error:
+        raise ConfigError(
+            f"The model of {path} must take its example arguments; {type(error).__name__}: {error}. "
+            f"Return arguments that a call of the model accepts."
+        ) from error
 
 
 def _table(title: str, modules: tuple[LayerModule, ...]) -> Table:
@@ -76,10 +87,10 @@ def _table(title: str, modules: tuple[LayerModule, ...]) -> Table:
     for index, module in enumerate(modules):
         note = " Never frozen." if index == len(modules) - 1 else ""
         table.add_row(
-            module.name,
+            escape(module.name),
             f"{module.num_parameters:,}",
             f"{module.num_parameters / total:.1%}",
-            ", ".join(module.submodules),
-            module.reason + note,
+            escape(", ".join(module.submodules)),
+            escape(module.reason + note),
         )
     return table

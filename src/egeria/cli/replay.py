@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from egeria.config import Config
@@ -31,12 +32,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _table(result: Replay, how: str) -> Table:
-    table = Table(title="Decisions of the run, and of its replay " + how)
+    table = Table(title=escape("Decisions of the run, and of its replay " + how))
     for heading in ("step", "decided", "replayed"):
         table.add_column(heading)
     names = result.module_names
     for step in sorted({entry.step for entry in (*result.recorded, *result.replayed)}):
-        table.add_row(str(step), _describe(result.recorded, step, names), _describe(result.replayed, step, names))
+        both = (_describe(decisions, step, names) for decisions in (result.recorded, result.replayed))
+        table.add_row(str(step), *map(escape, both))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -18,8 +19,8 @@ def require(holds: bool, setting: str, contract: str, found: object) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether the value is an int or a float, and not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Tell whether the value is a finite int or float, and not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_share(setting: str, value: Any) -> None:

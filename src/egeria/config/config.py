@@ -132,11 +132,10 @@ def _values(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_unknown(where: str, found: Mapping[str, Any], known: Any) -> None:
-    unknown = sorted(set(found) - set(known))
+    unknown = sorted(map(repr, set(found) - set(known)))
     if unknown:
         raise ConfigError(
-            f"{where} knows {', '.join(sorted(known))}; found {', '.join(map(repr, unknown))}. "
-            f"Check the spelling, or remove it."
+            f"{where} knows {', '.join(sorted(known))}; found {', '.join(unknown)}. Check the spelling, or remove it."
         )
 
 

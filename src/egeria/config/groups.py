@@ -23,9 +23,9 @@ class Modules:
     pattern: str | None = None
     """Regular expression; each submodule whose dotted name it matches in full becomes a layer module. None parses."""
     target_share: float = 0.2
-    """Share of all parameters a layer module aims at; a stage much larger is split. 0.2 gives Figure 11's seven."""
+    """Share of the parameters, vocabularies aside, that a layer module aims at. 0.2 gives Figure 11's seven."""
     minimum_share: float = 0.005
-    """Share of all parameters under which a run of blocks joins its neighbour. Our choice."""
+    """Share of the parameters, vocabularies aside, under which a run of blocks joins its neighbour. Our choice."""
 
     def __post_init__(self) -> None:
         require_share("modules.target_share", self.target_share)
@@ -102,7 +102,7 @@ class Freezing:
     def __post_init__(self) -> None:
         require_flag("freezing.enabled", self.enabled)
         positive = is_number(self.tolerance_share) and self.tolerance_share > 0
-        require(positive, "freezing.tolerance_share", "a number above 0", self.tolerance_share)
+        require(positive, "freezing.tolerance_share", "a finite number above 0", self.tolerance_share)
         require_count("freezing.tolerance_readings", self.tolerance_readings)
         require_choice("freezing.tied", self.tied, ("keep", "freeze"))
 
@@ -123,7 +123,7 @@ class Unfreezing:
         require(named, "unfreezing.rule", "the name of a rule or an object with a `judge` method", self.rule)
         if self.drop_factor is not None:
             above = is_number(self.drop_factor) and self.drop_factor > 1
-            require(above, "unfreezing.drop_factor", "a number above 1", self.drop_factor)
+            require(above, "unfreezing.drop_factor", "a finite number above 1", self.drop_factor)
         require_count("unfreezing.minimum_window", self.minimum_window, at_least=2)
 
 
@@ -139,8 +139,10 @@ class Cache:
 
 
 def _compiles(pattern: object) -> bool:
+    if not isinstance(pattern, str):
+        return False
     try:
-        re.compile(pattern)  # type: ignore[call-overload]
-    except (re.error, TypeError):
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
         return False
     return True

@@ -14,6 +14,7 @@ from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Event
 from egeria.journal.writer import FILE_NAME
 
 Kind = TypeVar("Kind", bound=Event)
+NOT_FINITE = ("nan", "inf", "-inf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +72,7 @@ def read_journal(directory: str | Path) -> Journal:
             _check_schema(record, path)
         elif (event := _event(record)) is not None:
             events.append(event)
-            times.append(float(record.get("time", 0.0)))
+            times.append(_time(record))
         else:
             damaged += 1
     return Journal(directory=path.parent, events=tuple(events), times=tuple(times), num_damaged=damaged)
@@ -80,9 +81,9 @@ def read_journal(directory: str | Path) -> Journal:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and "event" in record else None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
 
 
 def _check_schema(record: dict[str, Any], path: Path) -> None:
@@ -98,8 +99,29 @@ def _event(record: dict[str, Any]) -> Event | None:
     kind = EVENT_TYPES.get(record["event"])
     if kind is None:
         return None
-    names = {field.name for field in dataclasses.fields(kind)}
+    values = {
+        field.name: _numbers(record[field.name]) if "float" in str(field.type) else record[field.name]
+        for field in dataclasses.fields(kind)
+        if field.name in record
+    }
     try:
-        return kind(**{key: value for key, value in record.items() if key in names})
+        return kind(**values)
     except TypeError:
         return None
+
+
+def _numbers(value: Any) -> Any:
+    """Turn the texts the writer puts for numbers JSON cannot hold back into those numbers."""
+    if isinstance(value, str) and value in NOT_FINITE:
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_numbers(entry) for entry in value]
+    return value
+
+
+def _time(record: dict[str, Any]) -> float:
+    """Return when the event was written; 0 where the line does not say."""
+    time = record.get("time")
+    return float(time) if isinstance(time, (int, float)) else 0.0

@@ -44,8 +44,8 @@ class JournalWriter:
     def close(self) -> None:
         """Close the file; further events stay in memory."""
         if self._file is not None:
-            file, self._file = self._file, None
-            file.close()
+            self._guard(self._file.close)
+            self._file = None
 
     def _open(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,11 @@ class OrderRecorder:
         """How often each name was called so far; names never called are absent."""
         return dict(self._log.calls)
 
+    @property
+    def returned_to(self) -> frozenset[str]:
+        """The names called again after another one was: the forward pass is no chain there."""
+        return frozenset(self._log.returned_to)
+
     def close(self) -> None:
         """Remove the hooks; what was recorded stays readable. Closing twice is fine."""
         self._finalizer()
@@ -97,6 +102,8 @@ class _Log:
     """What the hooks write; it knows no recorder, so that an abandoned recorder can be collected."""
 
     calls: dict[str, int] = field(default_factory=dict)
+    last: str = ""
+    returned_to: set[str] = field(default_factory=set)
     complete: bool = False
 
 
@@ -106,6 +113,7 @@ class _Log:
 def _begin(log: _Log, _model: nn.Module, _inputs: object) -> None:
     if not log.complete:
         log.calls.clear()
+        log.returned_to.clear()
 
 
 def _complete(log: _Log, _model: nn.Module, _inputs: object, _output: object) -> None:
@@ -114,6 +122,9 @@ def _complete(log: _Log, _model: nn.Module, _inputs: object, _output: object) ->
 
 def _note_call(log: _Log, name: str, _module: nn.Module, _inputs: object) -> None:
     if not log.complete:
+        if name in log.calls and log.last != name:
+            log.returned_to.add(name)
+        log.last = name
         log.calls[name] = log.calls.get(name, 0) + 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -106,13 +107,21 @@ def _rows(training: Tensor, reference: Tensor, at_least: int = 1) -> tuple[Tenso
 
 
 def _similarities(a_BD: Tensor) -> Tensor:
-    gram_BB = a_BD @ a_BD.T
-    return functional.normalize(gram_BB, dim=1)
+    gram_BB = _gram(a_BD)
+    # A power of two changes no digit; without it the squares of very small or large entries leave float32.
+    exponent = gram_BB.diagonal().amax().frexp().exponent
+    return functional.normalize(gram_BB.ldexp(-exponent), dim=1)
 
 
 def _centred_gram(a_BD: Tensor) -> Tensor:
     centred_BD = a_BD - a_BD.mean(dim=0)
-    return centred_BD @ centred_BD.T
+    return _gram(centred_BD)
+
+
+def _gram(a_BD: Tensor) -> Tensor:
+    # A loop may call `run.step` under autocast, which would round these products to 16 bits.
+    with torch.autocast(a_BD.device.type, enabled=False):
+        return a_BD @ a_BD.T
 
 
 def _unit(matrix: Tensor) -> Tensor:

@@ -155,6 +155,7 @@ class EgeriaPolicy:
         return {
             "stage": self._stage,
             "frozen": self._frozen,
+            "deepest_freeze": self._deepest,
             "window": self._window,
             "bootstrap": asdict(self._bootstrap),
             "histories": [history.state_dict() for history in self._histories],
@@ -167,6 +168,7 @@ class EgeriaPolicy:
         """Go on from a saved state."""
         self._stage = state["stage"]
         self._frozen = state["frozen"]
+        self._deepest = state["deepest_freeze"]
         self._window = state["window"]
         self._bootstrap = Bootstrap(**state["bootstrap"])
         self._histories = tuple(map(ModuleHistory.from_state, state["histories"]))

@@ -42,7 +42,7 @@ class Driver:
     ) -> None:
         self.num_steps = 0
         self._builder = builder
-        self._engine: Engine | None = None if builder is None else builder.build()
+        self._engine: Engine | None = None if builder is None else builder.build(builder.parse())
         self._order = None if builder is None else builder.watch_order()
         self._interval_steps = interval_steps
         self._learning_rate = learning_rate
@@ -121,7 +121,9 @@ class Driver:
                 "two runs and not in the other. Attach the same model with the same configuration."
             )
         if saved is not None and self._builder is not None:
-            engine = self._builder.build(tuple(LayerModule.from_dict(entry) for entry in saved["modules"]))
+            modules = tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
+            self._builder.check(modules)
+            engine = self._builder.build(modules)
             engine.policy.load_state_dict(saved["policy"])
             engine.evaluator.load_state_dict(saved["evaluator"])
             self.release()
@@ -154,10 +156,15 @@ class Driver:
             return
         watched, self._order = self._order, None
         watched.close()
-        engine = self._builder.build(order=watched.order)
-        if engine.modules != self._engine.modules:
-            self._engine = engine
-            self._recorder.write(ModulesOrdered(step=self.num_steps, **self._builder.describe(engine.modules)))
+        modules = self._builder.parse(watched.order)
+        found = self._builder.describe(modules, watched)
+        if found != self._builder.describe(self._engine.modules):
+            self._engine = self._builder.build(modules, watched)
+            self._recorder.write(ModulesOrdered(step=self.num_steps, **found))
+        if found["deepest_freeze"] < len(modules) - 1 and modules[found["deepest_freeze"]].tap in watched.returned_to:
+            again = modules[found["deepest_freeze"]]
+            reason = f"{again.tap} is called again after layers behind it, so freezing it would save nothing"
+            self._recorder.decline(f"freezing {again.name} and what follows", reason)
 
     def _end_interval(self) -> None:
         evaluation = self.num_steps // self._interval_steps

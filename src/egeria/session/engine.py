@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from egeria.config import Config
 from egeria.controller import Controller
+from egeria.errors import StateError
 from egeria.layers.modules import LayerModule
 from egeria.layers.order import OrderRecorder
 from egeria.layers.parse import parse_modules
@@ -61,10 +62,14 @@ class EngineBuilder:
             order=order,
         )
 
-    def build(self, modules: tuple[LayerModule, ...] | None = None, *, order: Sequence[str] | None = None) -> Engine:
-        """Put the parts together for these layer modules, or for those the model is cut into."""
-        modules = self.parse(order) if modules is None else modules
-        limits = self.describe(modules)
+    def build(self, modules: tuple[LayerModule, ...], watched: OrderRecorder | None = None) -> Engine:
+        """Put the parts together for these layer modules.
+
+        Args:
+            modules: the cut.
+            watched: what the first forward showed, once there was one.
+        """
+        limits = self.describe(modules, watched)
         policy = EgeriaPolicy(
             self.config,
             trainable=limits["trainable"],
@@ -86,20 +91,35 @@ class EngineBuilder:
             evaluator=Evaluator(self.model, self.handle, self.make_controller(), self.config, self.recorder),
         )
 
+    def check(self, modules: Sequence[LayerModule]) -> None:
+        """Check that layer modules from a saved state are of this model.
+
+        Raises:
+            StateError: they name other parameters.
+        """
+        theirs = {name for module in modules for name in module.parameters}
+        ours = {name for name, _ in self.model.named_parameters()}
+        if theirs != ours:
+            raise StateError(
+                f"A run's state fits the model it was saved from; this state is of another model, which differs in "
+                f"{', '.join(sorted(theirs ^ ours)[:3])}. Attach the model that the state was saved from."
+            )
+
     def watch_order(self) -> OrderRecorder:
         """Record the order in which the layers are called, from the user's own first forward."""
         return OrderRecorder(self.model, [name for module in self.parse() for name in module.submodules])
 
-    def describe(self, modules: Sequence[LayerModule]) -> dict[str, Any]:
+    def describe(self, modules: Sequence[LayerModule], watched: OrderRecorder | None = None) -> dict[str, Any]:
         """Return the facts about a cut that the policy and the journal need."""
+        returned_to = watched.returned_to if watched else frozenset()
         trainable = [any(self.model.get_parameter(name).requires_grad for name in m.parameters) for m in modules]
         return {
             "modules": [module.to_dict() for module in modules],
             "trainable": trainable,
-            "deepest_freeze": self._deepest_freeze(modules),
+            "deepest_freeze": min(self._keeps_optimizers_busy(modules), _is_a_chain(modules, returned_to)),
         }
 
-    def _deepest_freeze(self, modules: Sequence[LayerModule]) -> int:
+    def _keeps_optimizers_busy(self, modules: Sequence[LayerModule]) -> int:
         """Return how many front modules may freeze such that every optimizer keeps something to train.
 
         An optimizer without any gradient is an error to `GradScaler.step` ("No inf checks were recorded").
@@ -111,3 +131,11 @@ class EngineBuilder:
             parameters = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
             deepest = min(deepest, max((owner.get(id(entry), last) for entry in parameters), default=last))
         return deepest
+
+
+def _is_a_chain(modules: Sequence[LayerModule], returned_to: Collection[str]) -> int:
+    """Return how many front modules are left for good once the forward pass has moved on.
+
+    To freeze one that is called again behind active modules saves nothing: the backward pass runs through it.
+    """
+    return next((index for index, module in enumerate(modules) if module.tap in returned_to), len(modules) - 1)

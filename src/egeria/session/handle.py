@@ -27,7 +27,16 @@ class ModelHandle(nn.Module):
         self.__dict__["_bare"] = model
         self.__dict__["_target"] = model
         self.__dict__["_keep"] = None
-        self.__dict__["training"] = model.training
+
+    @property
+    def training(self) -> bool:
+        """The mode of the model."""
+        return bool(self.__dict__["_bare"].training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if self.__dict__["_bare"] is not self:  # nn.Module's own constructor sets it first
+            self.__dict__["_bare"].training = mode
 
     def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
         """Hand the arguments of coming training forwards to `keep`; None stops that."""
@@ -48,7 +57,6 @@ class ModelHandle(nn.Module):
 
     def train(self, mode: bool = True) -> ModelHandle:
         """Set the mode of the model."""
-        self.__dict__["training"] = mode
         self.__dict__["_bare"].train(mode)
         return self
 

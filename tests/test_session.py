@@ -1,0 +1,500 @@
+"""What a user of `attach` and `Run` would notice."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import statistics
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria import ConfigError, EgeriaWarning, StateError, read_journal
+from egeria.events import Declined, FaultCaught, IntervalMeasured, ModuleFrozen, ModulesOrdered, RunStarted, Thawed
+from egeria.layers.freezer import Freezer
+from egeria.session.attach import attach_with
+from egeria.testing import MENAGERIE, ScriptedController
+from loops import FAST, Loop, differences, outside
+
+SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
+PARTS = SPECIMENS["PartsByName"]
+
+
+def model_and_optimizer(name="PartsByName"):
+    torch.manual_seed(0)
+    model = SPECIMENS[name].build()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def frozen_loop(tmp_path, name="PartsByName", **attach):
+    """A loop that has frozen all it may."""
+    loop = Loop(SPECIMENS[name], {"controller": ScriptedController(), "config": FAST, "directory": tmp_path, **attach})
+    loop.step(40)
+    assert loop.run.frozen > 0
+    return loop
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_no_module_is_refused():
+    _, optimizer = model_and_optimizer()
+    with pytest.raises(ConfigError, match=r"torch\.nn\.Module.*found function"):
+        egeria.attach(lambda x: x, optimizer)
+
+
+def test_an_optimizer_that_is_none_is_refused():
+    model, _ = model_and_optimizer()
+    with pytest.raises(ConfigError, match=r"takes a torch optimizer.*found float"):
+        egeria.attach(model, 0.1)
+
+
+def test_an_optimizer_of_another_model_is_refused_and_leaves_no_trace():
+    model, _ = model_and_optimizer()
+    before = outside(model)
+    with pytest.raises(ConfigError, match="holds none of them"):
+        egeria.attach(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    assert outside(model) == before
+
+
+@pytest.mark.parametrize("total_steps", [0, -5, 2.5, "100", True])
+def test_a_length_that_is_no_count_is_refused(total_steps):
+    with pytest.raises(ConfigError, match="whole number above 0"):
+        egeria.attach(*model_and_optimizer(), total_steps=total_steps)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"freezing": {"windw": 3}}, "windw"),
+        ({"freezin": {}}, "freezin"),
+        ({"plasticity": {"metric": "spp"}}, "spp"),
+        ({"unfreezing": {"rule": "cosin"}}, "cosin"),
+        (17, "dictionary or the path of a TOML file, found int"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        egeria.attach(*model_and_optimizer(), config=config)
+
+
+def test_a_malformed_toml_file_is_refused_by_its_name(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text("[plasticity\nwindow = 3")
+    with pytest.raises(ConfigError, match=r"settings\.toml.*must be TOML"):
+        egeria.attach(*model_and_optimizer(), config=path)
+
+
+def test_a_model_of_one_layer_trains_on_with_a_warning(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(EgeriaWarning, match="two layers"):
+        run = egeria.attach(model, optimizer, directory=tmp_path, config=FAST)
+    assert run.modules == ()
+    for _ in range(6):
+        loss = run.model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        run.step(loss)
+    run.close()
+    journal = read_journal(tmp_path)
+    assert [event.what for event in journal.of(Declined)] == ["freezing"]
+    assert len(journal.of(IntervalMeasured)) == 3
+
+
+def test_activations_that_are_no_tensors_stop_the_judging_after_three_tries(tmp_path):
+    loop = Loop(SPECIMENS["Wrapped"], {"config": FAST, "directory": tmp_path})
+    loop.step(40)
+    journal = read_journal(tmp_path)
+    assert [event.what for event in journal.of(Declined)] == ["judging plasticity"]
+    assert len([event for event in journal if event.kind == "reading_dropped"]) == 3
+
+
+def test_a_directory_that_cannot_be_made_keeps_the_journal_in_memory(tmp_path):
+    (tmp_path / "file").write_text("")
+    model, optimizer = model_and_optimizer()
+    with pytest.warns(EgeriaWarning, match="cannot be written"):
+        run = egeria.attach(model, optimizer, config=FAST, directory=tmp_path / "file" / "run")
+    (x,), _ = PARTS.example(torch.Generator())
+    for _ in range(12):
+        loss = run.model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        run.step(loss)
+    assert run.stage == "knowledge-guided"
+    run.close()
+
+
+def test_a_loss_that_is_nan_for_long_freezes_nothing_and_warns_once(tmp_path):
+    model, optimizer = model_and_optimizer()
+    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    (x,), _ = PARTS.example(torch.Generator())
+
+    def steps(count, loss):
+        for _ in range(count):
+            run.model(x)
+            run.step(loss)
+
+    steps(8, 1.0)
+    assert run.stage == "knowledge-guided"
+    with pytest.warns(EgeriaWarning, match="not finite for 2 steps") as caught:
+        steps(40, float("nan"))
+    assert len(caught) == 1
+    assert run.frozen == 0
+    steps(20, torch.tensor(1.0))
+    assert run.frozen > 0
+    intervals = read_journal(tmp_path).of(IntervalMeasured)
+    assert [interval.loss for interval in intervals[4:24]] == [None] * 20
+    assert {interval.num_bad_losses for interval in intervals[4:24]} == {2}
+
+
+@pytest.mark.parametrize("loss", [torch.ones(3), "0.5", None])
+def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(loss, tmp_path):
+    with egeria.attach(*model_and_optimizer(), config=FAST, directory=tmp_path) as run:
+        with pytest.raises(ConfigError, match="number or a 0-d tensor"):
+            run.step(loss)
+        run.step(torch.ones(1, requires_grad=True))
+        run.step(2)
+    (interval,) = read_journal(tmp_path).of(IntervalMeasured)
+    assert interval.step == 2 and interval.loss == 1.5
+
+
+def test_a_loop_that_never_calls_run_model_is_told(tmp_path):
+    model, optimizer = model_and_optimizer()
+    run = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
+    (x,), _ = PARTS.example(torch.Generator())
+    with pytest.warns(EgeriaWarning, match=r"never calls run\.model"):
+        for _ in range(30):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+    run.close()
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FullyShardedDataParallel"])
+def test_a_wrapped_model_is_left_alone_with_the_reason(wrapper, tmp_path):
+    model, optimizer = model_and_optimizer()
+    wrapped = type(wrapper, (nn.Sequential,), {})(model)
+    with pytest.warns(EgeriaWarning, match=wrapper):
+        run = egeria.attach(wrapped, optimizer, directory=tmp_path)
+    assert run.modules == ()
+    run.close()
+
+
+def test_asking_for_the_cache_is_declined(tmp_path):
+    with pytest.warns(EgeriaWarning, match=r"cache\.enabled = false"):
+        egeria.attach(*model_and_optimizer(), config={"cache": {"enabled": True}}, directory=tmp_path).close()
+
+
+# --- faults of ours ------------------------------------------------------------------------------
+
+
+def failing(*_):
+    raise RuntimeError("injected")
+
+
+def test_a_failing_controller_never_reaches_the_loop(tmp_path):
+    plain = Loop(PARTS)
+    loop = Loop(PARTS, {"controller": ScriptedController(readings=failing), "config": FAST, "directory": tmp_path})
+    for entry in (plain, loop):
+        entry.step(40)
+    assert differences(plain.everything(), loop.everything()) == []
+    faults = read_journal(tmp_path).of(FaultCaught)
+    assert [fault.count for fault in faults] == [1, 2, 3]
+    assert "injected" in faults[0].error
+    assert outside(loop.model)["hooks"] == outside(plain.model)["hooks"]
+
+
+def test_a_reading_that_is_not_finite_is_dropped(tmp_path):
+    values = {3: float("nan"), 4: float("inf")}
+    controller = ScriptedController(readings=lambda evaluation, module: values.get(evaluation, 1.0))
+    loop = Loop(PARTS, {"controller": controller, "config": FAST, "directory": tmp_path})
+    loop.step(30)
+    dropped = [event for event in read_journal(tmp_path) if event.kind == "reading_dropped"]
+    assert [event.evaluation for event in dropped] == [3, 4]
+    assert loop.run.frozen > 0
+
+
+def test_a_freeze_that_fails_half_way_thaws_everything(tmp_path, monkeypatch):
+    plain = Loop(PARTS)
+    loop = Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})
+    monkeypatch.setattr(Freezer, "freeze_to", failing)
+    for entry in (plain, loop):
+        entry.step(40)
+    assert differences(plain.everything(), loop.everything()) == []
+    assert loop.run.frozen == 0
+    assert "freezing" in [event.what for event in read_journal(tmp_path).of(Declined)]
+
+
+# --- what the run does ---------------------------------------------------------------------------
+
+
+def test_the_device_is_asked_once_an_interval(monkeypatch, tmp_path):
+    model, optimizer = model_and_optimizer()
+    config = {"plasticity": {"interval_steps": 10}}
+    run = egeria.attach(model, optimizer, config=config, directory=tmp_path)
+    asked = []
+    for name in ("item", "tolist", "__float__", "__bool__", "cpu", "numpy"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *args, _original=original, **rest: (asked.append(1), _original(*args, **rest))[1]
+        )
+    per_step = []
+    for _ in range(20):
+        before = len(asked)
+        run.step(torch.tensor(1.0))
+        per_step.append(len(asked) - before)
+    monkeypatch.undo()
+    assert [index for index, count in enumerate(per_step, start=1) if count] == [10, 20]
+    assert max(per_step) == 1
+    run.close()
+
+
+def test_layers_come_in_execution_order(tmp_path):
+    loop = Loop(SPECIMENS["Backwards"], {"config": FAST, "directory": tmp_path})
+    assert loop.run.modules[0].tap != "first"
+    loop.step()
+    assert loop.run.modules[0].tap == "first"
+    assert "head" in loop.run.modules[-1].submodules
+    (event,) = read_journal(tmp_path).of(ModulesOrdered)
+    assert event.modules[0]["tap"] == "first"
+
+
+def test_the_handle_is_the_model_in_all_but_the_call():
+    model, optimizer = model_and_optimizer()
+    run = egeria.attach(model, optimizer, config=FAST)
+    handle = run.model
+    assert isinstance(handle, nn.Module)
+    assert list(handle.state_dict()) == list(model.state_dict())
+    assert [id(entry) for entry in handle.parameters()] == [id(entry) for entry in model.parameters()]
+    assert handle.parts is model.parts
+    handle.remark = "kept"
+    assert model.remark == "kept"
+    handle.eval()
+    assert not model.training and not handle.training
+    model.train()
+    assert handle.training
+    handle.to(torch.float64)
+    assert next(model.parameters()).dtype == torch.float64
+    handle.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()})
+    assert all(not parameter.any() for parameter in model.parameters())
+    with pytest.raises(TypeError, match="Copy the model you gave"):
+        copy.deepcopy(handle)
+    run.close()
+    (x,), _ = PARTS.example(torch.Generator())
+    assert handle(x.double()).shape == (6, 3)
+
+
+def test_a_frozen_model_can_be_saved_copied_and_loaded(tmp_path):
+    loop = frozen_loop(tmp_path)
+    buffer = io.BytesIO()
+    torch.save(loop.model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    args, _ = PARTS.example(torch.Generator().manual_seed(1))
+    loop.model.eval()
+    assert torch.equal(loaded.eval()(*args), loop.model(*args))
+    assert torch.equal(copy.deepcopy(loop.model)(*args), loop.model(*args))
+
+
+def test_close_may_be_called_twice_and_steps_after_it_do_nothing(tmp_path):
+    loop = frozen_loop(tmp_path)
+    loop.run.close()
+    loop.run.close()
+    events = len(read_journal(tmp_path))
+    loop.step(5)
+    assert len(read_journal(tmp_path)) == events
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+
+
+def test_a_run_that_is_dropped_thaws_the_model(tmp_path):
+    loop = frozen_loop(tmp_path)
+    model = loop.model
+    loop.run = None
+    gc.collect()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(outside(model)["hooks"].values())
+
+
+def test_an_exception_in_the_loop_closes_the_run_in_a_with_block(tmp_path):
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(ZeroDivisionError), egeria.attach(model, optimizer, directory=tmp_path) as run:
+        run.log(accuracy=0.5)
+        raise ZeroDivisionError
+    kinds = [event.kind for event in read_journal(tmp_path)]
+    assert kinds == ["run_started", "metric", "run_closed"]
+
+
+def test_the_scheduler_names_the_rule_and_total_steps_the_interval(tmp_path):
+    model, optimizer = model_and_optimizer()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    egeria.attach(model, optimizer, scheduler=scheduler, total_steps=7000, directory=tmp_path).close()
+    started = read_journal(tmp_path).first(RunStarted)
+    assert started.rule == "cosine"
+    assert started.interval_steps == round(7000 / 20 / len(started.modules) / 1.75)
+
+
+def test_a_fall_of_the_learning_rate_thaws(tmp_path):
+    loop = frozen_loop(tmp_path)
+    for group in loop.optimizer.param_groups:
+        group["lr"] /= 10
+    loop.step(2)
+    assert loop.run.frozen == 0
+    (thawed,) = read_journal(tmp_path).of(Thawed)
+    assert thawed.step == 42
+
+
+def test_parameters_the_user_froze_stay_frozen_after_a_thaw(tmp_path):
+    loop = frozen_loop(tmp_path, "front_frozen_before")
+    assert read_journal(tmp_path).of(ModuleFrozen)[0].reason == "it has no parameters to train"
+    loop.run.close()
+    needs = {name: parameter.requires_grad for name, parameter in loop.model.named_parameters()}
+    assert needs == {name: not name.startswith("parts.0.") for name in needs}
+
+
+def test_tied_weights_train_on_by_default_and_freeze_on_request(tmp_path):
+    kept = frozen_loop(tmp_path / "kept", "Tied")
+    weight = kept.model.embed.weight
+    before = weight.detach().clone()
+    kept.step()
+    assert weight.requires_grad and not torch.equal(weight, before)
+    frozen = frozen_loop(tmp_path / "frozen", "Tied", config={**FAST, "freezing": {"tied": "freeze"}})
+    assert not frozen.model.embed.weight.requires_grad
+
+
+# --- loops of other shapes -----------------------------------------------------------------------
+
+
+def test_gradient_accumulation(tmp_path):
+    torch.manual_seed(0)
+    model = PARTS.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        for _ in range(3):
+            args, _ = PARTS.example(generator)
+            loss = PARTS.loss(run.model(*args)) / 3
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss)
+    assert run.frozen == len(run.modules) - 1
+    assert read_journal(tmp_path).of(IntervalMeasured)[-1].step == 40
+    run.close()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_grad_scaler_with_one_or_several_optimizers(split, tmp_path, device):
+    torch.manual_seed(0)
+    model = SPECIMENS["residual"].build().to(device)
+    front = list(model.stem.parameters()) + list(model.blocks[0].parameters())
+    held = {id(parameter) for parameter in front}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in held]
+    groups = [front, rest] if split else [[*front, *rest]]
+    optimizers = [torch.optim.SGD(group, lr=0.01) for group in groups]
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    run = attach_with(model, optimizers, config=FAST, directory=tmp_path, controller=ScriptedController())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        (images,), _ = SPECIMENS["residual"].example(generator)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = run.model(images.to(device)).float().square().mean()
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        run.step(loss)
+    # An optimizer with nothing to train makes GradScaler raise: the front one keeps its last module.
+    assert run.frozen == (0 if split else len(run.modules) - 1)
+    assert read_journal(tmp_path).first(RunStarted).deepest_freeze == run.frozen
+    run.close()
+
+
+@pytest.mark.parametrize("metric", ["sp", "l2", "cosine", "input_norm", "cka", lambda a, b: (a - b).abs().max()])
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_every_metric_judges_in_both_modes(metric, mode, tmp_path):
+    config = {**FAST, "plasticity": {**FAST["plasticity"], "metric": metric, "mode": mode}}
+    loop = Loop(SPECIMENS["residual"], {"config": config, "directory": tmp_path})
+    loop.step(16)
+    values = [event.value for event in read_journal(tmp_path) if event.kind == "plasticity"]
+    assert len(values) == 6
+    assert all(value > 0 for value in values)
+
+
+def test_train_mode_reads_the_training_activations_and_their_higher_floor(tmp_path):
+    """Batch statistics against running ones: the difference is there even where no weight moves."""
+    values = {}
+    for mode in ("eval", "train"):
+        config = {**FAST, "plasticity": {**FAST["plasticity"], "mode": mode}, "freezing": {"enabled": False}}
+        loop = Loop(
+            SPECIMENS["residual"],
+            {"config": config, "directory": tmp_path / mode},
+            make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        )
+        loop.step(30)
+        values[mode] = [event.value for event in read_journal(tmp_path / mode) if event.kind == "plasticity"]
+    assert statistics.median(values["train"]) > 5 * statistics.median(values["eval"])
+
+
+# --- resuming ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["residual", "with_dropout", "Reader", "Backwards", "TwoHeads"])
+@pytest.mark.parametrize("stop", [1, 7, 23, 50])
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(name, stop, tmp_path):
+    config = {**FAST, "freezing": {"tolerance_share": 2.0}}
+    whole = Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / "whole"})
+    first = Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / "parts"})
+    whole.step(60)
+    first.step(stop)
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "run": first.run.state_dict(),
+            "model": first.model.state_dict(),
+            "optimizer": first.optimizer.state_dict(),
+            "data": first.data.get_state(),
+            "random": first.random,
+            "losses": first.losses,
+        },
+        buffer,
+    )
+    first.step(5)  # lost: the job died after its last checkpoint
+    del first
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=False)
+    second = Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / "parts"}, seed=9)
+    second.model.load_state_dict(saved["model"])
+    second.optimizer.load_state_dict(saved["optimizer"])
+    second.run.load_state_dict(saved["run"])
+    second.data.set_state(saved["data"])
+    second.random, second.losses = saved["random"], saved["losses"]
+    second.step(60 - stop)
+    assert second.run.frozen == whole.run.frozen
+    assert differences(whole.everything(), second.everything()) == []
+
+    def decisions(journal):
+        start = max((index for index, event in enumerate(journal) if event.kind == "resumed"), default=0)
+        late = [event for event in list(journal)[start:] if isinstance(event, (ModuleFrozen, Thawed))]
+        return [(event.kind, event.step) for event in late if event.step > stop]
+
+    assert decisions(read_journal(tmp_path / "parts")) == decisions(read_journal(tmp_path / "whole"))
+
+
+def test_a_state_of_a_newer_egeria_or_of_another_model_is_refused(tmp_path):
+    loop = frozen_loop(tmp_path / "parts")
+    state = loop.run.state_dict()
+    other = Loop(SPECIMENS["residual"], {"config": FAST, "directory": tmp_path / "other"})
+    before = other.run.state_dict()
+    with pytest.raises(StateError, match="schema 1, found 99"):
+        other.run.load_state_dict({**state, "schema": 99})
+    with pytest.raises(StateError, match="another model"):
+        other.run.load_state_dict(state)
+    assert other.run.state_dict()["engine"]["policy"] == before["engine"]["policy"]
+    assert other.run.modules and other.run.frozen == 0
