@@ -16,7 +16,7 @@ from egeria.cli.digits import Digits, Outcome, load_digits, train
 from egeria.errors import ConfigError
 from egeria.events import ModuleFrozen, Thawed
 
-EPOCHS = 30
+EPOCHS = 24
 KINDS = ("plain", "egeria")
 
 

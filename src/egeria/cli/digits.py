@@ -54,7 +54,7 @@ def load_digits() -> Digits:
         ) from error
     bunch = datasets.load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    images = functional.interpolate(images, scale_factor=2, mode="bilinear")
+    images = functional.interpolate(images, scale_factor=2, mode="bilinear").to(memory_format=torch.channels_last)
     labels = torch.tensor(bunch.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held_out = int(len(order) * TEST_SHARE)
@@ -75,7 +75,7 @@ def train(
         progress: told the epoch and how many modules are frozen, once an epoch.
     """
     torch.manual_seed(seed)
-    model: nn.Module = cifar_resnet(20, in_channels=1)
+    model: nn.Module = cifar_resnet(20, in_channels=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [epochs // 2, epochs * 3 // 4])
     shuffling = torch.Generator().manual_seed(seed)

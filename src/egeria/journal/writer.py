@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -43,15 +45,16 @@ class JournalWriter:
 
     def close(self) -> None:
         """Close the file; further events stay in memory."""
-        if self._file is not None:
-            self._guard(self._file.close)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            self._guard(file.close)
 
     def _open(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILE_NAME
         torn = path.exists() and not _ends_with_newline(path)
         self._file = path.open("a", encoding="utf-8")
+        weakref.finalize(self, _close, self._file)  # a run that is never closed must not leak its file
         if torn:
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION, "time": round(time.time(), 3)})
@@ -65,19 +68,19 @@ class JournalWriter:
         try:
             action()
         except (OSError, ValueError, TypeError) as error:
-            self._abandon()
+            if self._file is not None:
+                _close(self._file)
+                self._file = None
             self._on_failure(
                 f"The journal in {self.directory} cannot be written: {error}. Training goes on; events stay "
                 f"in memory. Give `attach` a writable `directory` with free space."
             )
 
-    def _abandon(self) -> None:
-        file, self._file = self._file, None
-        try:
-            if file is not None:
-                file.close()
-        except OSError:
-            pass
+
+def _close(file: IO[str]) -> None:
+    """Close a file whose disk may be full: what it could not write is lost, and was told before."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _ends_with_newline(path: Path) -> bool:

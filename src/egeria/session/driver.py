@@ -51,6 +51,7 @@ class Driver:
         self._refresh_evaluations = refresh_evaluations
         self._losses = Losses()
         self._profiled = False
+        self._last_modules: tuple[LayerModule, ...] = ()
 
     @property
     def frozen(self) -> int:
@@ -59,8 +60,8 @@ class Driver:
 
     @property
     def modules(self) -> tuple[LayerModule, ...]:
-        """The layer modules, front to back."""
-        return self._engine.modules if self._engine else ()
+        """The layer modules, front to back; still there after `release`."""
+        return self._engine.modules if self._engine else self._last_modules
 
     @property
     def stage(self) -> str:
@@ -89,6 +90,7 @@ class Driver:
             self._order = None
         if self._engine is not None:
             engine, self._engine = self._engine, None
+            self._last_modules = engine.modules
             engine.evaluator.close()
             engine.applier.release()
 

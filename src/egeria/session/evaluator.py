@@ -91,10 +91,9 @@ class Evaluator:
         if self._evaluations_since_refresh is None:
             self._drop(step, evaluation, index, "there is no reference yet")
             return
+        if self._armed is None or (self._tap is not None and self._armed != index):
+            return  # it became the monitored one at this very step: nothing was kept for it
         self._evaluations_since_refresh += 1
-        if self._armed != index:
-            self._drop(step, evaluation, index, "it became the monitored one at this very step")
-            return
         if self.batch is None:
             self._drop(step, evaluation, index, "run.model was not called in training mode before this step")
             self._note_failure("the loop never calls run.model; call it in place of the model")

@@ -1,0 +1,262 @@
+"""Settings: their defaults, what each refuses, and the ways in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import egeria.config
+from egeria import Config, ConfigError
+from egeria.config import Bootstrapping, Cache, Freezing, Modules, Plasticity, Reference, Unfreezing
+
+DEFAULTS = {
+    "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},
+    "bootstrapping": {"change_threshold": 0.1},
+    "plasticity": {
+        "metric": "sp",
+        "interval_steps": None,
+        "window": 10,
+        "num_samples": 32,
+        "mode": "eval",
+        "largest_map": 16,
+    },
+    "reference": {"precision": "fp32", "refresh_evaluations": None},
+    "freezing": {"enabled": True, "tolerance_share": 0.2, "tolerance_readings": 3, "tied": "keep"},
+    "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
+    "cache": {"enabled": False},
+}
+NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
+SHARE = "a number above 0 and at most 1"
+
+
+def no_count(at_least=1):
+    return (at_least - 1, -1, float(at_least), True, str(at_least), math.nan)
+
+
+# Every field that has a contract: what must be said of it, and values outside it.
+CONTRACTS = [
+    ("modules.pattern", "a valid regular expression", ("(", "[", "a{99999999999999999999}", "(" * 5000, b"x", 3)),
+    ("modules.target_share", SHARE, NO_SHARE),
+    ("modules.minimum_share", SHARE, NO_SHARE),
+    ("bootstrapping.change_threshold", SHARE, NO_SHARE),
+    ("plasticity.metric", "the name of a metric or a callable", (3, None, ["sp"])),
+    ("plasticity.interval_steps", "a whole number of at least 1", no_count()),
+    ("plasticity.window", "a whole number of at least 2", (*no_count(2), None)),
+    ("plasticity.num_samples", "a whole number of at least 2", (*no_count(2), None)),
+    ("plasticity.mode", "one of 'eval', 'train'", ("test", "", None, 1, ["eval"])),
+    ("plasticity.largest_map", "a whole number of at least 1", (*no_count(), None)),
+    ("reference.precision", "one of 'fp32'", ("int7", None, 32)),
+    ("reference.refresh_evaluations", "a whole number of at least 1", no_count()),
+    ("freezing.enabled", "true or false", ("true", 1, None)),
+    ("freezing.tolerance_share", "a finite number above 0", (0, -1, math.nan, math.inf, "0.2", True, None)),
+    ("freezing.tolerance_readings", "a whole number of at least 1", (*no_count(), None)),
+    ("freezing.tied", "one of 'freeze', 'keep'", ("thaw", None, True)),
+    ("unfreezing.rule", "the name of a rule or an object with a `judge` method", (3, None, object)),
+    ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
+    ("unfreezing.minimum_window", "a whole number of at least 2", (*no_count(2), None)),
+    ("cache.enabled", "true or false", ("false", 0, None)),
+]
+REFUSED = [(setting, contract, value) for setting, contract, values in CONTRACTS for value in values]
+
+
+def test_the_defaults_are_the_papers_rule():
+    assert Config().to_dict() == DEFAULTS
+
+
+def test_every_field_has_a_contract_that_is_tested_here():
+    fields = {f"{group}.{name}" for group, values in DEFAULTS.items() for name in values}
+    assert {setting for setting, _, _ in CONTRACTS} == fields
+
+
+@pytest.mark.parametrize(
+    ("setting", "contract", "value"), REFUSED, ids=[f"{setting}={value!r:.20}" for setting, _, value in REFUSED]
+)
+def test_a_value_outside_its_contract_is_refused_with_contract_value_and_next_step(setting, contract, value):
+    group, name = setting.split(".")
+    with pytest.raises(ConfigError) as refusal:
+        Config.from_dict({group: {name: value}})
+    message = str(refusal.value)
+    assert message.startswith(f"{setting} must be {contract}")
+    assert f"found {value!r}." in message
+    assert message.endswith("Correct it where the configuration is built or in its TOML file.")
+
+
+def test_a_config_error_is_a_value_error():
+    with pytest.raises(ValueError, match=r"plasticity\.window"):
+        Plasticity(window=0)
+
+
+def test_edges_of_the_contracts_are_allowed():
+    settings = Config(
+        modules=Modules(pattern=r"layer[0-9]+", target_share=1, minimum_share=1e-9),
+        bootstrapping=Bootstrapping(change_threshold=1.0),
+        plasticity=Plasticity(metric=max, interval_steps=1, window=2, num_samples=2, mode="train", largest_map=1),
+        reference=Reference(refresh_evaluations=1),
+        freezing=Freezing(enabled=False, tolerance_share=50, tolerance_readings=1, tied="freeze"),
+        unfreezing=Unfreezing(drop_factor=1.0001, minimum_window=2),
+        cache=Cache(enabled=True),
+    )
+    assert settings.plasticity.metric is max
+
+
+def test_settings_cannot_be_changed_after_they_were_checked():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().plasticity.window = 0
+
+
+@pytest.mark.parametrize("value", [{"window": 3}, None, Freezing()])
+def test_a_group_must_be_of_its_own_kind(value):
+    with pytest.raises(ConfigError, match=r"plasticity must be an egeria\.config\.Plasticity, found .*from_dict"):
+        Config(plasticity=value)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"plasticty": {}}, ["the configuration knows", "'plasticty'", "plasticity", "Check the spelling"]),
+        ({"plasticity": {"windw": 3}}, ["[plasticity] knows", "'windw'", "window", "Check the spelling"]),
+        ({"cache": {"a": 1, "b": 2}}, ["[cache] knows enabled", "'a', 'b'"]),
+        ({1: {}, "x": {}}, ["the configuration knows", "'x'", "1"]),
+        ({"freezing": False}, ["[freezing] must be a table", "found False", "Write it as [freezing]"]),
+        ({"freezing": None}, ["[freezing] must be a table", "found None"]),
+    ],
+)
+def test_unknown_groups_and_fields_are_refused_beside_the_known_ones(table, said):
+    with pytest.raises(ConfigError) as refusal:
+        Config.from_dict(table)
+    assert all(part in str(refusal.value) for part in said), str(refusal.value)
+
+
+def test_what_a_dictionary_leaves_out_keeps_its_default():
+    settings = Config.from_dict({"plasticity": {"window": 4}, "cache": {}})
+    assert settings == Config(plasticity=Plasticity(window=4))
+    assert Config.from_dict({}) == Config()
+
+
+def test_toml_reads_like_the_dictionary():
+    text = '[plasticity]\nwindow = 4\nmetric = "cka"\n[freezing]\nenabled = false\n'
+    assert Config.from_toml(text) == Config(
+        plasticity=Plasticity(window=4, metric="cka"), freezing=Freezing(enabled=False)
+    )
+    assert Config.from_toml("") == Config()
+
+
+@pytest.mark.parametrize("text", ["[plasticity", "window = ", "[cache]\nenabled = True\n", "[cache]\n[cache]\n"])
+def test_malformed_toml_is_refused_with_its_place(text):
+    with pytest.raises(ConfigError, match=r"must be TOML; .*(line \d+|end of document).*Correct that line"):
+        Config.from_toml(text)
+
+
+def test_an_error_in_a_file_names_the_file(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text("[plasticity]\nwindow = 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"settings\.toml: plasticity\.window must be .*found 1\."):
+        Config.load(path)
+    path.write_text("[plasticity\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"settings\.toml: .*must be TOML"):
+        Config.load(path)
+
+
+@pytest.mark.parametrize("kind", ["missing", "directory", "binary"])
+def test_a_file_that_cannot_be_read_is_refused(kind, tmp_path):
+    path = tmp_path / "settings.toml"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "binary":
+        path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"readable TOML file; .*Check the path"):
+        Config.load(path)
+
+
+shares = st.floats(0, 1, exclude_min=True)
+counts = st.integers(1, 10**12)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+configs = st.builds(
+    Config,
+    modules=st.builds(
+        Modules,
+        pattern=st.none() | st.sampled_from(["", r"layer\d+", "a|\"b'", "\\\\", "é\n\t#", "[a-z]{2}"]),
+        target_share=shares,
+        minimum_share=shares,
+    ),
+    bootstrapping=st.builds(Bootstrapping, change_threshold=shares),
+    plasticity=st.builds(
+        Plasticity,
+        metric=texts,
+        interval_steps=st.none() | counts,
+        window=st.integers(2, 10**6),
+        num_samples=st.integers(2, 10**6),
+        mode=st.sampled_from(["eval", "train"]),
+        largest_map=counts,
+    ),
+    reference=st.builds(Reference, refresh_evaluations=st.none() | counts),
+    freezing=st.builds(
+        Freezing,
+        enabled=st.booleans(),
+        tolerance_share=st.floats(0, exclude_min=True, allow_infinity=False),
+        tolerance_readings=counts,
+        tied=st.sampled_from(["keep", "freeze"]),
+    ),
+    unfreezing=st.builds(
+        Unfreezing,
+        rule=texts,
+        drop_factor=st.none() | st.floats(1, exclude_min=True, allow_infinity=False),
+        minimum_window=st.integers(2, 10**6),
+    ),
+    cache=st.builds(Cache, enabled=st.booleans()),
+)
+
+
+@given(configs)
+def test_whatever_is_written_as_toml_is_read_back_equal(settings):
+    assert Config.from_toml(settings.to_toml()) == settings
+
+
+@given(configs)
+def test_whatever_is_written_as_a_dictionary_is_read_back_equal(settings):
+    assert Config.from_dict(settings.to_dict()) == settings
+
+
+def test_a_saved_file_is_loaded_equal(tmp_path):
+    settings = Config(modules=Modules(pattern="Schräg|“stem”"), plasticity=Plasticity(interval_steps=7))
+    settings.save(tmp_path / "settings.toml")
+    assert Config.load(tmp_path / "settings.toml") == settings
+
+
+class Rule:
+    """A user's own rule for thawing."""
+
+    def judge(self, moment):
+        """Never asked here."""
+
+    def __repr__(self):
+        return "Rule()"
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        (Config(unfreezing=Unfreezing(rule=Rule())), "unfreezing.rule"),
+        (Config(plasticity=Plasticity(metric=max)), "plasticity.metric"),
+    ],
+)
+def test_strategy_objects_stay_in_python(settings, setting, tmp_path):
+    with pytest.raises(ConfigError, match=rf"{setting} must be a plain value .*found .*Name a built-in one"):
+        settings.to_toml()
+    with pytest.raises(ConfigError, match=setting):
+        settings.save(tmp_path / "settings.toml")
+    assert not (tmp_path / "settings.toml").exists()
+
+
+def test_a_dictionary_shows_strategy_objects_by_their_name():
+    assert Config(unfreezing=Unfreezing(rule=Rule())).to_dict()["unfreezing"]["rule"] == "Rule()"
+
+
+def test_every_group_can_be_imported_from_the_package():
+    assert {name for name in egeria.config.__all__ if name != "Config"} == {
+        type(getattr(Config(), group)).__name__ for group in DEFAULTS
+    }

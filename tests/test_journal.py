@@ -1,0 +1,371 @@
+"""The journal: what is written is read back, and nothing about a disk ever reaches the training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from egeria import Journal, JournalError, events, read_journal
+from egeria.journal import JournalWriter
+from egeria.journal.writer import FILE_NAME, KEPT_IN_MEMORY
+
+EXAMPLES = [
+    events.RunStarted(
+        step=0,
+        config={"plasticity": {"window": 3}},
+        modules=[{"name": "stem", "num_parameters": 4}],
+        trainable=[True],
+        deepest_freeze=0,
+        rule="step",
+        total_steps=None,
+        interval_steps=10,
+        interval_reason="“given”",
+        environment={"torch": "2"},
+    ),
+    events.ModulesOrdered(step=1, modules=[{"name": "stem"}], trainable=[False], deepest_freeze=0),
+    events.ComputeProfiled(step=1, forward_shares=[0.25, 0.75]),
+    events.IntervalMeasured(
+        step=10,
+        evaluation=1,
+        loss=None,
+        num_steps=10,
+        num_bad_losses=10,
+        learning_rate=0.1,
+        frozen=0,
+        iteration_wall_s=0.5,
+        iteration_cpu_s=0.25,
+    ),
+    events.PlasticityRead(
+        step=10,
+        evaluation=1,
+        module=0,
+        name="stem",
+        value=1.25e-7,
+        smoothed=0.1 + 0.2,
+        slope=None,
+        tolerance=0.2,
+        stationary=0,
+        wall_s=0.1,
+        cpu_s=0.1,
+    ),
+    events.ReadingDropped(step=10, evaluation=1, module=0, reason="line\nbreak"),
+    events.StageChanged(step=20, stage="knowledge-guided", reason="settled"),
+    events.ModuleFrozen(step=30, module=0, name="stem", frozen=1, reason="stationary", parameter_share=0.5),
+    events.Thawed(step=40, frozen_before=1, reason="the rate fell", window=2),
+    events.ReferenceRefreshed(step=40, evaluation=4, builder="fp32 snapshot", wall_s=0.1, cpu_s=0.1),
+    events.Declined(step=41, what="the cache", reason="none"),
+    events.FaultCaught(step=42, where="reading", error="ValueError: no", count=1),
+    events.MetricLogged(step=43, values={"accuracy": 0.5}),
+    events.Resumed(step=44, frozen=1, stage="knowledge-guided"),
+    events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
+]
+FROZEN = EXAMPLES[7]
+OPENED = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION, "time": 1.0}
+
+
+class Failures(list):
+    """What the writer said went wrong."""
+
+    def __call__(self, message):
+        self.append(message)
+
+
+def logged(**values):
+    return events.MetricLogged(step=1, values=values)
+
+
+def write(directory, *course):
+    failures = Failures()
+    writer = JournalWriter(directory, failures)
+    for event in course:
+        writer.write(event)
+    writer.close()
+    assert failures == []
+
+
+def write_lines(directory, *lines):
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    (directory / FILE_NAME).write_text(text, encoding="utf-8")
+
+
+def test_there_is_an_example_of_every_kind_of_event():
+    assert {type(event) for event in EXAMPLES} == set(events.EVENT_TYPES.values())
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
+def test_every_kind_of_event_is_read_back_equal(event, tmp_path):
+    write(tmp_path, event)
+    assert read_journal(tmp_path).events == (event,)
+
+
+def test_a_journal_gives_its_events_in_order_by_kind_and_with_their_times(tmp_path):
+    before = time.time()
+    write(tmp_path / "made" / "on the way", *EXAMPLES)
+    journal = read_journal(tmp_path / "made" / "on the way")
+    assert tuple(journal) == journal.events == tuple(EXAMPLES) and len(journal) == len(EXAMPLES)
+    assert journal.of(events.ModuleFrozen) == [FROZEN]
+    assert journal.first(events.ModuleFrozen) == FROZEN
+    assert read_journal(journal.directory / FILE_NAME) == journal
+    assert all(before - 0.01 <= moment <= time.time() + 0.01 for moment in journal.times)
+    assert len(journal.times) == len(journal) and list(journal.times) == sorted(journal.times)
+    assert journal.num_damaged == 0
+
+
+def test_the_first_event_of_a_kind_that_is_missing_is_none(tmp_path):
+    write(tmp_path, logged(a=1.0))
+    assert read_journal(tmp_path).first(events.Thawed) is None
+    assert read_journal(tmp_path).of(events.Thawed) == []
+
+
+def test_an_event_can_be_read_as_soon_as_it_is_written(tmp_path):
+    writer = JournalWriter(tmp_path, Failures())
+    for count in (1, 2, 3):
+        writer.write(logged(count=count))
+        assert len(read_journal(tmp_path)) == count
+    writer.close()
+
+
+def test_a_second_writer_appends(tmp_path):
+    write(tmp_path, logged(a=1.0))
+    write(tmp_path, logged(a=2.0))
+    assert [event.values["a"] for event in read_journal(tmp_path)] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("kept", [1, 20, -1])
+def test_a_torn_last_line_costs_one_event_and_the_next_writer_starts_afresh(kept, tmp_path):
+    write(tmp_path, logged(a=1.0), logged(a=2.0))
+    path = tmp_path / FILE_NAME
+    whole, last = path.read_bytes().rstrip(b"\n").rsplit(b"\n", 1)
+    path.write_bytes(whole + b"\n" + last[:kept])
+    torn = read_journal(tmp_path)
+    assert ([event.values["a"] for event in torn], torn.num_damaged) == ([1.0], 1)
+    write(tmp_path, logged(a=3.0))
+    reopened = read_journal(tmp_path)
+    assert ([event.values["a"] for event in reopened], reopened.num_damaged) == ([1.0, 3.0], 1)
+
+
+def test_a_line_torn_only_of_its_end_is_whole(tmp_path):
+    write(tmp_path, logged(a=1.0))
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    write(tmp_path, logged(a=2.0))
+    journal = read_journal(tmp_path)
+    assert ([event.values["a"] for event in journal], journal.num_damaged) == ([1.0, 2.0], 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no json",
+        "\x00\x00\x00",
+        "[" * 100_000,
+        "1" * 5000,
+        "3",
+        "[]",
+        "null",
+        {"step": 3},
+        {"event": "of another program", "step": 3},
+        {"event": [], "step": 3},
+        {"event": None, "step": 3},
+        {"event": "frozen"},
+    ],
+    ids=lambda line: str(line)[:20],
+)
+def test_foreign_lines_are_counted_and_left_out(line, tmp_path):
+    write_lines(tmp_path, OPENED, line, logged(a=1.0).to_dict(), "", "  ")
+    journal = read_journal(tmp_path)
+    assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], 1)
+
+
+def test_bytes_that_are_no_text_damage_their_line_alone(tmp_path):
+    write(tmp_path, logged(a=1.0))
+    path = tmp_path / FILE_NAME
+    path.write_bytes(b"\xff\xfe\n" + path.read_bytes())
+    journal = read_journal(tmp_path)
+    assert (len(journal), journal.num_damaged) == (1, 1)
+
+
+@pytest.mark.parametrize("moment", ["yesterday", None, [], {}])
+def test_a_time_that_is_none_costs_no_event(moment, tmp_path):
+    write_lines(tmp_path, OPENED, {**logged(a=1.0).to_dict(), "time": moment})
+    journal = read_journal(tmp_path)
+    assert (journal.events, journal.times, journal.num_damaged) == ((logged(a=1.0),), (0.0,), 0)
+
+
+def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
+    write_lines(tmp_path, OPENED, {**FROZEN.to_dict(), "mood": "good"})
+    assert read_journal(tmp_path).events == (FROZEN,)
+
+
+@pytest.mark.parametrize("version", [events.SCHEMA_VERSION + 1, "2", None, 1.5])
+def test_a_newer_schema_is_refused(version, tmp_path):
+    write_lines(tmp_path, {**OPENED, "schema_version": version}, logged(a=1.0).to_dict())
+    with pytest.raises(JournalError) as refusal:
+        read_journal(tmp_path)
+    message = str(refusal.value)
+    assert f"up to schema {events.SCHEMA_VERSION}" in message
+    assert f"has schema {version!r}" in message and "newer one" in message
+
+
+@pytest.mark.parametrize("kind", ["no directory", "empty directory", "directory in its place"])
+def test_a_missing_journal_is_an_error_that_names_the_place(kind, tmp_path):
+    directory = tmp_path / "run"
+    if kind != "no directory":
+        directory.mkdir()
+    if kind == "directory in its place":
+        (directory / FILE_NAME).mkdir()
+    with pytest.raises(JournalError, match=r"(?s)holds a journal\.jsonl; .*run.* cannot be read: .*Give the directory"):
+        read_journal(directory)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_cannot_hold_come_back_as_numbers(number, tmp_path):
+    course = [
+        logged(accuracy=number, loss=0.5),
+        dataclasses.replace(EXAMPLES[2], forward_shares=[number, 0.5]),
+        dataclasses.replace(EXAMPLES[4], value=number, slope=number),
+    ]
+    write(tmp_path, *course)
+    assert [repr(event) for event in read_journal(tmp_path)] == [repr(event) for event in course]
+    for line in (tmp_path / FILE_NAME).read_text(encoding="utf-8").splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("name", ["nan", "inf", "-inf"])
+def test_a_module_may_be_called_nan(name, tmp_path):
+    course = (dataclasses.replace(EXAMPLES[4], name=name), dataclasses.replace(FROZEN, name=name, reason=name))
+    write(tmp_path, *course)
+    assert read_journal(tmp_path).events == course
+
+
+@given(number=st.floats(allow_nan=False), text=st.text(), slope=st.none() | st.floats(allow_nan=False))
+def test_numbers_and_texts_keep_every_digit_and_letter(number, text, slope, tmp_path_factory):
+    event = dataclasses.replace(EXAMPLES[4], value=number, name=text, slope=slope)
+    directory = tmp_path_factory.mktemp("run")
+    write(directory, event, logged(**{text: number}))
+    assert read_journal(directory).events == (event, logged(**{text: number}))
+
+
+def test_without_a_directory_the_last_events_stay_in_memory():
+    failures = Failures()
+    writer = JournalWriter(None, failures)
+    for count in range(KEPT_IN_MEMORY + 5):
+        writer.write(logged(count=count))
+    writer.close()
+    assert [event.values["count"] for event in writer.recent] == list(range(5, KEPT_IN_MEMORY + 5))
+    assert failures == []
+
+
+def test_a_directory_that_cannot_be_made_is_told_once_and_events_stay_in_memory(tmp_path):
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    failures = Failures()
+    writer = JournalWriter(tmp_path / "file" / "run", failures)
+    writer.write(FROZEN)
+    writer.write(FROZEN)
+    writer.close()
+    (message,) = failures
+    assert str(tmp_path / "file" / "run") in message and "cannot be written" in message
+    assert "Training goes on" in message and "writable `directory`" in message
+    assert list(writer.recent) == [FROZEN, FROZEN]
+
+
+class FullDisk:
+    """A file whose disk is full after some writes."""
+
+    def __init__(self, file, room=0, close_fails=True):
+        self.file, self.room, self.close_fails = file, room, close_fails
+
+    def write(self, text):
+        if self.room == 0:
+            self.file.write(text[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= 1
+        return self.file.write(text)
+
+    def flush(self):
+        self.file.flush()
+
+    def close(self):
+        self.file.close()
+        if self.close_fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fill_the_disk(monkeypatch, **options):
+    opened = Path.open
+
+    def open_full(path, mode="r", **arguments):
+        file = opened(path, mode, **arguments)
+        return FullDisk(file, **options) if mode == "a" else file
+
+    monkeypatch.setattr(Path, "open", open_full)
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_a_full_disk_is_told_once_and_training_goes_on(room, tmp_path, monkeypatch):
+    failures = Failures()
+    with monkeypatch.context() as patch:
+        fill_the_disk(patch, room=room)
+        writer = JournalWriter(tmp_path, failures)
+        for count in range(5):
+            writer.write(logged(count=count))
+        writer.close()
+    (message,) = failures
+    assert "No space left on device" in message
+    assert [event.values["count"] for event in writer.recent] == [0, 1, 2, 3, 4]
+    journal = read_journal(tmp_path)
+    assert ([event.values["count"] for event in journal], journal.num_damaged) == (list(range(max(0, room - 1))), 1)
+    write(tmp_path, FROZEN)
+    assert read_journal(tmp_path).events[-1] == FROZEN, "a later run finds room again"
+
+
+def test_a_disk_that_fills_up_when_the_file_is_closed_raises_nothing(tmp_path, monkeypatch):
+    failures = Failures()
+    with monkeypatch.context() as patch:
+        fill_the_disk(patch, room=100)
+        writer = JournalWriter(tmp_path, failures)
+        writer.write(FROZEN)
+        writer.close()
+        writer.close()
+        writer.write(FROZEN)
+    assert len(failures) == 1 and "No space left on device" in failures[0]
+    assert list(writer.recent) == [FROZEN, FROZEN]
+    assert read_journal(tmp_path).events == (FROZEN,)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_real_full_device_is_told_once(tmp_path):
+    (tmp_path / FILE_NAME).symlink_to("/dev/full")
+    failures = Failures()
+    writer = JournalWriter(tmp_path, failures)
+    writer.write(FROZEN)
+    writer.close()
+    assert len(failures) == 1 and list(writer.recent) == [FROZEN]
+
+
+def test_an_event_that_is_no_plain_value_raises_nothing(tmp_path):
+    failures = Failures()
+    writer = JournalWriter(tmp_path, failures)
+    writer.write(logged(a=1.0))
+    writer.write(logged(a=object()))
+    writer.close()
+    assert len(failures) == 1
+    assert read_journal(tmp_path).events == (logged(a=1.0),)
+
+
+def test_after_closing_events_stay_in_memory(tmp_path):
+    failures = Failures()
+    writer = JournalWriter(tmp_path, failures)
+    writer.close()
+    writer.close()
+    writer.write(FROZEN)
+    assert list(writer.recent) == [FROZEN] and failures == []
+    assert read_journal(tmp_path) == Journal(directory=tmp_path, events=(), times=(), num_damaged=0)

@@ -1,0 +1,83 @@
+"""What the README shows runs as it stands, and so do the examples and benchmarks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.micro import attach_overhead, frozen_iteration
+from benchmarks.micro.interleaved import Comparison, compare
+from torch import nn
+
+import egeria
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+class Chain(nn.Module):
+    """Three layers, named as in the README's pattern."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer1, self.layer2, self.layer3 = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer3(torch.relu(self.layer2(torch.relu(self.layer1(x)))))
+
+
+@pytest.mark.parametrize("code", PYTHON_BLOCKS, ids=range(len(PYTHON_BLOCKS)))
+def test_readme_code_runs(code):
+    model = Chain()
+    names = {
+        "egeria": egeria,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": [(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))] * 4,
+        "epochs": 3,
+        "criterion": nn.functional.cross_entropy,
+    }
+    exec(code, names)
+    assert names["run"].modules
+    names["run"].close()
+
+
+def test_interleaved_rounds_take_turns_and_ratios_are_per_round():
+    called = []
+    result = compare(lambda: called.append("a"), lambda: called.append("b"), rounds=4, warmup=2)
+    assert "".join(called) in ("baab" * 3, "abba" * 3)
+    assert len(result.first_cpu_s) == len(result.second_wall_s) == 4
+    noisy = Comparison([1.0, 10.0, 2.0], [0.5, 5.0, 1.0], [1.0] * 3, [0.25] * 3)
+    assert noisy.cpu_ratio() == 0.5 and noisy.wall_ratio() == 0.25
+
+
+def test_an_iteration_with_a_frozen_front_is_cheaper():
+    assert frozen_iteration.measure(depth=8, rounds=9, batch=16).cpu_ratio() < 0.9
+
+
+def test_the_overhead_benchmark_evaluates_once_an_interval():
+    result, interval = attach_overhead.measure(depth=8, rounds=2, batch=4, total_steps=400)
+    assert interval == round(400 / 20 / 3 / 1.75)
+    assert result.cpu_ratio() > 0.5
+
+
+def test_the_cifar10_example_trains_and_leaves_a_report(data, tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "cifar10.py"), "--data", str(data / "cifar10")]
+    command += ["--samples", "512", "--epochs", "2", "--directory", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"accuracy [\d.]+%  wall [\d.]+ s  cpu [\d.]+ s", last)
+    summary = egeria.report(tmp_path / "run").summary
+    assert summary.steps_done == 8
+    assert summary.metrics
+
+
+def test_the_cifar10_example_names_what_is_missing(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "cifar10.py"), "--data", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "labels.npz" in done.stderr

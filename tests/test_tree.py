@@ -1,0 +1,158 @@
+"""Nested tensors: what comes out is what went in, but for the tensors."""
+
+from __future__ import annotations
+
+import collections
+from types import MappingProxyType, SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from egeria import tree
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    first: object
+    second: object
+
+
+class Named(dict):
+    """A mapping that cannot be built from its items alone."""
+
+    def __init__(self, name, items):
+        super().__init__(items)
+        self.name = name
+
+
+def numbered():
+    return st.integers(0, 9).map(lambda number: torch.full((2, 3), float(number)))
+
+
+trees = st.recursive(
+    numbered() | st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+def shape_of(value):
+    """The containers and other values of a tree, with a mark for each tensor."""
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, dict):
+        return (type(value), [(key, shape_of(entry)) for key, entry in value.items()])
+    if isinstance(value, (tuple, list)):
+        return (type(value), [shape_of(entry) for entry in value])
+    return value
+
+
+@given(trees)
+def test_mapping_changes_every_tensor_and_nothing_else(value):
+    doubled = tree.map_tensors(lambda tensor: tensor * 2, value)
+    assert shape_of(doubled) == shape_of(value)
+    before, after = list(tree.leaves(value)), list(tree.leaves(doubled))
+    assert len(before) == len(after)
+    assert all(torch.equal(old * 2, new) for old, new in zip(before, after, strict=True))
+
+
+def test_leaves_come_depth_first_in_the_order_of_the_containers():
+    a, b, c, d = (torch.full((1,), float(number)) for number in range(4))
+    found = list(tree.leaves({"z": [a, (b, "text")], "a": Pair(None, c), "m": {"k": d}, "n": 3}))
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d)]
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda tensor: Pair(tensor, 3),
+        lambda tensor: collections.OrderedDict(b=tensor, a=1),
+        lambda tensor: collections.UserDict(b=tensor, a=1),
+        lambda tensor: MappingProxyType({"a": tensor}),
+        lambda tensor: torch.max(tensor, dim=1),
+        lambda tensor: torch.nn.utils.rnn.pack_sequence([tensor]),
+    ],
+    ids=["namedtuple", "OrderedDict", "UserDict", "proxy", "torch.return_types", "PackedSequence"],
+)
+def test_containers_keep_their_type(container):
+    value = container(torch.ones(2, 3, requires_grad=True))
+    cut = tree.detach(value)
+    assert type(cut) is type(value)
+    assert tree.requires_grad(value) and not tree.requires_grad(cut)
+    assert list(tree.leaves(cut)) != []
+
+
+def test_the_output_of_a_transformer_keeps_its_type():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    value = outputs.BaseModelOutput(last_hidden_state=torch.ones(2, 3, 4), hidden_states=(torch.ones(2, 3, 4),))
+    cut = tree.map_tensors(torch.neg, value)
+    assert type(cut) is type(value)
+    assert torch.equal(cut.last_hidden_state, -value.last_hidden_state)
+    assert tree.first_activation(value) is value.last_hidden_state
+
+
+@pytest.mark.parametrize("mapping", [Named("n", {"a": torch.ones(1)}), collections.defaultdict(list, a=torch.ones(1))])
+def test_a_mapping_that_cannot_be_rebuilt_becomes_a_plain_dictionary(mapping):
+    assert tree.map_tensors(torch.neg, mapping) == {"a": -torch.ones(1)}
+
+
+def test_other_values_are_carried_along_untouched():
+    other = SimpleNamespace(tensor=torch.ones(2, 2))
+    value = [other, "text", {1, 2}, range(3), None]
+    assert list(tree.leaves(value)) == []
+    assert all(new is old for new, old in zip(tree.map_tensors(torch.neg, value), value, strict=True))
+
+
+def test_detached_tensors_share_their_storage():
+    tensor = torch.ones(2, requires_grad=True)
+    (cut,) = tree.detach([tensor * 1 + 0, tensor])[1:]
+    assert cut.data_ptr() == tensor.data_ptr() and not cut.requires_grad
+
+
+def test_requires_grad_looks_at_every_tensor():
+    assert tree.requires_grad((torch.ones(1), {"a": [torch.ones(1, requires_grad=True)]}))
+    assert not tree.requires_grad((torch.ones(1), "text"))
+    assert not tree.requires_grad(None)
+
+
+def test_the_first_activation_is_of_floating_point_and_has_samples_and_features():
+    hidden, later = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 3)
+    value = (torch.ones(2, 3, dtype=torch.long), torch.ones(2), torch.tensor(1.0), {"h": hidden, "l": later})
+    assert tree.first_activation(value) is hidden
+    assert tree.first_activation((torch.ones(2), None, "text")) is None
+
+
+def test_rows_are_taken_of_every_tensor_that_travels_with_the_batch():
+    value = (torch.arange(12).reshape(6, 2), {"mask": torch.arange(6), "flag": True})
+    cut = tree.take_rows(value, 4)
+    assert cut[0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert cut[1]["mask"].tolist() == [0, 1, 2, 3] and cut[1]["flag"] is True
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (torch.ones(6, 2), torch.ones(5, 5)),
+        (torch.ones(6, 2), torch.tensor(0.5)),
+        torch.tensor(0.5),
+        (torch.ones(3, 2), torch.ones(3)),
+        ("text", None),
+    ],
+    ids=["shared mask", "scalar", "only a scalar", "small enough", "no tensors"],
+)
+def test_a_tree_that_cannot_be_cut_safely_stays_whole(value):
+    assert tree.take_rows(value, 4) is value
+
+
+def test_the_device_is_that_of_the_first_tensor():
+    assert tree.device_of(["text", torch.ones(1, device="meta"), torch.ones(1)]) == torch.device("meta")
+    assert tree.device_of({"a": None}) is None

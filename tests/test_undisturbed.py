@@ -1,0 +1,385 @@
+"""Looking into a model leaves no trace, whatever the model does and whatever goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from egeria.layers.batch import Autocast, Batch
+from egeria.layers.compute import forward_shares
+from egeria.layers.modules import LayerModule
+from egeria.layers.taps import TrainingTap, capture
+from egeria.layers.undisturbed import undisturbed
+from loops import outside
+
+PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
+BFLOAT16 = Autocast(device_type="cpu", enabled=True, dtype=torch.bfloat16)
+
+
+def batch_of(*args, autocast=PLAIN, **kwargs):
+    return Batch(args=args, kwargs=kwargs, autocast=autocast)
+
+
+def module_of(*submodules):
+    return LayerModule(
+        name=submodules[0],
+        submodules=submodules,
+        parameters=(),
+        num_parameters=0,
+        tap=submodules[-1],
+        reason="By hand.",
+    )
+
+
+class Restless(nn.Module):
+    """Draws random numbers, counts its calls and follows its input, in training and in inference."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("average", torch.zeros(8), persistent=False)
+        self.modes = []
+
+    def forward(self, x):
+        self.modes.append((self.training, torch.is_grad_enabled()))
+        self.calls += 1
+        self.average.mul_(0.9).add_(x.detach().mean(dim=0))
+        return x + torch.rand(x.shape)
+
+
+class Breaking(nn.Module):
+    """Raises in the middle of a forward pass."""
+
+    def forward(self, x):
+        raise RuntimeError("broken on purpose")
+
+
+class Counting(nn.Linear):
+    """A layer that counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def restless_model():
+    """Modes as a user may have left them: one layer in inference mode within a model in training."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Restless(), nn.Sequential(nn.Dropout(), nn.Linear(8, 4)))
+    model.train()
+    model[1].eval()
+    model[3][0].eval()
+    return model
+
+
+def everything(model):
+    return {
+        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "random": torch.get_rng_state(),
+        "gradients": torch.is_grad_enabled(),
+        "fused": torch.backends.mha.get_fastpath_enabled(),
+    }
+
+
+def same(first, second):
+    tensors = {**first["buffers"], "random": first["random"]}, {**second["buffers"], "random": second["random"]}
+    plain = [
+        {key: value for key, value in side.items() if key not in ("buffers", "random")} for side in (first, second)
+    ]
+    return plain[0] == plain[1] and all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+
+
+def test_the_block_runs_in_inference_mode_without_gradients():
+    model = restless_model()
+    with undisturbed(model):
+        assert not any(module.training for module in model.modules())
+        assert not model(torch.ones(3, 8)).requires_grad
+    assert model[2].modes == [(False, False)]
+
+
+def test_nothing_of_a_pass_is_left():
+    model = restless_model()
+    before = everything(model)
+    with undisturbed(model):
+        model(torch.ones(3, 8))
+        assert not same(before, everything(model)), "the test is empty unless the pass changes something"
+    assert same(before, everything(model))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_of_a_pass_that_fails_is_left(error):
+    model = restless_model()
+    before = everything(model)
+    with pytest.raises(error), undisturbed(model):
+        model(torch.ones(3, 8))
+        raise error
+    assert same(before, everything(model))
+
+
+def test_a_train_method_of_the_users_own_is_never_called():
+    class Guarded(nn.Sequential):
+        def train(self, mode=True):
+            raise AssertionError("the user's method does more than set the mode")
+
+    model = Guarded(nn.Linear(2, 2))
+    with undisturbed(model):
+        model(torch.ones(1, 2))
+    assert model.training and model[0].training
+
+
+def test_buffers_are_the_same_tensors_afterwards_and_untouched_ones_keep_their_version():
+    model = restless_model()
+    before = dict(model.named_buffers())
+    versions = {name: buffer._version for name, buffer in before.items()}
+    with undisturbed(model):
+        model(torch.ones(3, 8))
+    after = dict(model.named_buffers())
+    assert all(after[name] is buffer for name, buffer in before.items())
+    assert after["1.running_mean"]._version == versions["1.running_mean"], "a saved graph may need it"
+
+
+@pytest.mark.xfail(reason="a buffer that forward replaces, rather than changes in place, stays replaced")
+def test_a_buffer_that_the_pass_replaces_is_restored():
+    class Replacing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return x
+
+    model = Replacing()
+    with undisturbed(model):
+        model(torch.ones(1))
+    assert model.calls.item() == 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_fused_path_of_transformers_is_off_inside_and_as_before_outside(enabled):
+    found = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(enabled)
+    try:
+        with pytest.raises(RuntimeError, match="on purpose"), undisturbed(nn.Linear(1, 1)):
+            assert not torch.backends.mha.get_fastpath_enabled()
+            raise RuntimeError("on purpose")
+        assert torch.backends.mha.get_fastpath_enabled() is enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(found)
+
+
+def test_taps_inside_a_transformer_encoder_fire():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    with undisturbed(model):
+        assert capture(model, "layers.0.linear1", batch_of(torch.ones(2, 3, 8))).shape == (2, 3, 16)
+
+
+def test_the_random_numbers_of_training_are_as_if_nothing_ran():
+    model = restless_model()
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    with undisturbed(model):
+        model(torch.ones(3, 8))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_capture_gives_the_output_of_the_tap():
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    x = torch.randn(3, 4)
+    captured = capture(model, "1", batch_of(x))
+    assert torch.equal(captured, functional.relu(model[0](x))) and not captured.requires_grad
+
+
+def test_a_capture_goes_no_further_than_the_tap():
+    model = nn.Sequential(Counting(4, 4), Counting(4, 4), Counting(4, 4))
+    capture(model, "1", batch_of(torch.ones(2, 4)))
+    assert [layer.calls for layer in model] == [1, 1, 0]
+
+
+def test_no_handler_in_a_model_keeps_a_capture_from_stopping():
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.front, self.back = nn.Linear(4, 4), Counting(4, 4)
+
+        def forward(self, x):
+            try:
+                x = self.front(x)
+            except Exception:
+                x = torch.zeros(2, 4)
+            return self.back(x)
+
+    model = Stubborn()
+    assert capture(model, "front", batch_of(torch.ones(2, 4))) is not None
+    assert model.back.calls == 0
+
+
+@pytest.mark.parametrize("tap", ["0", "1", "2"])
+def test_a_capture_leaves_no_hook_behind_even_when_the_model_breaks(tap):
+    model = nn.Sequential(nn.Linear(4, 4), Breaking(), nn.Linear(4, 4))
+    before = outside(model)
+    if tap == "0":
+        assert capture(model, tap, batch_of(torch.ones(2, 4))) is not None
+    else:
+        with pytest.raises(RuntimeError, match="broken on purpose"):
+            capture(model, tap, batch_of(torch.ones(2, 4)))
+    assert outside(model) == before
+
+
+class Choosy(nn.Module):
+    """Has a layer it does not call and one that returns no activation; takes its input by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused, self.numbers = nn.Linear(4, 4), nn.Linear(4, 4), Numbers()
+
+    def forward(self, x, *, scale):
+        return self.numbers(self.used(x) * scale)
+
+
+class Numbers(nn.Module):
+    """Returns a tuple without any activation."""
+
+    def forward(self, x):
+        return torch.ones(2, 2, dtype=torch.long), x.sum(), x.sum(dim=1), "text"
+
+
+@pytest.mark.parametrize("tap", ["unused", "numbers"])
+def test_a_tap_that_gives_nothing_to_judge_gives_none(tap):
+    assert capture(Choosy(), tap, batch_of(torch.ones(2, 4), scale=2)) is None
+
+
+def test_a_capture_calls_the_model_as_the_user_did():
+    model = Choosy()
+    assert capture(model, "used", batch_of(torch.ones(2, 4), scale=2)).shape == (2, 4)
+    with pytest.raises(TypeError, match="scale"):
+        capture(model, "used", batch_of(torch.ones(2, 4)))
+
+
+def test_the_first_of_several_calls_counts():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Counting(4, 4)
+
+        def forward(self, x):
+            return self.layer(self.layer(x))
+
+    model = Twice()
+    x = torch.ones(2, 4)
+    assert torch.equal(capture(model, "layer", batch_of(x)), functional.linear(x, model.layer.weight, model.layer.bias))
+    assert model.layer.calls == 1
+
+
+def test_a_capture_runs_under_the_autocast_of_the_batch():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    assert capture(model, "1", batch_of(x, autocast=BFLOAT16)).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert capture(model, "1", batch_of(x)).dtype == torch.float32
+        assert Autocast.current("cpu") == BFLOAT16, "restored"
+    assert not Autocast.current("cpu").enabled
+
+
+def test_weights_cast_for_a_capture_do_not_reach_the_training_forward():
+    model = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with undisturbed(model):
+            capture(model, "", batch_of(x, autocast=BFLOAT16))
+        model(x).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_a_training_tap_keeps_a_copy_of_the_first_rows():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    x = torch.randn(5, 4)
+    tap = TrainingTap(model, "0", num_rows=3)
+    output = model(x)
+    assert torch.equal(tap.activation, functional.linear(x, model[0].weight, model[0].bias)[:3])
+    assert (tap.activation < 0).any(), "the in-place layer behind the tap did not reach the copy"
+    assert not tap.activation.requires_grad and output.requires_grad
+    tap.close()
+    tap.activation = None
+    model(x)
+    assert tap.activation is None
+
+
+# Multiplications and additions of a linear layer: 2 · samples · inputs · outputs.
+#   5 samples: 2·5·8·16 = 1280, 2·5·16·4 = 640, 2·5·4·4 = 160.
+def test_forward_shares_are_the_hand_counted_operations():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    modules = [module_of("0", "1"), module_of("2")]
+    shares = forward_shares(model, modules, batch_of(torch.ones(5, 8)))
+    assert shares == pytest.approx([1280 / 1920, 640 / 1920])
+
+
+def test_operations_outside_all_modules_count_for_the_last():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            return self.b(self.a(x)) @ self.weight
+
+    shares = forward_shares(Head(), [module_of("a"), module_of("b")], batch_of(torch.ones(5, 8)))
+    assert shares == pytest.approx([1280 / 2080, 800 / 2080])
+
+
+def test_a_module_that_is_never_called_has_no_share():
+    model = Choosy()
+    shares = forward_shares(model, [module_of("unused"), module_of("used")], batch_of(torch.ones(2, 4), scale=1))
+    assert shares == [0, 1]
+
+
+def test_layers_called_twice_count_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.b(self.a(self.a(x)))
+
+    shares = forward_shares(Twice(), [module_of("a"), module_of("b")], batch_of(torch.ones(5, 8)))
+    assert shares == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_a_submodule_of_the_same_class_as_the_model_is_told_from_it():
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)))
+    shares = forward_shares(model, [module_of("0"), module_of("1")], batch_of(torch.ones(5, 8)))
+    assert shares == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_convolutions_on_larger_maps_take_the_larger_share():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1))
+    shares = forward_shares(model, [module_of("0"), module_of("1", "2")], batch_of(torch.ones(2, 3, 8, 8)))
+    front, back = 64 * 3 * 4 * 9, 16 * 4 * 4 * 9
+    assert shares == pytest.approx([front / (front + back), back / (front + back)])
+
+
+def test_a_pass_without_operations_to_count_has_no_shares():
+    model = nn.Sequential(nn.ReLU(), nn.LayerNorm(4))
+    assert forward_shares(model, [module_of("0"), module_of("1")], batch_of(torch.ones(2, 4))) is None
+
+
+def test_counting_disturbs_nothing_even_when_the_model_breaks():
+    model = restless_model()
+    before, found = everything(model), outside(model)
+    shares = forward_shares(model, [module_of("0", "1"), module_of("2", "3")], batch_of(torch.ones(3, 8)))
+    assert sum(shares) == pytest.approx(1) and shares[0] == pytest.approx(64 / 96)
+    model.append(Breaking())
+    model[4].train()
+    before["modes"]["4"] = True
+    found = outside(model)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        forward_shares(model, [module_of("0", "1"), module_of("2", "3")], batch_of(torch.ones(3, 8)))
+    assert same(before, everything(model)) and outside(model) == found
