@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from egeria.errors import EgeriaError
-from egeria.session import attach
+from egeria.session import Run, attach
 from egeria.testing.convnets import cifar_resnet
 
 BATCH = 64
@@ -86,19 +86,11 @@ def train(
         run = attach(
             model, optimizer, loader, scheduler=scheduler, total_steps=len(loader) * epochs, directory=directory
         )
-    network = run.model if run else model
     accuracies = []
     for epoch in range(epochs):
-        network.train()
-        for images, labels in loader:
-            loss: Any = functional.cross_entropy(network(images), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if run:
-                run.step(loss)
+        _train_epoch(model, optimizer, loader, run)
         scheduler.step()
-        accuracies.append(_accuracy(network, digits.test))
+        accuracies.append(_accuracy(model, digits.test))
         if run:
             run.log(accuracy=accuracies[-1])
         progress(epoch + 1, run.frozen if run else 0)
@@ -110,6 +102,18 @@ def train(
         wall_s=time.perf_counter() - begin,
         cpu_s=time.process_time() - begin_cpu,
     )
+
+
+def _train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, run: Run | None) -> None:
+    network = run.model if run else model
+    network.train()
+    for images, labels in loader:
+        loss: Any = functional.cross_entropy(network(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run:
+            run.step(loss)
 
 
 def _accuracy(network: nn.Module, test: TensorDataset) -> float:

@@ -1,0 +1,74 @@
+"""What `egeria modules tests:…` is pointed at: callables that return a model, and some that do not."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from egeria.testing.convnets import cifar_resnet
+
+
+class Named(nn.Module):
+    """Defined back to front, and called by the names of its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.stem = nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def forward(self, *, x):
+        return self.head(self.stem(x))
+
+
+def resnet():
+    return cifar_resnet(20)
+
+
+def resnet_with_example():
+    return cifar_resnet(20), (torch.zeros(2, 3, 32, 32),)
+
+
+def named():
+    return Named()
+
+
+def named_with_example():
+    return Named(), {"x": torch.zeros(2, 4)}
+
+
+def sequence_with_tensor():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.ones(3, 4)
+
+
+def wrong_example():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.zeros(2, 3),)
+
+
+def no_model():
+    return {"model": nn.Linear(2, 2)}
+
+
+def three_things():
+    return nn.Linear(2, 2), 1, 2
+
+
+def one_thing():
+    return (nn.Linear(2, 2),)
+
+
+def single_layer():
+    return nn.Linear(2, 2)
+
+
+def no_parameters():
+    return nn.Sequential(nn.ReLU(), nn.ReLU())
+
+
+def needs_an_argument(depth):
+    return cifar_resnet(depth)
+
+
+def fails():
+    raise RuntimeError("out of [bold]luck[/]")
+
+
+not_callable = 3

@@ -1,0 +1,345 @@
+"""The command line: what each verb prints, and its exit status when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import egeria
+from egeria import events
+from egeria.cli import demo, digits, doctor, main
+from egeria.session.attach import attach_with
+from egeria.testing import ScriptedController
+
+VERBS = ("demo", "modules", "report", "replay", "doctor")
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    """Nothing printed is folded, and what the verbs add to the search path goes again."""
+    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def command(capsys):
+    """Run `egeria` and return its exit status, output and errors."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def table(output):
+    """The cells of a printed table, row by row."""
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def train(directory, *, window=2, steps=40, **groups):
+    """A tiny run whose readings never move: a module freezes as soon as the window allows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = {
+        "plasticity": {"interval_steps": 1, "window": window},
+        "bootstrapping": {"change_threshold": 1.0},
+        **groups,
+    }
+    with attach_with(model, optimizer, config=config, directory=directory, controller=ScriptedController()) as run:
+        for _ in range(steps):
+            loss = run.model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+            run.log(accuracy=0.5)
+    return egeria.read_journal(directory)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The directory of a run that froze all it could."""
+    journal = train(tmp_path / "run")
+    assert [event.module for event in journal.of(events.ModuleFrozen)] == [0, 1, 2]
+    return tmp_path / "run"
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"egeria {egeria.__version__}\n"
+
+
+def test_the_help_names_every_verb(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and all(verb in printed for verb in VERBS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["thaw"], ["report"], ["modules"], ["demo", "--seeds", "three"]])
+def test_a_command_that_is_not_understood_ends_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert end.value.code == 2 and printed.out == "" and "usage: egeria" in printed.err
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["egeria", "report", "nowhere"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("egeria.cli", run_name="__main__")
+    assert end.value.code == 2 and "egeria report:" in capsys.readouterr().err
+
+
+def test_modules_prints_the_cut_with_parameters_and_reasons(command):
+    status, output, errors = command("modules", "cli_models:resnet_with_example")
+    assert status == 0 and errors == ""
+    total = sum(parameter.numel() for parameter in digits.cifar_resnet(20).parameters())
+    assert f"CifarResNet: {total:,} parameters in" in output
+    assert "In execution order." in output
+    rows = table(output)[1:] if table(output)[0][0] == "layer module" else table(output)
+    assert sum(int(row[1].replace(",", "")) for row in rows) == total
+    assert sum(float(row[2].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.5)
+    assert "conv1" in rows[0][3] and rows[-1][4].endswith("Never frozen.")
+    assert not any("Never frozen" in row[4] for row in rows[:-1])
+
+
+def test_modules_without_an_example_says_that_it_took_the_definition(command):
+    status, output, _ = command("modules", "cli_models:named")
+    assert status == 0 and "In definition order" in output
+    assert [row[0] for row in table(output)][-2:] == ["head", "stem"]
+
+
+def test_modules_with_an_example_follows_the_execution(command):
+    status, output, _ = command("modules", "cli_models:named_with_example")
+    assert status == 0 and "In execution order." in output
+    assert [row[0] for row in table(output)][-2:] == ["stem", "head"]
+
+
+def test_modules_takes_a_single_tensor_as_example(command):
+    status, output, _ = command("modules", "cli_models:sequence_with_tensor")
+    assert status == 0 and "In execution order." in output
+
+
+def test_modules_prints_a_pattern_as_it_was_given(command):
+    status, output, _ = command("modules", "cli_models:named", "--pattern", "[a-z]+|[/]")
+    assert status == 0 and "'[a-z]+|[/]'" in output
+
+
+def test_modules_finds_what_lies_in_the_working_directory(command, tmp_path):
+    (tmp_path / "lies_here.py").write_text("from cli_models import named as build\n", encoding="utf-8")
+    assert command("modules", "lies_here:build")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("cli_models", "named as package.module:callable, found 'cli_models'"),
+        ("cli_models:", "named as package.module:callable"),
+        (":resnet", "named as package.module:callable"),
+        ("no_such_module:resnet", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("cli_models:no_such_name", "no_such_name"),
+        ("cli_models:not_callable", "TypeError"),
+        ("cli_models:needs_an_argument", "'depth'. Write a small function that builds it"),
+        ("cli_models:fails", "RuntimeError: out of [bold]luck[/]"),
+        ("cli_models:no_model", "must return a torch.nn.Module, or a tuple of it and example arguments, found dict"),
+        ("cli_models:three_things", "found tuple"),
+        ("cli_models:one_thing", "found tuple"),
+        ("cli_models:wrong_example", "must take its example arguments; RuntimeError"),
+        ("cli_models:single_layer", "at least two layers or blocks"),
+        ("cli_models:no_parameters", "must have parameters, found none"),
+    ],
+)
+def test_modules_refuses_what_is_no_model_with_status_2(path, said, command):
+    status, output, errors = command("modules", path)
+    assert (status, output) == (2, "")
+    assert errors.startswith("egeria modules: ") and said in errors
+
+
+@pytest.mark.parametrize("pattern", ["(", "no_such_layer"])
+def test_modules_refuses_a_pattern_that_cuts_nothing(pattern, command):
+    status, output, errors = command("modules", "cli_models:named", "--pattern", pattern)
+    assert (status, output) == (2, "") and f"'{pattern}'" in errors
+
+
+def test_report_prints_the_summary_and_writes_the_page(run, command):
+    status, output, errors = command("report", run)
+    assert status == 0 and errors == ""
+    assert "40 steps, knowledge-guided" in output and "3 of 4 modules" in output and "accuracy" in output
+    assert "report.html" in output
+    assert (run / "report.html").read_text(encoding="utf-8").startswith("<!")
+
+
+@pytest.mark.parametrize("verb", ["report", "replay"])
+def test_a_directory_without_a_journal_ends_with_status_2(verb, command, tmp_path):
+    status, output, errors = command(verb, tmp_path / "nowhere[/x]")
+    assert (status, output) == (2, "")
+    assert errors.startswith(f"egeria {verb}: ") and "nowhere[/x]" in errors and "cannot be read" in errors
+
+
+@pytest.mark.parametrize("verb", ["report", "replay"])
+def test_a_journal_of_a_newer_egeria_ends_with_status_2(verb, command, tmp_path):
+    (tmp_path / "journal.jsonl").write_text('{"event":"journal_opened","schema_version":99}\n', encoding="utf-8")
+    status, _, errors = command(verb, tmp_path)
+    assert status == 2 and "schema 99" in errors
+
+
+def test_replay_agrees_with_the_run(run, command):
+    status, output, errors = command("replay", run)
+    assert status == 0 and errors == ""
+    assert "The replay agrees." in output and "with its own settings" in output
+    rows = table(output)
+    assert len(rows) == 4 and all(decided == replayed for _, decided, replayed in rows)
+    assert [decided for _, decided, _ in rows] == ["knowledge-guided", "freeze 0", "freeze 1", "freeze 2"]
+
+
+def test_replay_of_a_run_that_decided_otherwise_ends_with_status_1(run, command):
+    path = run / "journal.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if not (json.loads(line)["event"] == "frozen" and json.loads(line)["module"] == 2)]
+    path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    status, output, _ = command("replay", run)
+    assert status == 1 and "The replay disagrees." in output
+    assert table(output)[-1][1:] == ["", "freeze 2"]
+
+
+def test_replay_with_other_settings_says_where_the_readings_run_out(run, command, tmp_path):
+    settings = tmp_path / "slower[2].toml"
+    settings.write_text("[plasticity]\nwindow = 5\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8")
+    froze = egeria.read_journal(run).of(events.ModuleFrozen)[0].step
+    status, output, _ = command("replay", run, "--config", settings)
+    assert status == 0, "another outcome is what one asks for"
+    assert f"with {settings}" in output
+    assert f"From step {froze + 1} these settings wait for readings that the run no longer took" in output
+    assert "readings were of a module these settings were not waiting for" in output
+    assert "agrees" not in output and "disagrees" not in output
+    assert [replayed for _, _, replayed in table(output)] == ["knowledge-guided", "", "", ""]
+
+
+def test_replay_with_quicker_settings_decides_earlier_on_what_it_has(tmp_path, command):
+    journal = train(tmp_path / "run", window=6)
+    froze = journal.of(events.ModuleFrozen)[0].step
+    settings = tmp_path / "quicker.toml"
+    settings.write_text("[plasticity]\nwindow = 2\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8")
+    status, output, _ = command("replay", tmp_path / "run", "--config", settings)
+    steps = {replayed: int(step) for step, _, replayed in table(output)}
+    assert status == 0 and steps["freeze 0"] < froze
+    assert "these settings wait for readings" not in output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "readable TOML file"),
+        ("[plasticity\n", "must be TOML"),
+        ("[plasticity]\nwindw = 3\n", "[plasticity] knows"),
+        ("[plasticity]\nwindow = 1\n", "plasticity.window must be a whole number of at least 2, found 1"),
+        ("[unfreezing]\nrule = 'cosin'\n", "'cosin'"),
+    ],
+)
+def test_replay_refuses_settings_it_cannot_read_with_status_2(text, said, run, command, tmp_path):
+    settings = tmp_path / "settings.toml"
+    if text is not None:
+        settings.write_text(text, encoding="utf-8")
+    status, output, errors = command("replay", run, "--config", settings)
+    assert (status, output) == (2, "") and errors.startswith("egeria replay: ") and said in errors
+
+
+def test_replay_of_half_a_journal_ends_with_status_2(command, tmp_path):
+    line = {"event": "journal_opened", "schema_version": 1}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    status, _, errors = command("replay", tmp_path)
+    assert status == 2 and "run_started" in errors
+
+
+def test_replay_of_a_run_that_could_not_freeze_has_nothing_to_say(command, tmp_path):
+    model = nn.Linear(2, 2)
+    with pytest.warns(egeria.EgeriaWarning, match="two layers"):
+        egeria.attach(model, torch.optim.SGD(model.parameters()), directory=tmp_path / "run").close()
+    status, output, _ = command("replay", tmp_path / "run")
+    assert status == 0 and table(output) == [] and "The replay agrees." in output
+
+
+def test_doctor_measures_the_directory(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "PROBE_BYTES", 2**21)
+    (tmp_path / "disk[x]").mkdir()
+    status, output, errors = command("doctor", "--directory", tmp_path / "disk[x]")
+    assert status == 0 and errors == ""
+    for fact in ("torch.compile", "quantization engines", "threads of torch", "memory", "accelerator", "MiB/s"):
+        assert fact in output
+    assert torch.__version__ in output and "disk[x]" in output
+    assert list((tmp_path / "disk[x]").iterdir()) == [], "the probe is gone"
+
+
+@pytest.mark.parametrize("kind", ["missing", "below a file"])
+def test_doctor_ends_with_status_1_where_it_cannot_write(kind, command, tmp_path):
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    directory = tmp_path / ("missing" if kind == "missing" else "file/below")
+    status, output, _ = command("doctor", "--directory", directory)
+    assert status == 1 and "cannot be written" in output
+    assert "torch" in output, "the rest is shown all the same"
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    """128 made-up digits in place of scikit-learn's: the demo runs in seconds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(count):
+        images = torch.randn(count, 1, 16, 16, generator=generator)
+        return TensorDataset(images, torch.randint(0, 10, (count,), generator=generator))
+
+    monkeypatch.setattr(demo, "load_digits", lambda: digits.Digits(train=some(128), test=some(32)))
+
+
+def test_the_demo_compares_plain_training_with_egeria(few_digits, command, tmp_path):
+    stale = tmp_path / "out" / "seed0" / "journal.jsonl"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("of an earlier demo\n", encoding="utf-8")
+    status, output, _ = command("demo", "--seeds", 1, "--epochs", 4, "--directory", tmp_path / "out")
+    assert status == 0
+    rows = {row[0]: row[1:] for row in table(output)}
+    assert set(rows) == {"plain", "egeria"}
+    assert rows["plain"][3:] == ["", ""] and all("±" in cell for cell in rows["egeria"])
+    assert rows["plain"][0] == rows["egeria"][0] or "seed 0: nothing" not in output, "unfrozen runs are equal"
+    assert "What froze, by epoch:" in output and "seed 0: " in output
+    assert str(tmp_path / "out" / "seed0" / "report.html") in output
+    journal = egeria.read_journal(tmp_path / "out" / "seed0")
+    assert journal.num_damaged == 0
+    assert [event.step for event in journal.of(events.MetricLogged)] == [2, 4, 6, 8]
+    assert (tmp_path / "out" / "seed0" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("arguments", [("--seeds", 0), ("--epochs", 3)])
+def test_a_demo_that_shows_nothing_is_refused(arguments, command):
+    status, output, errors = command("demo", *arguments)
+    assert (status, output) == (2, "") and "at least 1 seed and 4 epochs" in errors
+
+
+def test_the_demo_without_scikit_learn_says_what_to_install(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    status, _, errors = command("demo", "--seeds", 1)
+    assert status == 2 and "pip install 'egeria[demo]'" in errors
+
+
+def test_the_digits_are_split_the_same_way_each_time():
+    pytest.importorskip("sklearn")
+    first, second = digits.load_digits(), digits.load_digits()
+    assert (len(first.train), len(first.test)) == (1348, 449)
+    images, labels = first.train.tensors
+    assert images.shape == (1348, 1, 16, 16) and images.min() >= -1 and images.max() <= 1
+    assert set(labels.tolist()) == set(range(10))
+    assert all(torch.equal(a, b) for a, b in zip(first.train.tensors, second.train.tensors, strict=True))
