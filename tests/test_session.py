@@ -427,6 +427,37 @@ def test_every_metric_judges_in_both_modes(metric, mode, tmp_path):
     assert all(value > 0 for value in values)
 
 
+class Graph(nn.Module):
+    """Its samples are the nodes of one graph, whose edges it holds itself."""
+
+    def __init__(self, num_nodes):
+        super().__init__()
+        self.register_buffer("edges", torch.eye(num_nodes) + torch.ones(num_nodes, num_nodes))
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, nodes):
+        for layer in self.layers:
+            nodes = torch.relu(layer(self.edges @ nodes / len(nodes)))
+        return nodes
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_a_batch_that_cannot_be_cut_is_read_whole(mode, tmp_path):
+    torch.manual_seed(0)
+    model = Graph(40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {**FAST, "plasticity": {**FAST["plasticity"], "mode": mode, "num_samples": 8}}
+    with egeria.attach(model, optimizer, config=config, directory=tmp_path) as run:
+        for _ in range(12):
+            loss = run.model(torch.randn(40, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+    journal = read_journal(tmp_path)
+    assert len([event for event in journal if event.kind == "plasticity"]) == 4
+    assert not [event for event in journal if event.kind == "reading_dropped"]
+
+
 def test_train_mode_reads_the_training_activations_and_their_higher_floor(tmp_path):
     """Batch statistics against running ones: the difference is there even where no weight moves."""
     values = {}
@@ -494,6 +525,8 @@ def test_a_state_of_a_newer_egeria_or_of_another_model_is_refused(tmp_path):
     before = other.run.state_dict()
     with pytest.raises(StateError, match="schema 1, found 99"):
         other.run.load_state_dict({**state, "schema": 99})
+    with pytest.raises(StateError, match="damaged"):
+        other.run.load_state_dict({"schema": 1})
     with pytest.raises(StateError, match="another model"):
         other.run.load_state_dict(state)
     assert other.run.state_dict()["engine"]["policy"] == before["engine"]["policy"]

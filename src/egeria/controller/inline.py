@@ -68,6 +68,8 @@ class InlineController:
         reference = self._reference.activation(request.tap, request.batch)
         if reference is None:
             raise ValueError(f"the reference gave no activation at {request.tap}")
+        # The training activation may stand for the first rows of the batch alone.
+        reference = reference[: request.activation.shape[0]]
         return float(self._metric(self._pooled(request.activation), self._pooled(reference)))
 
     def _pooled(self, activation: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Request:
     """The submodule whose output is the module's activation."""
     batch: Batch
     activation: Tensor
-    """The training model's activation for the batch [B, ...]."""
+    """The training model's activation for the batch, or for the first rows of it [B, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,9 @@ class Evaluator:
         self._model = model
         self._handle = handle
         self._controller = controller
-        self._settings = config.plasticity
+        self._num_samples = config.plasticity.num_samples
+        self._reads_training = config.plasticity.mode == "train"
+        self._needs_whole_batch = False
         self._recorder = recorder
         self._armed: int | None = None
         self._tap: TrainingTap | None = None
@@ -56,8 +58,8 @@ class Evaluator:
         self.disarm()
         self._armed = index
         self._handle.keep_next(self._keep)
-        if self._settings.mode == "train":
-            self._tap = TrainingTap(self._model, module.tap, self._settings.num_samples)
+        if self._reads_training:
+            self._tap = TrainingTap(self._model, module.tap, self._num_samples)
 
     def disarm(self) -> None:
         """Let go of the batch and of the hook on the training forward."""
@@ -103,14 +105,13 @@ class Evaluator:
             self._drop(step, evaluation, index, f"{module.tap} gave no floating-point tensor of two dimensions")
             self._note_failure(f"layer module {module.name} gives no tensor to judge it by")
             return
-        rows = self._settings.num_samples
         self._controller.submit(
             Request(
                 evaluation=evaluation,
                 step=step,
                 module=index,
                 tap=module.tap,
-                batch=self.batch.first_rows(rows),
+                batch=self._batch(self.batch),
                 activation=activation,
             )
         )
@@ -139,12 +140,23 @@ class Evaluator:
     def _keep(self, batch: Batch) -> None:
         self.batch = batch
 
+    def _batch(self, batch: Batch) -> Batch:
+        """Return what the reference reads: all of it where the training activation comes from the whole batch."""
+        return batch if self._tap is not None or self._needs_whole_batch else batch.first_rows(self._num_samples)
+
     def _activation(self, module: LayerModule) -> Tensor | None:
         assert self.batch is not None
         if self._tap is not None:
             return self._tap.activation
         with undisturbed(self._model):
-            return capture(self._model, module.tap, self.batch.first_rows(self._settings.num_samples))
+            try:
+                return capture(self._model, module.tap, self._batch(self.batch))
+            except Exception:
+                if self._needs_whole_batch:
+                    raise
+                # Not every first dimension is one of samples: a graph, say, is no graph without half its nodes.
+                self._needs_whole_batch = True
+                return capture(self._model, module.tap, self.batch)
 
     def _reading(self, result: Result) -> Reading | None:
         if result.value is None or not math.isfinite(result.value):

@@ -92,7 +92,13 @@ class Run:
                 f"This egeria reads run states up to schema {STATE_SCHEMA}, found {schema!r}. "
                 f"Load it with the egeria that wrote it, or a newer one."
             )
-        self._driver.load_state_dict(state)
+        try:
+            self._driver.load_state_dict(state)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"A run's state is what run.state_dict() returned; this one is damaged "
+                f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without loading it."
+            ) from error
         self._recorder.write(Resumed(step=self._driver.num_steps, frozen=self.frozen, stage=self.stage))
 
     def close(self) -> None:
