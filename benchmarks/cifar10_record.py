@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def main() -> None:
     for seed in range(options.seeds):
         for kind in KINDS:
             if not any(entry["seed"] == seed and entry["kind"] == kind for entry in results):
-                results.append({"seed": seed, "kind": kind, **run_once(options, seed, kind)})
+                results.append({"seed": seed, "kind": kind, "commit": commit(), **run_once(options, seed, kind)})
                 path.write_text(json.dumps(results, indent=1) + "\n")
     (options.record / "README.md").write_text(describe(options, results))
 
@@ -52,6 +53,8 @@ def run_once(options: argparse.Namespace, seed: int, kind: str) -> dict[str, obj
     """Run the example once and read what it printed."""
     command = [sys.executable, "-u", str(ROOT / "examples" / "cifar10.py"), *arguments(options, seed)]
     directory = options.record / f"seed{seed}"
+    if kind == "egeria":
+        shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: this record's own folder
     command += ["--plain"] if kind == "plain" else ["--directory", str(directory)]
     print("$", *command[2:], flush=True)
     # Waiting threads that spin would count as CPU time and slow a busy machine down.
@@ -119,11 +122,12 @@ def describe(options: argparse.Namespace, results: list[dict]) -> str:
             "",
             *rows,
             "",
-            "Time: seconds of the training loop alone (loading, augmentation, forward, backward, optimizer, and all of "
-            "egeria), evaluation on the test set after each epoch excluded; CPU seconds of the process, all threads.",
+            "Time: seconds of the training loop (loading, augmentation, forward, backward, optimizer, and what egeria does "
+            "in it; attaching takes some milliseconds before it), evaluation on the test set after each epoch excluded. "
+            "CPU seconds are of the whole process. The machine is shared: CPU time says more than wall-clock time.",
             f"Machine: {os.cpu_count()} cores, {options.threads} torch thread(s), no accelerator; "
             f"python {platform.python_version()}, torch {torch.__version__}, egeria {egeria.__version__} "
-            f"at commit {commit()}.",
+            f"at commit {', '.join(sorted({entry['commit'] for entry in results}))}.",
             "",
             "```",
             f"python -m benchmarks.cifar10_record --data DIR --record RECORD --seeds {len(pairs)} "
@@ -137,8 +141,9 @@ def describe(options: argparse.Namespace, results: list[dict]) -> str:
 
 def spread(values: list[float]) -> str:
     """Return mean and standard deviation as text."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.fmean(values):+.2f} ± {deviation:.2f}"
+    if len(values) == 1:
+        return f"{values[0]:+.2f} (one seed)"
+    return f"{statistics.fmean(values):+.2f} ± {statistics.stdev(values):.2f}"
 
 
 def commit() -> str:

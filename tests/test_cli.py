@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -51,16 +52,12 @@ def unfolded(output):
     return "".join(output.split())
 
 
-def train(directory, *, window=2, steps=40, **groups):
+def train(directory, *, window=2, steps=40, names="0123"):
     """A tiny run whose readings never move: a module freezes as soon as the window allows."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = {
-        "plasticity": {"interval_steps": 1, "window": window},
-        "bootstrapping": {"change_threshold": 1.0},
-        **groups,
-    }
+    config = {"plasticity": {"interval_steps": 1, "window": window}, "bootstrapping": {"change_threshold": 1.0}}
     with attach_with(model, optimizer, config=config, directory=directory, controller=ScriptedController()) as run:
         for _ in range(steps):
             loss = run.model(torch.randn(8, 4)).square().mean()
@@ -211,6 +208,15 @@ def test_replay_agrees_with_the_run(run, command):
     assert [decided for _, decided, _ in rows] == ["knowledge-guided", "freeze 0", "freeze 1", "freeze 2"]
 
 
+def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, command):
+    train(tmp_path / "[bold]", names=("[red]", "[/]", "[link=x]", "head"))
+    status, output, _ = command("replay", tmp_path / "[bold]")
+    assert status == 0
+    assert [decided for _, decided, _ in table(output)][1:] == ["freeze [red]", "freeze [/]", "freeze [link=x]"]
+    status, output, _ = command("report", tmp_path / "[bold]")
+    assert status == 0 and "[bold]" in output
+
+
 def test_replay_of_a_run_that_decided_otherwise_ends_with_status_1(run, command):
     path = run / "journal.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -222,7 +228,7 @@ def test_replay_of_a_run_that_decided_otherwise_ends_with_status_1(run, command)
 
 
 def test_replay_with_other_settings_says_where_the_readings_run_out(run, command, tmp_path):
-    settings = tmp_path / "slower[2].toml"
+    settings = tmp_path / "slower[red].toml"
     settings.write_text("[plasticity]\nwindow = 5\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8")
     froze = egeria.read_journal(run).of(events.ModuleFrozen)[0].step
     status, output, _ = command("replay", run, "--config", settings)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import statistics
+import time
+import warnings
 
 import pytest
 import torch
@@ -166,7 +169,7 @@ def test_a_loop_that_never_calls_run_model_is_told(tmp_path):
     model, optimizer = model_and_optimizer()
     run = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
     (x,), _ = PARTS.example(torch.Generator())
-    with pytest.warns(EgeriaWarning, match=r"never calls run\.model"):
+    with pytest.warns(EgeriaWarning, match=r"does not call run\.model in training mode"):
         for _ in range(30):
             loss = model(x).square().mean()
             loss.backward()
@@ -287,6 +290,15 @@ def test_the_handle_is_the_model_in_all_but_the_call():
     run.close()
     (x,), _ = PARTS.example(torch.Generator())
     assert handle(x.double()).shape == (6, 3)
+
+
+def test_a_model_can_be_saved_at_the_very_step_of_a_freeze(tmp_path):
+    loop = Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})
+    while not loop.run.frozen:
+        loop.step()
+    torch.save(loop.model, io.BytesIO())
+    loop.run.close()
+    assert not any(outside(loop.model)["hooks"].values())
 
 
 def test_a_frozen_model_can_be_saved_copied_and_loaded(tmp_path):
@@ -531,3 +543,201 @@ def test_a_state_of_a_newer_egeria_or_of_another_model_is_refused(tmp_path):
         other.run.load_state_dict(state)
     assert other.run.state_dict()["engine"]["policy"] == before["engine"]["policy"]
     assert other.run.modules and other.run.frozen == 0
+
+
+def test_a_run_can_be_rolled_back_in_place(tmp_path):
+    loop = Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})
+    loop.step(8)
+    assert loop.run.frozen == 0
+    state = loop.run.state_dict()
+    loop.step(30)
+    deepest = loop.run.frozen
+    assert deepest == len(loop.run.modules) - 1
+    loop.run.load_state_dict(state)
+    assert loop.run.frozen == 0
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+    frozen = []
+    for _ in range(30):
+        loop.step()
+        frozen.append(loop.run.frozen)
+    assert frozen[3] < deepest == frozen[-1], "modules freeze one by one again"
+
+
+def test_a_state_saved_after_close_goes_on_unfrozen(tmp_path):
+    first = frozen_loop(tmp_path / "first")
+    first.run.close()
+    second = frozen_loop(tmp_path / "second")
+    second.run.load_state_dict(first.run.state_dict())
+    assert second.run.frozen == 0
+    second.step(10)
+    assert second.run.frozen == 0
+
+
+# --- the user's own doings -----------------------------------------------------------------------
+
+
+def test_layers_that_the_user_unfreezes_later_stay_unfrozen(tmp_path):
+    loop = frozen_loop(tmp_path, "front_frozen_before")
+    loop.model.parts[0].requires_grad_(True)
+    for group in loop.optimizer.param_groups:
+        group["lr"] /= 10
+    loop.step(2)
+    assert loop.run.frozen == 0
+    loop.run.close()
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+
+
+def test_a_loop_that_switches_gradients_on_has_the_last_word(tmp_path):
+    loop = frozen_loop(tmp_path)
+    loop.model.requires_grad_(True)
+    loop.step(2)
+    assert loop.run.frozen == 0
+    (declined,) = read_journal(tmp_path).of(Declined)
+    assert "the last word" in declined.reason
+
+
+def test_a_soft_prompt_in_front_of_tied_weights_keeps_its_gradient(tmp_path):
+    class Prompted(SPECIMENS["Tied"].build):
+        def forward(self, hidden):
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return self.output(hidden)
+
+    torch.manual_seed(0)
+    model = Prompted()
+    prompt = nn.Parameter(torch.randn(6, 5, 8))
+    optimizer = torch.optim.SGD([*model.parameters(), prompt], lr=0.01)
+    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = run.model(prompt).square().mean()
+        loss.backward()
+        optimizer.step()
+        run.step(loss)
+    assert run.frozen > 0
+    assert prompt.grad is not None and prompt.grad.any()
+    assert "the full saving" in " ".join(event.what for event in read_journal(tmp_path).of(Declined))
+    run.close()
+
+
+class TwoPlayers(nn.Module):
+    """A trunk and two heads of one class, trained in turn."""
+
+    def __init__(self):
+        super().__init__()
+        part = type(SPECIMENS["PartsByName"].build().parts["a"])
+        self.trunk = nn.ModuleList([part() for _ in range(3)])
+        self.policy, self.value = part(), part()
+
+    def forward(self, x):
+        for part in self.trunk:
+            x = part(x)
+        return self.policy(x), self.value(x)
+
+
+def test_a_head_of_its_own_is_never_frozen(tmp_path):
+    torch.manual_seed(0)
+    model = TwoPlayers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    for step in range(80):
+        loss = run.model(torch.randn(6, 8))[step % 2].square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss)
+    (declined,) = read_journal(tmp_path).of(Declined)
+    assert "a branch of its own" in declined.reason
+    assert len(read_journal(tmp_path).of(ModuleFrozen)) == 3
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    run.close()
+
+
+def test_lbfgs_a_compiled_and_a_scripted_model_are_left_alone(tmp_path):
+    model, _ = model_and_optimizer("chain")
+    compiled = torch.compile(SPECIMENS["chain"].build(), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(SPECIMENS["chain"].build())
+    cases = [
+        (model, torch.optim.LBFGS(model.parameters()), "LBFGS"),
+        (compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), "compiled"),
+        (scripted, torch.optim.SGD(scripted.parameters(), lr=0.1), "TorchScript"),
+    ]
+    for index, (subject, optimizer, reason) in enumerate(cases):
+        with pytest.warns(EgeriaWarning, match=reason):
+            run = egeria.attach(subject, optimizer, directory=tmp_path / str(index))
+        assert run.modules == ()
+        run.model(torch.ones(2, 8))
+        run.step(1.0)
+        run.close()
+
+
+def test_a_controller_that_fails_to_close_leaves_the_model_thawed(tmp_path):
+    controller = ScriptedController()
+    controller.close = failing
+    loop = frozen_loop(tmp_path, controller=controller)
+    with pytest.warns(EgeriaWarning, match="closing the controller"):
+        loop.run.close()
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+
+
+def test_warnings_that_are_errors_do_not_stop_the_loop(tmp_path):
+    model, optimizer = model_and_optimizer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = attach_with(
+            model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController(refreshing=failing)
+        )
+        for _ in range(30):
+            run.model(torch.ones(2, 8))
+            run.step(1.0)
+        run.close()
+    assert read_journal(tmp_path).of(FaultCaught)
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+def test_the_reference_is_refreshed_every_window(tmp_path):
+    config = {**FAST, "plasticity": {"interval_steps": 1, "window": 4}, "freezing": {"enabled": False}}
+    loop = Loop(PARTS, {"config": config, "directory": tmp_path})
+    loop.step(30)
+    refreshed = [event.evaluation for event in read_journal(tmp_path) if event.kind == "reference"]
+    assert len(refreshed) > 5
+    assert {later - earlier for earlier, later in itertools.pairwise(refreshed)} == {4}
+
+
+def test_all_that_egeria_does_is_counted_as_overhead(tmp_path):
+    def slow(evaluation, module):
+        time.sleep(0.02)
+        return 1.0
+
+    loop = Loop(PARTS, {"controller": ScriptedController(readings=slow), "config": FAST, "directory": tmp_path})
+    loop.step(20)
+    loop.run.close()
+    journal = read_journal(tmp_path)
+    evaluations = [event for event in journal if event.kind == "plasticity"]
+    closed = journal.events[-1]
+    assert closed.overhead_wall_s > sum(event.wall_s for event in evaluations) > 0.02 * len(evaluations) > 0
+    assert closed.overhead_wall_s > closed.overhead_cpu_s > 0
+    assert max(event.iteration_wall_s for event in journal.of(IntervalMeasured)) < 0.02, (
+        "an iteration is the user's own"
+    )
+
+
+def test_the_rate_of_the_layers_that_may_freeze_counts(tmp_path):
+    torch.manual_seed(0)
+    model = PARTS.build()
+    groups = [{"params": model.parts.parameters(), "lr": 0.1}, {"params": model.head.parameters(), "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups)
+    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    for step in range(60):
+        run.model(torch.ones(2, 8)).sum().backward()
+        optimizer.zero_grad()
+        run.step(1.0)
+        if step == 40:
+            assert run.frozen
+            optimizer.param_groups[0]["lr"] = 0.001
+    assert len(read_journal(tmp_path).of(Thawed)) == 1
+    run.close()

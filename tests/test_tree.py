@@ -145,9 +145,10 @@ def test_rows_are_taken_of_every_tensor_that_travels_with_the_batch():
         (torch.ones(6, 2), torch.tensor(0.5)),
         torch.tensor(0.5),
         (torch.ones(3, 2), torch.ones(3)),
+        (torch.ones(4, 2), torch.ones(4)),
         ("text", None),
     ],
-    ids=["shared mask", "scalar", "only a scalar", "small enough", "no tensors"],
+    ids=["shared mask", "scalar", "only a scalar", "small enough", "just enough", "no tensors"],
 )
 def test_a_tree_that_cannot_be_cut_safely_stays_whole(value):
     assert tree.take_rows(value, 4) is value

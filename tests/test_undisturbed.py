@@ -142,7 +142,6 @@ def test_buffers_are_the_same_tensors_afterwards_and_untouched_ones_keep_their_v
     assert after["1.running_mean"]._version == versions["1.running_mean"], "a saved graph may need it"
 
 
-@pytest.mark.xfail(reason="a buffer that forward replaces, rather than changes in place, stays replaced")
 def test_a_buffer_that_the_pass_replaces_is_restored():
     class Replacing(nn.Module):
         def __init__(self):

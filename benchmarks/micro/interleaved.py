@@ -25,6 +25,10 @@ class Comparison:
         """Median over rounds of second / first."""
         return statistics.median(b / a for a, b in zip(self.first_wall_s, self.second_wall_s, strict=True))
 
+    def total_ratio(self) -> tuple[float, float]:
+        """CPU and wall-clock ratio of the sums: what comes only now and then counts, as the median would not."""
+        return sum(self.second_cpu_s) / sum(self.first_cpu_s), sum(self.second_wall_s) / sum(self.first_wall_s)
+
     def spread(self) -> tuple[float, float]:
         """First and third quartile of the CPU ratio."""
         ratios = [b / a for a, b in zip(self.first_cpu_s, self.second_cpu_s, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import egeria
 from egeria.cli.digits import Digits, Outcome, load_digits, train
 from egeria.errors import ConfigError
 from egeria.events import ModuleFrozen, Thawed
+from egeria.journal.writer import FILE_NAME
 
 EPOCHS = 24
 KINDS = ("plain", "egeria")
@@ -51,8 +51,9 @@ def _bars(console: Console) -> Progress:
 
 
 def _fresh(directory: Path) -> Path:
-    """Empty the directory of an earlier demo: a journal is only ever appended to."""
-    shutil.rmtree(directory, ignore_errors=True)
+    """Remove what an earlier demo left there: a journal is only ever appended to."""
+    for name in (FILE_NAME, "report.html"):
+        (directory / name).unlink(missing_ok=True)
     return directory
 
 

@@ -9,14 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from egeria.config import Config
-from egeria.journal import read_journal
 from egeria.report.replay import Replay, ReplayedDecision, replay
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print both lists of decisions; 1 if the run's own settings no longer lead to its decisions."""
     config = Config.load(arguments.config) if arguments.config else None
-    result = replay(read_journal(arguments.directory), config)
+    result = replay(arguments.directory, config)
     console.print(_table(result, "with its own settings" if config is None else f"with {arguments.config}"))
     if result.waiting_since is not None:
         console.print(

@@ -45,7 +45,17 @@ class Batch:
     kwargs: Mapping[str, Any]
     autocast: Autocast
 
-    def first_rows(self, count: int) -> Batch:
-        """Return the batch cut to `count` samples, detached; whole if its tensors disagree on their number."""
-        args, kwargs = tree.take_rows((tree.detach(self.args), tree.detach(dict(self.kwargs))), count)
+    @property
+    def needs_grad(self) -> bool:
+        """Tell whether something in front of the model is in training too, such as a soft prompt."""
+        return tree.requires_grad((self.args, self.kwargs))
+
+    def first_rows(self, count: int | None) -> Batch:
+        """Return a copy cut to `count` samples, detached; whole without one, or if its tensors disagree on rows.
+
+        A copy, because a model may overwrite its input.
+        """
+        whole = (tree.detach(self.args), tree.detach(dict(self.kwargs)))
+        cut = whole if count is None else tree.take_rows(whole, count)
+        args, kwargs = tree.map_tensors(torch.clone, cut)
         return replace(self, args=args, kwargs=kwargs)

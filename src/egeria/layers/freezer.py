@@ -17,9 +17,10 @@ from egeria.layers.modules import LayerModule
 class _Record:
     """What one frozen layer module was like before."""
 
-    parameters: tuple[tuple[nn.Parameter, bool], ...]
-    modes: tuple[tuple[nn.Module, bool], ...]
-    handles: tuple[RemovableHandle, ...]
+    parameters: tuple[nn.Parameter, ...] = ()
+    """Those that needed a gradient."""
+    modes: tuple[tuple[nn.Module, bool], ...] = ()
+    handles: tuple[RemovableHandle, ...] = ()
 
 
 class Freezer:
@@ -48,18 +49,31 @@ class Freezer:
         """How many front layer modules are frozen."""
         return len(self._records)
 
-    def freeze_to(self, depth: int) -> None:
-        """Freeze the first `depth` layer modules; those frozen already stay as they are."""
+    @property
+    def is_undone(self) -> bool:
+        """Tell whether somebody else switched gradients of a frozen parameter on again."""
+        return any(parameter.requires_grad for record in self._records for parameter in record.parameters)
+
+    def freeze_to(self, depth: int, *, input_needs_grad: bool = False) -> None:
+        """Freeze the first `depth` layer modules; those frozen already stay as they are.
+
+        A module without anything to train is passed over: it is its owner's to unfreeze.
+
+        Args:
+            depth: how many are to be frozen.
+            input_needs_grad: something in front of the model is in training, so nothing is detached.
+        """
         for module in self._modules[self.depth : depth]:
-            self._records.append(self._freeze(module, keeps_tied=self._keeps_tied(depth)))
+            detaches = self._keeps_tied(depth) and not input_needs_grad
+            self._records.append(self._freeze(module, detaches=detaches))
 
     def thaw(self) -> None:
         """Give every frozen module back as it was; its mode follows the model's, where it did before."""
         for record in self._records:
             for handle in record.handles:
                 handle.remove()
-            for parameter, needed_grad in record.parameters:
-                parameter.requires_grad_(needed_grad)
+            for parameter in record.parameters:
+                parameter.requires_grad_(True)
             for submodule, was_training in record.modes:
                 submodule.training = was_training and self._model.training
         self._records.clear()
@@ -67,21 +81,21 @@ class Freezer:
     def _keeps_tied(self, depth: int) -> bool:
         return not self._freeze_tied and any(module.shared_parameters for module in self._modules[:depth])
 
-    def _freeze(self, module: LayerModule, *, keeps_tied: bool) -> _Record:
+    def _freeze(self, module: LayerModule, *, detaches: bool) -> _Record:
         kept = set() if self._freeze_tied else set(module.shared_parameters)
-        parameters = tuple(
-            (parameter, parameter.requires_grad)
-            for parameter in (self._model.get_parameter(name) for name in module.parameters if name not in kept)
-        )
+        own = (self._model.get_parameter(name) for name in module.parameters if name not in kept)
+        parameters = tuple(parameter for parameter in own if parameter.requires_grad)
+        if not parameters:
+            return _Record()
         roots = [self._model.get_submodule(name) for name in module.submodules]
         modes = tuple((submodule, submodule.training) for root in roots for submodule in root.modules())
-        for parameter, _ in parameters:
+        for parameter in parameters:
             parameter.requires_grad_(False)
             parameter.grad = None
         for submodule, _ in modes:
             submodule.training = False
         handles = [root.register_forward_pre_hook(_stay_in_inference_mode, prepend=True) for root in roots]
-        if keeps_tied:
+        if detaches:
             handles += [root.register_forward_pre_hook(_detach_inputs, with_kwargs=True) for root in roots]
         return _Record(parameters=parameters, modes=modes, handles=tuple(handles))
 

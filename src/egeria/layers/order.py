@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -59,6 +60,11 @@ class OrderRecorder:
         """The names called again after another one was: the forward pass is no chain there."""
         return frozenset(self._log.returned_to)
 
+    @property
+    def without_grad(self) -> frozenset[str]:
+        """The names that ran without gradient inside a forward pass with one: reentrant checkpointing does that."""
+        return frozenset(self._log.without_grad)
+
     def close(self) -> None:
         """Remove the hooks; what was recorded stays readable. Closing twice is fine."""
         self._finalizer()
@@ -104,6 +110,8 @@ class _Log:
     calls: dict[str, int] = field(default_factory=dict)
     last: str = ""
     returned_to: set[str] = field(default_factory=set)
+    has_grad: bool = False
+    without_grad: set[str] = field(default_factory=set)
     complete: bool = False
 
 
@@ -114,6 +122,8 @@ def _begin(log: _Log, _model: nn.Module, _inputs: object) -> None:
     if not log.complete:
         log.calls.clear()
         log.returned_to.clear()
+        log.without_grad.clear()
+        log.has_grad = torch.is_grad_enabled()
 
 
 def _complete(log: _Log, _model: nn.Module, _inputs: object, _output: object) -> None:
@@ -124,6 +134,8 @@ def _note_call(log: _Log, name: str, _module: nn.Module, _inputs: object) -> Non
     if not log.complete:
         if name in log.calls and log.last != name:
             log.returned_to.add(name)
+        if log.has_grad and not torch.is_grad_enabled():
+            log.without_grad.add(name)
         log.last = name
         log.calls[name] = log.calls.get(name, 0) + 1
 

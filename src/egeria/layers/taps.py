@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -56,7 +57,7 @@ class TrainingTap:
         """Remove the hook."""
         self._handle.remove()
 
-    def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _keep(self, module: nn.Module, _args: Any, output: Any) -> None:
         activation = tree.first_activation(output)
-        if activation is not None:
+        if activation is not None and module.training and torch.is_grad_enabled():
             self.activation = activation.detach()[: self._num_rows].clone()

@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
+import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
     """Put the model in inference mode for the block and leave no trace behind.
 
-    Restored afterwards, also when the block raises: the mode of every submodule (set directly,
-    since a user's own `train` may do more than set it), the random state of the CPU and of the
-    model's devices, and every buffer that the pass changed. No gradient is recorded. The fused
-    inference path of `nn.TransformerEncoder` is off: it calls no submodule, so no tap would fire.
+    Restored afterwards, also when the block raises: the attributes of every submodule, its mode
+    among them (set directly, since a user's own `train` may do more than set it), every buffer that
+    the pass changed or replaced, and the random state. Forward hooks are silent: they may collect
+    what they see. Pre-hooks run, since some compute weights. The fused inference path of
+    `nn.TransformerEncoder` is off: it calls no submodule, so no tap would fire.
+
+    Args:
+        model: the model to run.
+        gradients: whether the block records an autograd graph.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    modules = list(model.modules())
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        for module, _ in modes:
-            module.training = False
-        with torch.random.fork_rng(devices=_accelerators(model)), torch.no_grad():
+        for module in modules:
+            module.__dict__["training"] = False
+            module.__dict__["_forward_hooks"] = OrderedDict()
+        with kept_random_state(model), torch.set_grad_enabled(gradients):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        for module, mode in modes:
-            module.training = mode
+        for module, before, own_buffers in attributes:
+            _restore(vars(module), before)
+            _restore(module._buffers, own_buffers)
         with torch.no_grad():
             for buffer, version, saved in buffers:
                 if buffer._version != version:
                     buffer.copy_(saved)
+
+
+@contextmanager
+def kept_random_state(model: nn.Module) -> Iterator[None]:
+    """Restore the random states of Python, numpy and torch, on the CPU and the model's devices, after the block."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=_accelerators(model)):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in table.keys() - before.keys():
+        del table[name]
+    table.update(before)
 
 
 def _accelerators(model: nn.Module) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from egeria import dist
@@ -36,6 +37,10 @@ class SingleProcess:
         """Refuse wrapped models and jobs of several processes, which would fall out of step."""
         if type(model).__name__ in _WRAPPERS:
             return f"the model is wrapped in {type(model).__name__}, which this version cannot freeze safely"
+        if isinstance(model, torch.jit.ScriptModule):
+            return "the model is a TorchScript module, whose layers cannot be read. Attach the module it was made from"
+        if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+            return "the model is compiled, and watching it would break its graphs. Attach it without torch.compile"
         if dist.world_size() > 1:
             return f"this job has {dist.world_size()} processes, and this version cannot make them agree"
         return None

@@ -155,6 +155,7 @@ class EgeriaPolicy:
         return {
             "stage": self._stage,
             "frozen": self._frozen,
+            "trainable": list(self._trainable),
             "deepest_freeze": self._deepest,
             "window": self._window,
             "bootstrap": asdict(self._bootstrap),
@@ -168,6 +169,7 @@ class EgeriaPolicy:
         """Go on from a saved state."""
         self._stage = state["stage"]
         self._frozen = state["frozen"]
+        self._trainable = tuple(state["trainable"])
         self._deepest = state["deepest_freeze"]
         self._window = state["window"]
         self._bootstrap = Bootstrap(**state["bootstrap"])
@@ -200,9 +202,9 @@ class EgeriaPolicy:
         return (ended, *self._pass_over_untrainable())
 
     def _freeze(self, reason: str) -> Freeze:
-        if self._frozen == 0:
-            self._freeze_learning_rate = self._learning_rate
         module = self._frozen
+        if self._freeze_learning_rate is None and self._trainable[module]:
+            self._freeze_learning_rate = self._learning_rate
         self._remember(module, self._histories[module].restarted())
         self._frozen += 1
         return Freeze(module=module, reason=reason)

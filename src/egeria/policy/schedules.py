@@ -40,7 +40,7 @@ class Moment:
     previous_learning_rate: float | None
     """The rate one interval ago."""
     freeze_learning_rate: float | None
-    """The rate when the first module froze; None while nothing is frozen."""
+    """The rate when the first module with anything to train froze; None while none is frozen."""
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from egeria import tree
 from egeria.errors import ReferenceModelError
 from egeria.layers.batch import Batch
 from egeria.layers.taps import capture
-from egeria.layers.undisturbed import undisturbed
+from egeria.layers.undisturbed import kept_random_state, undisturbed
 
 
 class SnapshotReference:
@@ -30,7 +30,7 @@ class SnapshotReference:
         Raises:
             ReferenceModelError: the model cannot be copied.
         """
-        if self._copy is None:
+        if self._copy is None or not _fits(self._copy, model):
             self._copy = _copied(model)
             return
         with torch.no_grad():
@@ -65,12 +65,18 @@ class SnapshotReference:
                 mine.copy_(saved)
 
 
+def _fits(copied: nn.Module, model: nn.Module) -> bool:
+    """Tell whether both hold tensors of the same shapes; a buffer may grow while training."""
+    return [tensor.shape for tensor in _tensors(copied)] == [tensor.shape for tensor in _tensors(model)]
+
+
 def _copied(model: nn.Module) -> nn.Module:
     # Tensors computed in a forward pass (old-style weight_norm keeps one) only copy once detached.
     computed = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)) if not tensor.is_leaf)
     memo = {id(tensor): tensor.detach().clone() for tensor in computed}
     try:
-        return copy.deepcopy(model, memo).requires_grad_(False)
+        with kept_random_state(model):  # a model's own `__deepcopy__` may build itself anew
+            return copy.deepcopy(model, memo).requires_grad_(False)
     except Exception as error:
         raise ReferenceModelError(
             f"The reference is a deep copy of the model, which {type(model).__name__} does not allow: {error}. "

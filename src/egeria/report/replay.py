@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from egeria.config import Config
@@ -18,8 +19,8 @@ from egeria.events import (
     StageChanged,
     Thawed,
 )
-from egeria.journal import Journal
 from egeria.policy import EgeriaPolicy, EndBootstrapping, Freeze, Interval, Reading, Thaw, find_rule
+from egeria.report.history import read_history
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,29 +52,31 @@ class Replay:
         return self.recorded == self.replayed
 
 
-def replay(journal: Journal, config: Config | None = None) -> Replay:
+def replay(directory: str | Path, config: Config | None = None) -> Replay:
     """Feed the losses, rates and readings of a journal to a fresh policy.
 
     A run reads only the module it monitors. Other settings may freeze earlier, and then skip readings,
     or later, and then lack them: the replay says so and decides nothing it has no reading for.
 
     Args:
-        journal: the run's events.
+        directory: the run's directory.
         config: settings to try; None for the run's own. How often the run was evaluated cannot change.
 
     Raises:
-        JournalError: the journal has no run, or its settings cannot be rebuilt from it.
+        JournalError: the journal has no run, or not the beginning of one.
     """
-    started = journal.first(RunStarted)
-    if started is None:
+    history = read_history(directory)
+    started = history.last(RunStarted)
+    if started is None or history.first_step:
         raise JournalError(
-            f"A replay needs the event run_started, {journal.directory} has none. Give the directory of a whole run."
+            f"A replay needs run_started, the first event of a run, and the journal in {directory} has none. "
+            f"A run resumed into a new directory begins in the old one: resume into the same one to keep it whole."
         )
-    cut = next(reversed(journal.of(ModulesOrdered)), started)
+    cut = history.last(ModulesOrdered) or started
     policy = _policy(started, cut, config)
     replayed: list[ReplayedDecision] = []
     unused, waiting_since = 0, None
-    for event in _without_repeats(journal):
+    for event in history.events:
         if isinstance(event, IntervalMeasured):
             replayed += _decided(event.step, policy.observe_interval(_interval(event)))
         elif isinstance(event, PlasticityRead) and event.module == policy.monitored:
@@ -83,7 +86,7 @@ def replay(journal: Journal, config: Config | None = None) -> Replay:
             if waiting_since is None and policy.monitored is not None and event.module > policy.monitored:
                 waiting_since = event.step
     return Replay(
-        recorded=tuple(entry for event in _without_repeats(journal) for entry in _recorded(event)),
+        recorded=tuple(entry for event in history.events for entry in _recorded(event)),
         replayed=tuple(replayed),
         module_names=tuple(module["name"] for module in cut.modules),
         num_unused=unused,
@@ -107,16 +110,6 @@ def _without_objects(config: dict[str, Any]) -> dict[str, Any]:
     """Leave out a metric object: a replay computes nothing. A rule object is missed, and says so by its name."""
     plasticity = {key: value for key, value in config["plasticity"].items() if key != "metric"}
     return {**config, "plasticity": plasticity}
-
-
-def _without_repeats(journal: Journal) -> list[Event]:
-    """Drop what a crashed run did after the state it was resumed from: the resumed run did it again."""
-    kept: list[Event] = []
-    for event in journal:
-        if event.kind == "resumed":
-            kept = [earlier for earlier in kept if earlier.step <= event.step]
-        kept.append(event)
-    return kept
 
 
 def _interval(event: IntervalMeasured) -> Interval:

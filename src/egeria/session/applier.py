@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from egeria import tree
 from egeria.config import Config
@@ -13,10 +15,40 @@ from egeria.layers.batch import Batch
 from egeria.layers.compute import forward_shares
 from egeria.layers.freezer import Freezer
 from egeria.layers.modules import LayerModule
+from egeria.layers.undisturbed import undisturbed
 from egeria.parallel import ParallelStrategy
 from egeria.policy import KNOWLEDGE_GUIDED, Decision, Freeze, Thaw
 from egeria.session.handle import ModelHandle
 from egeria.session.recorder import Recorder
+
+
+class HarmfulFreezeError(Exception):
+    """A rehearsal showed that a freeze would break the training; it was undone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """Tensors of one forward pass with gradients."""
+
+    boundary: tuple[Tensor, ...]
+    """What the layer module about to freeze put out."""
+    outputs: tuple[Tensor, ...]
+    """What the model put out."""
+
+    def is_a_branch_without(self, after: Rehearsal) -> bool:
+        """Tell whether a freeze took the gradient of an output, and nothing that keeps one depends on the module.
+
+        A hidden state that is put out beside the loss may lose its gradient; a head of its own may not.
+        """
+        pairs = [pair for pair in zip(self.outputs, after.outputs, strict=True) if pair[0].requires_grad]
+        kept = [now.float().sum() for now, later in pairs if later.requires_grad]
+        module_outputs = [tensor for tensor in self.boundary if tensor.requires_grad]
+        if len(kept) == len(pairs) or not module_outputs:
+            return False
+        if not kept:
+            return True
+        gradients = torch.autograd.grad(kept, module_outputs, allow_unused=True)
+        return all(gradient is None for gradient in gradients)
 
 
 class Applier:
@@ -49,11 +81,20 @@ class Applier:
         self._recorder = recorder
         self._num_parameters = sum(module.num_parameters for module in modules)
 
-    def apply(self, step: int, decisions: Sequence[Decision]) -> None:
-        """Carry out decisions in order; each is journaled once it is in force."""
+    def apply(self, step: int, decisions: Sequence[Decision], batch: Batch | None = None) -> None:
+        """Carry out decisions in order; each is journaled once it is in force.
+
+        Args:
+            step: optimizer steps done so far.
+            decisions: what the policy decided.
+            batch: a training batch to rehearse a freeze on.
+
+        Raises:
+            HarmfulFreezeError: a freeze would have broken the training; everything is thawed then.
+        """
         for decision in self._parallel.agree(decisions):
             if isinstance(decision, Freeze):
-                self._freeze(step, decision)
+                self._freeze(step, decision, batch)
             elif isinstance(decision, Thaw):
                 self._thaw(step, decision)
             else:
@@ -61,8 +102,6 @@ class Applier:
 
     def restore(self, depth: int) -> None:
         """Bring the model to a saved depth without journaling decisions that were journaled before."""
-        if depth < self.freezer.depth:
-            self.freezer.thaw()
         self.freezer.freeze_to(depth)
         self._handle.call_instead(self._parallel.rewrap(self._model))
 
@@ -79,9 +118,14 @@ class Applier:
             self._recorder.fault("counting operations", error)
             return None
 
-    def _freeze(self, step: int, decision: Freeze) -> None:
+    def _freeze(self, step: int, decision: Freeze, batch: Batch | None) -> None:
         module = self._modules[decision.module]
-        self.freezer.freeze_to(decision.module + 1)
+        before = None if batch is None else self._rehearse(module, batch)
+        self.freezer.freeze_to(decision.module + 1, input_needs_grad=batch is not None and batch.needs_grad)
+        if batch is not None and before is not None:
+            after = self._rehearse(module, batch)
+            self._refuse_a_branch(module, before, after)
+            self._tell_of_a_costly_boundary(module, batch.needs_grad or tree.requires_grad(after.boundary))
         self._handle.call_instead(self._parallel.rewrap(self._model))
         frozen = self._modules[: self.freezer.depth]
         self._recorder.write(
@@ -94,7 +138,6 @@ class Applier:
                 parameter_share=sum(entry.num_parameters for entry in frozen) / max(1, self._num_parameters),
             )
         )
-        self._check_boundary(module)
 
     def _thaw(self, step: int, decision: Thaw) -> None:
         before = self.freezer.depth
@@ -102,16 +145,31 @@ class Applier:
         self._handle.call_instead(self._parallel.rewrap(self._model))
         self._recorder.write(Thawed(step=step, frozen_before=before, reason=decision.reason, window=decision.window))
 
-    def _check_boundary(self, module: LayerModule) -> None:
-        """Look at the boundary once, in the next training forward: it must not need a gradient."""
+    def _rehearse(self, module: LayerModule, batch: Batch) -> Rehearsal:
+        """Run the model once, undisturbed but with gradients."""
+        boundary: list[Tensor] = []
+        copied = batch.first_rows(None)
+        with undisturbed(self._model, gradients=True), batch.autocast.context():
+            tap = self._model.get_submodule(module.tap)
+            handle = tap.register_forward_hook(lambda *call: boundary.extend(tree.leaves(call[-1])))
+            try:
+                output = self._model(*copied.args, **copied.kwargs)
+            finally:
+                handle.remove()
+        return Rehearsal(boundary=tuple(boundary), outputs=tuple(tree.leaves(output)))
 
-        def look(_module: nn.Module, _args: object, output: object) -> None:
-            handle.remove()
-            if tree.requires_grad(output):
-                self._recorder.decline(
-                    f"the full saving behind {module.name}",
-                    "its output still needs a gradient, because a trainable tensor outside the frozen layer modules "
-                    "(the input, or a parameter of another module) feeds it; the backward pass runs through it",
-                )
+    def _refuse_a_branch(self, module: LayerModule, before: Rehearsal, after: Rehearsal) -> None:
+        if before.is_a_branch_without(after):
+            self.freezer.thaw()
+            raise HarmfulFreezeError(
+                f"with {module.name} frozen an output of the model would have no gradient left, "
+                f"because it is a branch of its own and not in front of the others"
+            )
 
-        handle = self._model.get_submodule(module.tap).register_forward_hook(look)
+    def _tell_of_a_costly_boundary(self, module: LayerModule, needs_grad: bool) -> None:
+        if needs_grad:
+            self._recorder.decline(
+                f"the full saving behind {module.name}",
+                "its output still needs a gradient, because a trainable tensor outside the frozen layer modules "
+                "(the input, or a parameter of another module) feeds it; the backward pass runs through it",
+            )

@@ -17,6 +17,7 @@ from egeria.config import Config
 from egeria.controller import Controller, InlineController
 from egeria.errors import UnsupportedModelError
 from egeria.events import RunStarted
+from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy, SingleProcess
 from egeria.plasticity import find_metric
 from egeria.policy import choose_interval
@@ -105,12 +106,12 @@ def attach_with(
         recorder=recorder,
         make_controller=make_controller,
     )
-    cut, refusal = _cut(builder)
+    modules, refusal = _cut(builder)
     interval_steps, reason = choose_interval(
         interval_steps=settings.plasticity.interval_steps,
         total_steps=total_steps,
         window=settings.plasticity.window,
-        num_modules=max(1, len(cut["modules"])),
+        num_modules=max(1, len(modules)),
     )
     recorder.write(
         RunStarted(
@@ -121,14 +122,14 @@ def attach_with(
             interval_steps=interval_steps,
             interval_reason=reason,
             environment=_environment(model, loader),
-            **cut,
+            **(builder.describe(modules) if modules else {"modules": [], "trainable": [], "deepest_freeze": 0}),
         )
     )
     _say_what_is_left_out(recorder, settings, refusal)
     driver = Driver(
-        builder=None if refusal else builder,
+        builder=builder,
+        modules=modules,
         interval_steps=interval_steps,
-        learning_rate=lambda: max(float(group["lr"]) for entry in optimizers for group in entry.param_groups),
         recorder=recorder,
         refresh_evaluations=settings.reference.refresh_evaluations,
     )
@@ -137,7 +138,18 @@ def attach_with(
 
 
 def _new_directory() -> Path:
-    return RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    """Make a directory that no other run writes to; where that fails, the journal says so."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
+        directory = RUNS / f"{name}{suffix}"
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            break
+        return directory
+    return RUNS / name
 
 
 def _controller_maker(config: Config, controller: Controller | None) -> Callable[[], Controller]:
@@ -147,16 +159,17 @@ def _controller_maker(config: Config, controller: Controller | None) -> Callable
     return lambda: InlineController(SnapshotReference(), metric, config.plasticity.largest_map)
 
 
-def _cut(builder: EngineBuilder) -> tuple[dict[str, Any], str | None]:
-    """Return how the model is cut, or why it is left alone."""
-    nothing: dict[str, Any] = {"modules": [], "trainable": [], "deepest_freeze": 0}
+def _cut(builder: EngineBuilder) -> tuple[tuple[LayerModule, ...], str | None]:
+    """Return how the model is cut, or nothing and why it is left alone."""
     refusal = builder.parallel.refusal(builder.model)
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in builder.optimizers):
+        refusal = "LBFGS moves parameters by its history, also those without a gradient"
     if refusal:
-        return nothing, refusal
+        return (), refusal
     try:
-        return builder.describe(builder.parse()), None
+        return builder.parse(), None
     except UnsupportedModelError as error:
-        return nothing, str(error)
+        return (), str(error)
 
 
 def _say_what_is_left_out(recorder: Recorder, settings: Config, refusal: str | None) -> None:

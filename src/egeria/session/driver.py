@@ -9,6 +9,7 @@ from egeria.errors import StateError
 from egeria.events import ComputeProfiled, IntervalMeasured, ModulesOrdered, PlasticityRead
 from egeria.layers.modules import LayerModule
 from egeria.policy import BOOTSTRAPPING, Decision, EndBootstrapping, Interval, Reading
+from egeria.session.applier import HarmfulFreezeError
 from egeria.session.engine import Engine, EngineBuilder
 from egeria.session.losses import Losses
 from egeria.session.pace import Pace, Stopwatch
@@ -24,9 +25,9 @@ class Driver:
     happening, the driver thaws everything and only measures from then on.
 
     Args:
-        builder: makes the parts; None for a model that is only watched.
+        builder: makes the parts.
+        modules: the cut of the model; empty for one that is only watched.
         interval_steps: `n`.
-        learning_rate: returns the rate as it stands.
         recorder: where everything is told.
         refresh_evaluations: evaluations between refreshes of the reference; None for the window's length.
     """
@@ -34,24 +35,24 @@ class Driver:
     def __init__(
         self,
         *,
-        builder: EngineBuilder | None,
+        builder: EngineBuilder,
+        modules: tuple[LayerModule, ...],
         interval_steps: int,
-        learning_rate: Callable[[], float],
         recorder: Recorder,
         refresh_evaluations: int | None,
     ) -> None:
         self.num_steps = 0
         self._builder = builder
-        self._engine: Engine | None = None if builder is None else builder.build(builder.parse())
-        self._order = None if builder is None else builder.watch_order()
+        self._engine: Engine | None = builder.build(modules) if modules else None
+        self._order = builder.watch_order(modules) if modules else None
         self._interval_steps = interval_steps
-        self._learning_rate = learning_rate
         self._recorder = recorder
         self.pace = Pace()
         self._refresh_evaluations = refresh_evaluations
         self._losses = Losses()
         self._profiled = False
-        self._last_modules: tuple[LayerModule, ...] = ()
+        self._modules = modules
+        self._faults_in_a_row: dict[str, int] = {}
 
     @property
     def frozen(self) -> int:
@@ -61,7 +62,7 @@ class Driver:
     @property
     def modules(self) -> tuple[LayerModule, ...]:
         """The layer modules, front to back; still there after `release`."""
-        return self._engine.modules if self._engine else self._last_modules
+        return self._engine.modules if self._engine else self._modules
 
     @property
     def stage(self) -> str:
@@ -90,9 +91,12 @@ class Driver:
             self._order = None
         if self._engine is not None:
             engine, self._engine = self._engine, None
-            self._last_modules = engine.modules
-            engine.evaluator.close()
+            self._modules = engine.modules
             engine.applier.release()
+            try:
+                engine.evaluator.close()
+            except Exception as error:
+                self._recorder.fault("closing the controller", error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides."""
@@ -116,13 +120,16 @@ class Driver:
         Raises:
             StateError: it belongs to another model; nothing has changed then.
         """
-        saved = state["engine"]
-        if (saved is None) != (self._builder is None):
+        saved, step = state["engine"], state["step"]
+        interval_steps, losses = state["interval_steps"], list(state["losses"])
+        if saved is None:
+            self.release()
+        elif self._engine is None:
             raise StateError(
-                "A run's state fits the model it was saved from; this one was cut into layer modules in one of the "
-                "two runs and not in the other. Attach the same model with the same configuration."
+                "A run's state fits the model it was saved from; that one was cut into layer modules, and this one is "
+                "not, or its run is closed. Attach the same model with the same configuration, then load."
             )
-        if saved is not None and self._builder is not None:
+        elif step:  # before the first step nothing was decided, and the order of execution is still to be seen
             modules = tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
             self._builder.check(modules)
             engine = self._builder.build(modules)
@@ -131,17 +138,22 @@ class Driver:
             self.release()
             self._engine = engine
             engine.applier.restore(engine.policy.frozen)
-        self.num_steps = self._recorder.step = state["step"]
-        self._interval_steps = state["interval_steps"]
-        self._losses.restore(state["losses"])
+        self.num_steps = self._recorder.step = step
+        self._interval_steps = interval_steps
+        self._losses.restore(losses)
         self._guarded("preparing an evaluation", self._arm)
 
     def _guarded(self, where: str, action: Callable[[], None]) -> None:
         """Run one of our own steps; its failure is ours to bear."""
         try:
             action()
+            self._faults_in_a_row.pop(where, None)
+        except HarmfulFreezeError as error:
+            self.release()
+            self._recorder.decline("freezing", str(error))
         except Exception as error:
-            count = self._recorder.fault(where, error)
+            self._recorder.fault(where, error)
+            count = self._faults_in_a_row[where] = self._faults_in_a_row.get(where, 0) + 1
             engine = self._engine
             if engine is None:
                 return
@@ -149,30 +161,41 @@ class Driver:
             out_of_step = engine.policy.frozen != engine.applier.freezer.depth
             if out_of_step or count >= FAULTS_BEFORE_GIVING_UP:
                 self.release()
-                self._recorder.decline("freezing", f"{where} failed {count} times, last with: {error}")
+                self._recorder.decline("freezing", f"{where} failed {count} times in a row, last with: {error}")
 
     def _settle_order(self) -> None:
         """After the first forward: cut the model again if it runs in another order than it is defined in."""
-        assert self._order is not None and self._builder is not None and self._engine is not None
+        assert self._order is not None and self._engine is not None
         if not self._order.order:
             return
         watched, self._order = self._order, None
         watched.close()
+        if watched.without_grad:
+            self.release()
+            name = min(watched.without_grad)
+            reason = f"{name} runs under reentrant activation checkpointing, which loses every gradient behind a frozen"
+            self._recorder.decline("freezing", f"{reason} layer. Use torch.utils.checkpoint with use_reentrant=False")
+            return
         modules = self._builder.parse(watched.order)
         found = self._builder.describe(modules, watched)
         if found != self._builder.describe(self._engine.modules):
             self._engine = self._builder.build(modules, watched)
             self._recorder.write(ModulesOrdered(step=self.num_steps, **found))
-        if found["deepest_freeze"] < len(modules) - 1 and modules[found["deepest_freeze"]].tap in watched.returned_to:
-            again = modules[found["deepest_freeze"]]
-            reason = f"{again.tap} is called again after layers behind it, so freezing it would save nothing"
-            self._recorder.decline(f"freezing {again.name} and what follows", reason)
+        limit = modules[found["deepest_freeze"]]
+        if limit.tap in watched.returned_to:
+            reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
+            self._recorder.decline(f"freezing {limit.name} and what follows", reason)
 
     def _end_interval(self) -> None:
         evaluation = self.num_steps // self._interval_steps
         interval = self._measure(evaluation)
         engine = self._engine
         if engine is None:
+            return
+        if engine.applier.freezer.is_undone:
+            self.release()
+            reason = "the loop itself switched gradients of frozen layers on (requires_grad), and it has the last word"
+            self._recorder.decline("freezing", reason)
             return
         decisions = engine.policy.observe_interval(interval)
         engine.applier.apply(self.num_steps, decisions)
@@ -185,7 +208,7 @@ class Driver:
     def _measure(self, evaluation: int) -> Interval:
         loss, num_bad = self._losses.take_mean()
         wall_s, cpu_s = self.pace.take_medians()
-        rate = self._learning_rate()
+        rate = self._builder.learning_rate(self.modules)
         self._recorder.write(
             IntervalMeasured(
                 step=self.num_steps,
@@ -214,7 +237,8 @@ class Driver:
         readings = engine.evaluator.poll()
         wall_s, cpu_s = watch.read()
         for reading in readings:
-            engine.applier.apply(self.num_steps, self._judge(engine, reading, wall_s, cpu_s))
+            decisions = self._judge(engine, reading, wall_s, cpu_s)
+            engine.applier.apply(self.num_steps, decisions, engine.evaluator.batch)
         period = self._refresh_evaluations or engine.policy.window
         engine.evaluator.refresh_if_due(self.num_steps, evaluation, period)
 

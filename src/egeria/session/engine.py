@@ -105,9 +105,16 @@ class EngineBuilder:
                 f"{', '.join(sorted(theirs ^ ours)[:3])}. Attach the model that the state was saved from."
             )
 
-    def watch_order(self) -> OrderRecorder:
+    def watch_order(self, modules: Sequence[LayerModule]) -> OrderRecorder:
         """Record the order in which the layers are called, from the user's own first forward."""
-        return OrderRecorder(self.model, [name for module in self.parse() for name in module.submodules])
+        return OrderRecorder(self.model, [name for module in modules for name in module.submodules])
+
+    def learning_rate(self, modules: Sequence[LayerModule]) -> float:
+        """Return the largest rate of the groups that train what may freeze; of all groups where there are none."""
+        own = {id(self.model.get_parameter(name)) for module in modules[:-1] for name in module.parameters}
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        fitting = [group for group in groups if any(id(parameter) in own for parameter in group["params"])]
+        return max(float(group["lr"]) for group in fitting or groups)
 
     def describe(self, modules: Sequence[LayerModule], watched: OrderRecorder | None = None) -> dict[str, Any]:
         """Return the facts about a cut that the policy and the journal need."""

@@ -98,7 +98,7 @@ class Evaluator:
         self._evaluations_since_refresh += 1
         if self.batch is None:
             self._drop(step, evaluation, index, "run.model was not called in training mode before this step")
-            self._note_failure("the loop never calls run.model; call it in place of the model")
+            self._note_failure("the loop does not call run.model in training mode; call it in place of the model")
             return
         activation = self._activation(module)
         if activation is None:
@@ -129,12 +129,16 @@ class Evaluator:
         """Return what a resumed run needs to read the same values."""
         return {
             "evaluations_since_refresh": self._evaluations_since_refresh,
+            "needs_whole_batch": self._needs_whole_batch,
+            "num_failures": self._num_failures,
             "controller": self._controller.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on from a saved state."""
         self._evaluations_since_refresh = state["evaluations_since_refresh"]  # type: ignore[assignment]
+        self._needs_whole_batch = bool(state["needs_whole_batch"])
+        self._num_failures = int(state["num_failures"])  # type: ignore[call-overload]
         self._controller.load_state_dict(state["controller"], self._model)  # type: ignore[arg-type]
 
     def _keep(self, batch: Batch) -> None:
@@ -142,7 +146,8 @@ class Evaluator:
 
     def _batch(self, batch: Batch) -> Batch:
         """Return what the reference reads: all of it where the training activation comes from the whole batch."""
-        return batch if self._tap is not None or self._needs_whole_batch else batch.first_rows(self._num_samples)
+        whole = self._tap is not None or self._needs_whole_batch
+        return batch.first_rows(None if whole else self._num_samples)
 
     def _activation(self, module: LayerModule) -> Tensor | None:
         assert self.batch is not None
@@ -156,12 +161,13 @@ class Evaluator:
                     raise
                 # Not every first dimension is one of samples: a graph, say, is no graph without half its nodes.
                 self._needs_whole_batch = True
-                return capture(self._model, module.tap, self.batch)
+                return capture(self._model, module.tap, self._batch(self.batch))
 
     def _reading(self, result: Result) -> Reading | None:
         if result.value is None or not math.isfinite(result.value):
             reason = result.error or f"the value is {result.value}"
             self._drop(result.step, result.evaluation, result.module, reason)
+            self._recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training goes on.")
             if result.error:
                 self._note_failure(f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {result.error}")
             return None

@@ -60,6 +60,10 @@ class ModelHandle(nn.Module):
         self.__dict__["_bare"].train(mode)
         return self
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model in place."""
+        self.__dict__["_bare"].compile(*args, **kwargs)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model, under its own names."""
         return self.__dict__["_bare"].state_dict(*args, **kwargs)

@@ -26,25 +26,31 @@ class Losses:
         """
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._values.append(loss.detach().reshape(()).clone())
-        elif isinstance(loss, (int, float)) or (hasattr(loss, "__float__") and not isinstance(loss, Tensor)):
+            return
+        try:
+            if isinstance(loss, (Tensor, str)):
+                raise TypeError
             self._values.append(float(loss))
-        else:
+        except TypeError as error:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
             raise ConfigError(
                 f"run.step(loss) takes the loss of the step as a number or a 0-d tensor, found {found}. "
                 f"Reduce it first, for instance with loss.mean()."
-            )
+            ) from error
 
     def take_mean(self) -> tuple[float | None, int]:
         """Return the mean of the finite losses (None without any) and the number of the others; start anew."""
-        values, self._values = self.read(), []
+        values = self.read()
+        self._values = []
         finite = [value for value in values if math.isfinite(value)]
         return (statistics.fmean(finite) if finite else None), len(values) - len(finite)
 
     def read(self) -> list[float]:
         """Return the losses so far as numbers; synchronises the device."""
-        tensors = [value for value in self._values if isinstance(value, Tensor)]
-        numbers = iter(torch.stack([tensor.float() for tensor in tensors]).tolist() if tensors else [])
+        tensors = [value.float() for value in self._values if isinstance(value, Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1:
+            tensors = [tensor.cpu() for tensor in tensors]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(numbers) if isinstance(value, Tensor) else value for value in self._values]
 
     def restore(self, values: list[float]) -> None:

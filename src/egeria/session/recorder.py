@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 
@@ -34,7 +35,10 @@ class Recorder:
         """Warn unless there was a warning about `what` before."""
         if what not in self._warned:
             self._warned.add(what)
-            warnings.warn(message, EgeriaWarning, stacklevel=2)
+            try:
+                warnings.warn(message, EgeriaWarning, stacklevel=2)
+            except EgeriaWarning:  # warnings are errors here; ours must still not stop the training
+                logging.getLogger("egeria").warning(message)
 
     def decline(self, what: str, reason: str) -> None:
         """Journal that the library will not do something, and say so, the first time."""

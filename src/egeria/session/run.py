@@ -94,7 +94,9 @@ class Run:
             )
         try:
             self._driver.load_state_dict(state)
-        except (KeyError, TypeError, AttributeError) as error:
+        except StateError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise StateError(
                 f"A run's state is what run.state_dict() returned; this one is damaged "
                 f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without loading it."

@@ -85,6 +85,44 @@ class Counting(Parts):
         return super().forward(x)
 
 
+class Replacing(Parts):
+    """Puts a new buffer in the place of the old in every forward pass, and uses it."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        self.scale = self.scale * 0.99
+        return super().forward(x * self.scale)
+
+
+class CarryingState(Parts):
+    """Carries a hidden state from batch to batch in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        if self.state is not None:
+            x = x + 0.1 * self.state
+        self.state = self.parts[0](x).detach()
+        return super().forward(x)
+
+
+class OverwritingItsInput(Parts):
+    """Changes the tensor it is given."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return scores [B, 3]."""
+        return super().forward(x.mul_(0.5).add_(1))
+
+
 class CalledTwice(Parts):
     """Runs its second part two times."""
 
@@ -188,6 +226,9 @@ SPECIMENS = (
             (Backwards, "defined in the reverse order of execution"),
             (front_frozen_before, "the first part has nothing to train"),
             (Counting, "a buffer moves in every forward pass"),
+            (Replacing, "every forward pass replaces a buffer that the next one reads"),
+            (CarryingState, "a hidden state travels from batch to batch"),
+            (OverwritingItsInput, "the input is overwritten"),
             (CalledTwice, "one part runs twice in a forward pass"),
             (Noisy, "inference draws random numbers"),
             (Remembering, "a computed tensor among the attributes"),

@@ -68,6 +68,17 @@ class Checkpointed(Reader):
         return self.output(x)
 
 
+class ReentrantlyCheckpointed(Reader):
+    """Recomputes each layer in the backward pass, the old way."""
+
+    def forward(self, words: Tensor) -> Any:
+        """Return scores [B, T, 20]."""
+        x = self.embed(words) + self.position
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.output(x)
+
+
 class TupleLayer(Layer):
     """Returns a tuple, the hidden state first."""
 
@@ -166,6 +177,12 @@ SPECIMENS = (
             (Translator, "batch second, two inputs, encoder before decoder"),
             (Recurrent, "a recurrent layer returns its state beside its output"),
         )
+    ),
+    Specimen(
+        case="reentrant checkpointing, which finds no gradient to pass on behind a frozen layer",
+        build=ReentrantlyCheckpointed,
+        example=tokens,
+        unsupported="reentrant",
     ),
     Specimen(case="keyword arguments, one of them without a batch dimension", build=ByKeyword, example=_keywords),
 )
