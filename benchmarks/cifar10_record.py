@@ -122,8 +122,9 @@ def describe(options: argparse.Namespace, results: list[dict]) -> str:
             "",
             *rows,
             "",
-            "Time: seconds of the training loop (loading, augmentation, forward, backward, optimizer, and what egeria does "
-            "in it; attaching takes some milliseconds before it), evaluation on the test set after each epoch excluded. "
+            "Time: seconds of the training loop (loading, augmentation, forward, backward, optimizer, and what egeria "
+            "does in it; attaching takes some milliseconds before it), evaluation on the test set after each epoch "
+            "excluded. "
             "CPU seconds are of the whole process. The machine is shared: CPU time says more than wall-clock time.",
             f"Machine: {os.cpu_count()} cores, {options.threads} torch thread(s), no accelerator; "
             f"python {platform.python_version()}, torch {torch.__version__}, egeria {egeria.__version__} "
