@@ -16,7 +16,7 @@ from egeria.errors import ConfigError
 from egeria.events import ModuleFrozen, Thawed
 from egeria.journal.writer import FILE_NAME
 
-EPOCHS = 24
+EPOCHS = 30
 KINDS = ("plain", "egeria")
 
 
