@@ -77,7 +77,7 @@ def train(
     torch.manual_seed(seed)
     model: nn.Module = cifar_resnet(20, in_channels=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=epochs // 2)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [epochs // 2])
     shuffling = torch.Generator().manual_seed(seed)
     loader = DataLoader(digits.train, batch_size=BATCH, shuffle=True, drop_last=True, generator=shuffling)
     begin, begin_cpu = time.perf_counter(), time.process_time()
