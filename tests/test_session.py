@@ -721,7 +721,7 @@ def test_all_that_egeria_does_is_counted_as_overhead(tmp_path):
     closed = journal.events[-1]
     assert closed.overhead_wall_s > sum(event.wall_s for event in evaluations) > 0.02 * len(evaluations) > 0
     assert closed.overhead_wall_s > closed.overhead_cpu_s > 0
-    assert max(event.iteration_wall_s for event in journal.of(IntervalMeasured)) < 0.02, (
+    assert statistics.median(event.iteration_wall_s for event in journal.of(IntervalMeasured)) < 0.02, (
         "an iteration is the user's own"
     )
 
