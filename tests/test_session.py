@@ -587,6 +587,32 @@ def test_layers_that_the_user_unfreezes_later_stay_unfrozen(tmp_path):
     assert all(parameter.requires_grad for parameter in loop.model.parameters())
 
 
+def test_a_front_that_the_model_itself_runs_without_gradient_does_not_stop_the_rest(tmp_path):
+    class Probed(type(PARTS.build())):
+        def forward(self, x):
+            parts = list(self.parts.values())
+            with torch.no_grad():
+                x = parts[0](x)
+            for part in parts[1:]:
+                x = part(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Probed()
+    model.parts["a"].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    for _ in range(40):
+        loss = run.model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss)
+    assert run.frozen == len(run.modules) - 1
+    assert not read_journal(tmp_path).of(Declined)
+    run.close()
+
+
 def test_a_loop_that_switches_gradients_on_has_the_last_word(tmp_path):
     loop = frozen_loop(tmp_path)
     loop.model.requires_grad_(True)

@@ -62,7 +62,7 @@ class OrderRecorder:
 
     @property
     def without_grad(self) -> frozenset[str]:
-        """The names that ran without gradient inside a forward pass with one: reentrant checkpointing does that."""
+        """The names of what learns, yet ran without gradient in a pass with one: reentrant checkpointing."""
         return frozenset(self._log.without_grad)
 
     def close(self) -> None:
@@ -130,11 +130,12 @@ def _complete(log: _Log, _model: nn.Module, _inputs: object, _output: object) ->
     log.complete = True
 
 
-def _note_call(log: _Log, name: str, _module: nn.Module, _inputs: object) -> None:
+def _note_call(log: _Log, name: str, module: nn.Module, _inputs: object) -> None:
     if not log.complete:
         if name in log.calls and log.last != name:
             log.returned_to.add(name)
-        if log.has_grad and not torch.is_grad_enabled():
+        learns = any(parameter.requires_grad for parameter in module.parameters())
+        if learns and log.has_grad and not torch.is_grad_enabled():
             log.without_grad.add(name)
         log.last = name
         log.calls[name] = log.calls.get(name, 0) + 1

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from egeria.events import (
-    EVENT_TYPES,
     Event,
     IntervalMeasured,
     PlasticityRead,
@@ -20,11 +19,6 @@ from egeria.events import (
 from egeria.journal import Journal, read_journal
 
 Kind = TypeVar("Kind", bound=Event)
-_NUMBERS = {
-    name: [field.name for field in dataclasses.fields(kind) if "float" in str(field.type)]
-    for name, kind in EVENT_TYPES.items()
-}
-_NON_FINITE = ("nan", "inf", "-inf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +100,7 @@ def _processes(journal: Journal) -> list[list[Event]]:
             continue
         if isinstance(event, RunStarted) or not processes:
             processes.append([])
-        processes[-1].append(_revive(event))
+        processes[-1].append(event)
     return processes
 
 
@@ -150,24 +144,3 @@ def _overhead(kept: list[list[Event]]) -> Overhead:
         wall_s += sum(event.wall_s for event in costs)
         cpu_s += sum(event.cpu_s for event in costs)
     return Overhead(wall_s=wall_s, cpu_s=cpu_s, complete=complete)
-
-
-def _revive(event: Event) -> Event:
-    """Turn the texts that stand for numbers JSON cannot hold ('nan', 'inf') back into numbers."""
-    changes = {}
-    for name in _NUMBERS[event.kind]:
-        value = getattr(event, name)
-        revived = _revived(value)
-        if revived is not value:
-            changes[name] = revived
-    return dataclasses.replace(event, **changes) if changes else event
-
-
-def _revived(value: Any) -> Any:
-    if isinstance(value, str) and value in _NON_FINITE:
-        return float(value)
-    if isinstance(value, dict):
-        return {key: _revived(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_revived(entry) for entry in value]
-    return value
