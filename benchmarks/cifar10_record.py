@@ -14,16 +14,14 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 import egeria
+from benchmarks.cifar10_runs import commit, run_example
 from egeria.events import ModuleFrozen, StageChanged, Thawed
 
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("plain", "egeria")
 
 
@@ -51,25 +49,12 @@ def main() -> None:
 
 def run_once(options: argparse.Namespace, seed: int, kind: str) -> dict[str, object]:
     """Run the example once and read what it printed."""
-    command = [sys.executable, "-u", str(ROOT / "examples" / "cifar10.py"), *arguments(options, seed)]
+    command = arguments(options, seed)
     directory = options.record / f"seed{seed}"
     if kind == "egeria":
         shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: this record's own folder
     command += ["--plain"] if kind == "plain" else ["--directory", str(directory)]
-    print("$", *command[2:], flush=True)
-    # Waiting threads that spin would count as CPU time and slow a busy machine down.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(options.threads)}
-    lines = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line.split())
-    if process.returncode:
-        raise SystemExit(f"the run failed with status {process.returncode}")
-    curve = [float(line[5].rstrip("%")) for line in lines if line[0] == "epoch"]
-    last = lines[-1]
-    return {"accuracy": float(last[1].rstrip("%")), "wall_s": float(last[3]), "cpu_s": float(last[6]), "curve": curve}
+    return run_example(command, threads=options.threads)
 
 
 def arguments(options: argparse.Namespace, seed: int) -> list[str]:
@@ -145,14 +130,6 @@ def spread(values: list[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:+.2f} (one seed)"
     return f"{statistics.fmean(values):+.2f} ± {statistics.stdev(values):.2f}"
-
-
-def commit() -> str:
-    """Return the commit the numbers belong to."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

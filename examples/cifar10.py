@@ -1,7 +1,7 @@
 """Train a residual net on CIFAR-10, with egeria or plainly.
 
     python examples/cifar10.py --data DIR [--model resnet8|resnet20|resnet56] [--samples N]
-                               [--epochs E] [--seed S] [--plain]
+                               [--epochs E] [--seed S] [--plain | --config FILE]
 
 DIR holds the images as lossless WebP sheets of 100 x 100 tiles, one for each official batch, and
 labels.npz. Step schedule: the learning rate falls tenfold at half and at three quarters of the run.
@@ -98,7 +98,13 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     if not options.plain:
         steps = len(loader) * options.epochs
         run = egeria.attach(
-            model, optimizer, loader, scheduler=scheduler, total_steps=steps, directory=options.directory
+            model,
+            optimizer,
+            loader,
+            scheduler=scheduler,
+            total_steps=steps,
+            config=options.config,
+            directory=options.directory,
         )
     network = run.model if run else model
     wall_s = cpu_s = accuracy = 0.0
@@ -122,6 +128,8 @@ def train(options: argparse.Namespace) -> dict[str, float]:
                 run.log(accuracy=accuracy)
             frozen = f"  frozen {run.frozen}" if run else ""
             print(f"epoch {epoch + 1:3}  loss {loss.item():.3f}  accuracy {accuracy:.2%}  cpu {cpu_s:.0f} s{frozen}")
+    if options.save:
+        torch.save(model.state_dict(), options.save)
     return {"accuracy": accuracy, "wall_s": wall_s, "cpu_s": cpu_s}
 
 
@@ -144,6 +152,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--plain", action="store_true", help="train without egeria")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings of egeria, as TOML")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="where the trained weights go")
     parser.add_argument("--directory", type=Path, help="where the journal and the report go")
     options = parser.parse_args(arguments)
     if not (options.data / "labels.npz").exists():

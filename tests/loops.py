@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from egeria import attach
 from egeria.session import EgeriaWarning, Run
-from egeria.session.attach import attach_with
 from egeria.testing import Specimen
 
-FAST = {"plasticity": {"interval_steps": 2, "window": 2}, "bootstrapping": {"change_threshold": 1.0}}
+FAST = {
+    "plasticity": {"interval_steps": 2, "window": 2},
+    "bootstrapping": {"change_threshold": 1.0},
+    "controller": {"budget_share": 1000.0},  # models this small take less time than a look at them
+}
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Loop:
         if self.attach is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", EgeriaWarning)
-                self.run = attach_with(self.model, self.optimizer, **self.attach)
+                self.run = attach(self.model, self.optimizer, **self.attach)
         self.random = torch.get_rng_state()
 
     def step(self, count: int = 1, scale: float = 1.0) -> None:

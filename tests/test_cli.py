@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import egeria
-from egeria import events
+from egeria import attach, events
 from egeria.cli import demo, digits, doctor, main
-from egeria.session.attach import attach_with
 from egeria.testing import ScriptedController
 
 VERBS = ("demo", "modules", "report", "replay", "doctor")
@@ -57,8 +56,12 @@ def train(directory, *, window=2, steps=40, names="0123"):
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = {"plasticity": {"interval_steps": 1, "window": window}, "bootstrapping": {"change_threshold": 1.0}}
-    with attach_with(model, optimizer, config=config, directory=directory, controller=ScriptedController()) as run:
+    config = {
+        "plasticity": {"interval_steps": 1, "window": window},
+        "bootstrapping": {"change_threshold": 1.0},
+        "controller": {"budget_share": 1000.0},
+    }
+    with attach(model, optimizer, config=config, directory=directory, controller=ScriptedController()) as run:
         for _ in range(steps):
             loss = run.model(torch.randn(8, 4)).square().mean()
             loss.backward()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import egeria.config
 from egeria import Config, ConfigError
-from egeria.config import Bootstrapping, Cache, Freezing, Modules, Plasticity, Reference, Unfreezing
+from egeria.config import Bootstrapping, Cache, Controller, Freezing, Modules, Plasticity, Reference, Unfreezing
 
 DEFAULTS = {
     "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},
@@ -24,13 +24,24 @@ DEFAULTS = {
         "mode": "eval",
         "largest_map": 16,
     },
-    "reference": {"precision": "fp32", "refresh_evaluations": None},
+    "reference": {"precision": "auto", "device": "auto", "refresh_evaluations": None, "fidelity_share": 0.1},
+    "controller": {
+        "kind": "auto",
+        "budget_share": 0.02,
+        "load_limit": 0.5,
+        "patience_s": 10.0,
+        "timeout_s": 120.0,
+        "restarts": 20,
+        "queue_length": 4,
+    },
     "freezing": {"enabled": True, "tolerance_share": 0.2, "tolerance_readings": 3, "tied": "keep"},
     "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
     "cache": {"enabled": False},
 }
 NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
 SHARE = "a number above 0 and at most 1"
+NOT_POSITIVE = (0, -1, math.nan, math.inf, "0.2", True, None)
+POSITIVE = "a finite number above 0"
 
 
 def no_count(at_least=1):
@@ -49,10 +60,19 @@ CONTRACTS = [
     ("plasticity.num_samples", "a whole number of at least 2", (*no_count(2), None)),
     ("plasticity.mode", "one of 'eval', 'train'", ("test", "", None, 1, ["eval"])),
     ("plasticity.largest_map", "a whole number of at least 1", (*no_count(), None)),
-    ("reference.precision", "one of 'fp32'", ("int7", None, 32)),
+    ("reference.precision", "one of 'auto', 'bf16', 'fp32', 'int8', 'int8-dynamic'", ("int7", None, 32)),
+    ("reference.device", "one of 'auto', 'cpu', 'cuda'", ("gpu", None, 0)),
+    ("reference.fidelity_share", SHARE, NO_SHARE),
+    ("controller.kind", "one of 'auto', 'inline', 'process'", ("thread", None, 1)),
+    ("controller.budget_share", POSITIVE, NOT_POSITIVE),
+    ("controller.load_limit", SHARE, NO_SHARE),
+    ("controller.patience_s", POSITIVE, NOT_POSITIVE),
+    ("controller.timeout_s", POSITIVE, NOT_POSITIVE),
+    ("controller.restarts", "a whole number of at least 0", (*no_count(0), None)),
+    ("controller.queue_length", "a whole number of at least 1", (*no_count(), None)),
     ("reference.refresh_evaluations", "a whole number of at least 1", no_count()),
     ("freezing.enabled", "true or false", ("true", 1, None)),
-    ("freezing.tolerance_share", "a finite number above 0", (0, -1, math.nan, math.inf, "0.2", True, None)),
+    ("freezing.tolerance_share", POSITIVE, NOT_POSITIVE),
     ("freezing.tolerance_readings", "a whole number of at least 1", (*no_count(), None)),
     ("freezing.tied", "one of 'freeze', 'keep'", ("thaw", None, True)),
     ("unfreezing.rule", "the name of a rule or an object with a `judge` method", (3, None, object)),
@@ -95,7 +115,8 @@ def test_edges_of_the_contracts_are_allowed():
         modules=Modules(pattern=r"layer[0-9]+", target_share=1, minimum_share=1e-9),
         bootstrapping=Bootstrapping(change_threshold=1.0),
         plasticity=Plasticity(metric=max, interval_steps=1, window=2, num_samples=2, mode="train", largest_map=1),
-        reference=Reference(refresh_evaluations=1),
+        reference=Reference(refresh_evaluations=1, fidelity_share=1),
+        controller=Controller(budget_share=1000, load_limit=1, restarts=0, queue_length=1, timeout_s=1e-3),
         freezing=Freezing(enabled=False, tolerance_share=50, tolerance_readings=1, tied="freeze"),
         unfreezing=Unfreezing(drop_factor=1.0001, minimum_window=2),
         cache=Cache(enabled=True),
@@ -193,7 +214,22 @@ configs = st.builds(
         mode=st.sampled_from(["eval", "train"]),
         largest_map=counts,
     ),
-    reference=st.builds(Reference, refresh_evaluations=st.none() | counts),
+    reference=st.builds(
+        Reference,
+        precision=st.sampled_from(["auto", "int8", "int8-dynamic", "bf16", "fp32"]),
+        device=st.sampled_from(["auto", "cpu", "cuda"]),
+        refresh_evaluations=st.none() | counts,
+        fidelity_share=shares,
+    ),
+    controller=st.builds(
+        Controller,
+        kind=st.sampled_from(["auto", "process", "inline"]),
+        budget_share=st.floats(0, exclude_min=True, allow_infinity=False),
+        load_limit=shares,
+        timeout_s=st.floats(0, exclude_min=True, allow_infinity=False),
+        restarts=st.integers(0, 10**6),
+        queue_length=counts,
+    ),
     freezing=st.builds(
         Freezing,
         enabled=st.booleans(),

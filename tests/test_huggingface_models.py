@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from egeria import read_journal
+from egeria import attach, read_journal
 from egeria.events import Declined, FaultCaught, PlasticityRead, ReadingDropped
-from egeria.session.attach import attach_with
 from egeria.testing import ScriptedController
 from loops import FAST, outside
 
@@ -84,7 +83,7 @@ def test_the_front_freezes_and_comes_back(build, tmp_path):
     model, kind = build()
     before = outside(model.train())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    run = attach(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
     train(run, optimizer, kind, 60)
     assert run.frozen == len(run.modules) - 1 >= 2
     kept = {name for module in run.modules for name in module.shared_parameters}
@@ -106,7 +105,7 @@ def test_snapshots_give_readings(build, mode, tmp_path):
     model, kind = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = {**FAST, "plasticity": {**FAST["plasticity"], "mode": mode}, "freezing": {"tolerance_share": 5.0}}
-    with attach_with(model, optimizer, config=config, directory=tmp_path) as run:
+    with attach(model, optimizer, config=config, directory=tmp_path) as run:
         train(run, optimizer, kind, 40)
     journal = read_journal(tmp_path)
     readings = journal.of(PlasticityRead)

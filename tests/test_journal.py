@@ -64,6 +64,11 @@ EXAMPLES = [
     events.Declined(step=41, what="the cache", reason="none"),
     events.FaultCaught(step=42, where="reading", error="ValueError: no", count=1),
     events.MetricLogged(step=43, values={"accuracy": 0.5}),
+    events.ControllerChosen(step=0, controller="process", reason="two cores are spare"),
+    events.ControllerRestarted(step=43, count=1, reason="it died"),
+    events.RungTaken(step=43, before="int8-static", after="fp32", reason="too coarse"),
+    events.FidelityChecked(step=43, tap="layer1", rung="bf16", error=1e-9, plasticity=1e-6, outcome="kept"),
+    events.IntervalChanged(step=43, before=4, after=20, reason="over the budget"),
     events.Resumed(step=44, frozen=1, stage="knowledge-guided"),
     events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
 ]

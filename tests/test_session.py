@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import egeria
-from egeria import ConfigError, EgeriaWarning, StateError, read_journal
+from egeria import ConfigError, EgeriaWarning, StateError, attach, read_journal
 from egeria.events import Declined, FaultCaught, IntervalMeasured, ModuleFrozen, ModulesOrdered, RunStarted, Thawed
 from egeria.layers.freezer import Freezer
-from egeria.session.attach import attach_with
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences, outside
 
@@ -133,7 +132,7 @@ def test_a_directory_that_cannot_be_made_keeps_the_journal_in_memory(tmp_path):
 
 def test_a_loss_that_is_nan_for_long_freezes_nothing_and_warns_once(tmp_path):
     model, optimizer = model_and_optimizer()
-    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    run = attach(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
     (x,), _ = PARTS.example(torch.Generator())
 
     def steps(count, loss):
@@ -338,7 +337,7 @@ def test_an_exception_in_the_loop_closes_the_run_in_a_with_block(tmp_path):
         run.log(accuracy=0.5)
         raise ZeroDivisionError
     kinds = [event.kind for event in read_journal(tmp_path)]
-    assert kinds == ["run_started", "metric", "run_closed"]
+    assert kinds == ["run_started", "controller", "metric", "run_closed"]
 
 
 def test_the_scheduler_names_the_rule_and_total_steps_the_interval(tmp_path):
@@ -385,7 +384,7 @@ def test_gradient_accumulation(tmp_path):
     torch.manual_seed(0)
     model = PARTS.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    run = attach(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
     generator = torch.Generator().manual_seed(0)
     for _ in range(40):
         for _ in range(3):
@@ -410,7 +409,7 @@ def test_grad_scaler_with_one_or_several_optimizers(split, tmp_path, device):
     groups = [front, rest] if split else [[*front, *rest]]
     optimizers = [torch.optim.SGD(group, lr=0.01) for group in groups]
     scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
-    run = attach_with(model, optimizers, config=FAST, directory=tmp_path, controller=ScriptedController())
+    run = attach(model, optimizers, config=FAST, directory=tmp_path, controller=ScriptedController())
     generator = torch.Generator().manual_seed(0)
     for _ in range(40):
         (images,), _ = SPECIMENS["residual"].example(generator)
@@ -601,7 +600,7 @@ def test_a_front_that_the_model_itself_runs_without_gradient_does_not_stop_the_r
     model = Probed()
     model.parts["a"].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    run = attach(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
     for _ in range(40):
         loss = run.model(torch.ones(4, 8)).square().mean()
         loss.backward()
@@ -633,7 +632,7 @@ def test_a_soft_prompt_in_front_of_tied_weights_keeps_its_gradient(tmp_path):
     model = Prompted()
     prompt = nn.Parameter(torch.randn(6, 5, 8))
     optimizer = torch.optim.SGD([*model.parameters(), prompt], lr=0.01)
-    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    run = attach(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
     for _ in range(40):
         optimizer.zero_grad()
         loss = run.model(prompt).square().mean()
@@ -665,7 +664,7 @@ def test_a_head_of_its_own_is_never_frozen(tmp_path):
     torch.manual_seed(0)
     model = TwoPlayers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    run = attach(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
     for step in range(80):
         loss = run.model(torch.randn(6, 8))[step % 2].square().mean()
         loss.backward()
@@ -712,7 +711,7 @@ def test_warnings_that_are_errors_do_not_stop_the_loop(tmp_path):
     model, optimizer = model_and_optimizer()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run = attach_with(
+        run = attach(
             model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController(refreshing=failing)
         )
         for _ in range(30):
@@ -757,7 +756,7 @@ def test_the_rate_of_the_layers_that_may_freeze_counts(tmp_path):
     model = PARTS.build()
     groups = [{"params": model.parts.parameters(), "lr": 0.1}, {"params": model.head.parameters(), "lr": 0.5}]
     optimizer = torch.optim.SGD(groups)
-    run = attach_with(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
+    run = attach(model, optimizer, config=FAST, directory=tmp_path, controller=ScriptedController())
     for step in range(60):
         run.model(torch.ones(2, 8)).sum().backward()
         optimizer.zero_grad()

@@ -26,3 +26,7 @@ class StateError(EgeriaError, ValueError):
 
 class ReferenceModelError(EgeriaError):
     """The reference model could not be made or run; training goes on without a reading."""
+
+
+class ControllerError(EgeriaError):
+    """A controller process cannot be had here; evaluations are made in the training process."""

@@ -2,7 +2,8 @@
 
 The journal writes them, the report and the replay read them; nothing else passes between the
 parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
-Times are seconds of wall clock (`wall_s`) and of this process' CPU (`cpu_s`).
+Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process; those of
+the controller process say so.
 """
 
 from __future__ import annotations
@@ -63,6 +64,24 @@ class ComputeProfiled(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerChosen(Event):
+    """Where evaluations are made, 'process' or 'inline', and why."""
+
+    kind: ClassVar[str] = "controller"
+    controller: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerRestarted(Event):
+    """The controller process died or hung and was replaced, for the `count`-th time."""
+
+    kind: ClassVar[str] = "controller_restarted"
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalMeasured(Event):
     """One interval of `n` steps: the mean loss, the learning rate and the pace."""
 
@@ -95,6 +114,8 @@ class PlasticityRead(Event):
     """Consecutive stationary evaluations so far."""
     wall_s: float
     cpu_s: float
+    controller_cpu_s: float = 0.0
+    """CPU seconds of the controller process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +169,45 @@ class ReferenceRefreshed(Event):
     builder: str
     wall_s: float
     cpu_s: float
+    controller_wall_s: float = 0.0
+    """Seconds it took the controller process."""
+    controller_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RungTaken(Event):
+    """The reference model's number format from here on; `before` is empty for the first choice."""
+
+    kind: ClassVar[str] = "rung"
+    before: str
+    after: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FidelityChecked(Event):
+    """The error of the number format against the plasticity that it is there to show."""
+
+    kind: ClassVar[str] = "fidelity"
+    tap: str
+    rung: str
+    error: float
+    """The metric between the full-precision snapshot and its quantized form, on the calibration batch."""
+    plasticity: float
+    """Mean of the readings since the last refresh."""
+    outcome: str
+    """'kept'; 'recalibrated' (activation ranges taken anew); 'escalated' to the next rung; 'exhausted': none left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntervalChanged(Event):
+    """Evaluations cost more than their budget, so there are fewer of them from here on."""
+
+    kind: ClassVar[str] = "interval_changed"
+    before: int
+    after: int
+    """`n`, in steps."""
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,12 +254,16 @@ class RunClosed(Event):
     frozen: int
     overhead_wall_s: float
     overhead_cpu_s: float
+    controller_cpu_s: float = 0.0
+    """CPU seconds of the controller process, beside the training."""
 
 
 EVENT_TYPES: dict[str, type[Event]] = {
     event.kind: event
     for event in (
         RunStarted,
+        ControllerChosen,
+        ControllerRestarted,
         ModulesOrdered,
         ComputeProfiled,
         IntervalMeasured,
@@ -209,6 +273,9 @@ EVENT_TYPES: dict[str, type[Event]] = {
         ModuleFrozen,
         Thawed,
         ReferenceRefreshed,
+        RungTaken,
+        FidelityChecked,
+        IntervalChanged,
         Declined,
         FaultCaught,
         MetricLogged,

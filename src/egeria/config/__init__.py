@@ -4,6 +4,7 @@ from egeria.config.config import Config
 from egeria.config.groups import (
     Bootstrapping,
     Cache,
+    Controller,
     Freezing,
     Modules,
     Plasticity,
@@ -15,6 +16,7 @@ __all__ = [
     "Bootstrapping",
     "Cache",
     "Config",
+    "Controller",
     "Freezing",
     "Modules",
     "Plasticity",

@@ -36,6 +36,8 @@ class Config:
     """How and how often a layer module is judged."""
     reference: groups.Reference = field(default_factory=groups.Reference)
     """The snapshot that activations are compared with."""
+    controller: groups.Controller = field(default_factory=groups.Controller)
+    """Who evaluates, and what it may cost."""
     freezing: groups.Freezing = field(default_factory=groups.Freezing)
     """When a layer module has converged."""
     unfreezing: groups.Unfreezing = field(default_factory=groups.Unfreezing)
@@ -121,6 +123,7 @@ def _groups() -> dict[str, type[Any]]:
         "bootstrapping": groups.Bootstrapping,
         "plasticity": groups.Plasticity,
         "reference": groups.Reference,
+        "controller": groups.Controller,
         "freezing": groups.Freezing,
         "unfreezing": groups.Unfreezing,
         "cache": groups.Cache,

@@ -76,14 +76,51 @@ class Plasticity:
 class Reference:
     """The snapshot that activations are compared with (paper §4.1.3)."""
 
-    precision: str = "fp32"
-    """Number format of the snapshot. 'fp32': a full-precision copy in the training process."""
+    precision: str = "auto"
+    """Number format to begin with: 'int8', 'int8-dynamic' (the paper's for transformers), 'bf16', 'fp32'; 'auto'
+    takes what is fastest on this processor. What cannot be made, or is too coarse, gives way to the next more exact."""
+    device: str = "auto"
+    """Where it runs: 'cpu', 'cuda' (a bf16 copy on a side stream), or 'auto': the CPU while it has a core to spare."""
     refresh_evaluations: int | None = None
     """Evaluations between refreshes from the training weights. None: every `W`, the paper's rule."""
+    fidelity_share: float = 0.1
+    """Its own error may be at most this share of the recent plasticity. Our choice: ten times under the signal."""
 
     def __post_init__(self) -> None:
-        require_choice("reference.precision", self.precision, ("fp32",))
+        choices = ("auto", "int8", "int8-dynamic", "bf16", "fp32")
+        require_choice("reference.precision", self.precision, choices)
+        require_choice("reference.device", self.device, ("auto", "cpu", "cuda"))
         require_count("reference.refresh_evaluations", self.refresh_evaluations, optional=True)
+        require_share("reference.fidelity_share", self.fidelity_share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Controller:
+    """Who evaluates, and what it may cost (paper §4.1.2)."""
+
+    kind: str = "auto"
+    """'process', 'inline', or 'auto': a process where training is on an accelerator or two cores are spare."""
+    budget_share: float = 0.02
+    """Share of the training time that evaluations may take from the training process; above it `n` grows. Ours."""
+    load_limit: float = 0.5
+    """Load of the rest of the machine, 0 to 1, above which the process waits; 1 never waits. Paper: 50 %."""
+    patience_s: float = 10.0
+    """Seconds after which a waiting evaluation is made whatever the load."""
+    timeout_s: float = 120.0
+    """Seconds without a sign of life, while it has work, after which the process is replaced."""
+    restarts: int = 20
+    """How often the process is replaced in a run before evaluations end."""
+    queue_length: int = 4
+    """Evaluations under way at a time; the next is dropped and counted."""
+
+    def __post_init__(self) -> None:
+        require_choice("controller.kind", self.kind, ("auto", "process", "inline"))
+        require_share("controller.load_limit", self.load_limit)
+        for name in ("budget_share", "patience_s", "timeout_s"):
+            value = getattr(self, name)
+            require(is_number(value) and value > 0, f"controller.{name}", "a finite number above 0", value)
+        require_count("controller.restarts", self.restarts, at_least=0)
+        require_count("controller.queue_length", self.queue_length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

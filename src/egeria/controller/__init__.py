@@ -1,6 +1,41 @@
 """Who evaluates: takes activations of the training model, gives back plasticity readings."""
 
+from egeria.controller.assessor import Assessor, Plan
+from egeria.controller.choice import Choice, choose, controller_maker
+from egeria.controller.fallback import FallbackController
 from egeria.controller.inline import InlineController
-from egeria.controller.protocol import Controller, Request, Result
+from egeria.controller.process import Limits, ProcessController
+from egeria.controller.protocol import (
+    Controller,
+    FidelityRead,
+    Refreshed,
+    Report,
+    Request,
+    Restarted,
+    Result,
+    RungTaken,
+    SteppedBack,
+    Ticket,
+)
 
-__all__ = ["Controller", "InlineController", "Request", "Result"]
+__all__ = [
+    "Assessor",
+    "Choice",
+    "Controller",
+    "FallbackController",
+    "FidelityRead",
+    "InlineController",
+    "Limits",
+    "Plan",
+    "ProcessController",
+    "Refreshed",
+    "Report",
+    "Request",
+    "Restarted",
+    "Result",
+    "RungTaken",
+    "SteppedBack",
+    "Ticket",
+    "choose",
+    "controller_maker",
+]

@@ -5,72 +5,66 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from egeria.controller.protocol import Request, Result
-from egeria.plasticity import Metric, pool_map
-from egeria.reference import Reference
+from egeria.controller.assessor import Assessor
+from egeria.controller.protocol import Report, Request
+from egeria.layers.batch import Batch
 
 
 class InlineController:
     """Runs the reference model inside `submit`; a failed evaluation becomes a result with an error.
 
     Args:
-        reference: the model to compare with.
-        metric: how to compare.
-        largest_map: side in pixels above which feature maps are pooled first.
+        assessor: the reference model and how to compare with it.
     """
 
-    def __init__(self, reference: Reference, metric: Metric, largest_map: int) -> None:
-        self._reference = reference
-        self._metric = metric
-        self._largest_map = largest_map
-        self._results: list[Result] = []
+    is_waiting = False
+    cpu_s = 0.0
 
-    @property
-    def builder(self) -> str:
-        """How its reference model is made."""
-        return self._reference.builder
+    def __init__(self, assessor: Assessor) -> None:
+        self._assessor = assessor
+        self._reports: list[Report] = []
 
-    def refresh(self, model: nn.Module) -> None:
-        """Bring the reference model up to date with the training weights."""
-        self._reference.refresh(model)
+    def warm_up(self) -> None:
+        """Do nothing: what is not needed is not paid for."""
+
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> None:
+        """Bring the reference model up to date with the training weights.
+
+        Raises:
+            ReferenceModelError: the model cannot be copied.
+        """
+        self._reports += self._assessor.refresh(evaluation, model, batch)
 
     def submit(self, request: Request) -> None:
         """Evaluate now; `poll` hands the result out."""
-        value, error = None, ""
+        ticket, activation = request.ticket, request.activation
         try:
-            value = self._evaluate(request)
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-        self._results.append(
-            Result(evaluation=request.evaluation, step=request.step, module=request.module, value=value, error=error)
-        )
+            training = self._assessor.plan.reduce(activation)
+            reference = self._assessor.run_reference(
+                ticket.tap, request.batch, activation.shape[0], as_gram=training.is_gram
+            )
+            self._reports += self._assessor.conclude(ticket, training, reference)
+        except Exception as error:
+            self._reports.append(ticket.failed(error))
 
-    def poll(self) -> list[Result]:
-        """Return the evaluations finished since the last call."""
-        finished, self._results = self._results, []
-        return finished
+    def poll(self) -> list[Report]:
+        """Return what has happened since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
 
     def close(self) -> None:
         """Forget what has not been polled."""
-        self._results.clear()
+        self._reports.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reference's state."""
-        return {"reference": self._reference.state_dict()}
+        """Return the assessor's state."""
+        return self._assessor.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Go on from a saved state."""
-        self._reference.load_state_dict(state["reference"], model)
-
-    def _evaluate(self, request: Request) -> float:
-        reference = self._reference.activation(request.tap, request.batch)
-        if reference is None:
-            raise ValueError(f"the reference gave no activation at {request.tap}")
-        # The training activation may stand for the first rows of the batch alone.
-        reference = reference[: request.activation.shape[0]]
-        return float(self._metric(self._pooled(request.activation), self._pooled(reference)))
-
-    def _pooled(self, activation: Tensor) -> Tensor:
-        return pool_map(activation, self._largest_map)
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> bool:
+        """Go on from a saved state; one that a controller process saved has no reference in it."""
+        if "reference" not in state:
+            return False
+        self._assessor.load_state_dict(state, model)
+        return True

@@ -44,11 +44,14 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     autocast: Autocast
+    needs_grad: bool = False
+    """Whether something in front of the model is in training too, such as a soft prompt."""
 
-    @property
-    def needs_grad(self) -> bool:
-        """Tell whether something in front of the model is in training too, such as a soft prompt."""
-        return tree.requires_grad((self.args, self.kwargs))
+    @classmethod
+    def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Batch:
+        """Return the arguments of a call that is being made, and what holds for it."""
+        needs_grad = tree.requires_grad((args, kwargs))
+        return cls(args=args, kwargs=kwargs, autocast=Autocast.current(device_type), needs_grad=needs_grad)
 
     def first_rows(self, count: int | None) -> Batch:
         """Return a copy cut to `count` samples, detached; whole without one, or if its tensors disagree on rows.

@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,32 @@ def undisturbed(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
 @contextmanager
 def kept_random_state(model: nn.Module) -> Iterator[None]:
     """Restore the random states of Python, numpy and torch, on the CPU and the model's devices, after the block."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    before = RandomState.current()
     try:
         with torch.random.fork_rng(devices=_accelerators(model)):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        before.set()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The random states of Python, numpy and torch on the CPU."""
+
+    of_python: Any
+    of_numpy: Any
+    of_torch: Tensor
+
+    @classmethod
+    def current(cls) -> RandomState:
+        """Return them as they are."""
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
+
+    def set(self) -> None:
+        """Go on from here: a model that draws random numbers in inference mode draws the same again."""
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+        torch.set_rng_state(self.of_torch)
 
 
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:

@@ -2,25 +2,31 @@
 
 from egeria.plasticity.activations import flatten_rows, pool_map
 from egeria.plasticity.metrics import (
+    GRAM_FORMS,
     METRICS,
     Metric,
     cosine_distance,
     find_metric,
+    gram,
     input_norm,
     l2_distance,
     linear_cka_distance,
     sp_loss,
+    sp_loss_of_grams,
 )
 
 __all__ = [
+    "GRAM_FORMS",
     "METRICS",
     "Metric",
     "cosine_distance",
     "find_metric",
     "flatten_rows",
+    "gram",
     "input_norm",
     "l2_distance",
     "linear_cka_distance",
     "pool_map",
     "sp_loss",
+    "sp_loss_of_grams",
 ]

@@ -31,7 +31,17 @@ def sp_loss(training: Tensor, reference: Tensor) -> Tensor:
         ValueError: the batches differ in size, or hold fewer than two samples.
     """
     a_BD, r_BD = _rows(training, reference, at_least=2)
-    return (_similarities(a_BD) - _similarities(r_BD)).square().sum() / a_BD.shape[0] ** 2
+    return sp_loss_of_grams(gram(a_BD), gram(r_BD))
+
+
+def sp_loss_of_grams(training: Tensor, reference: Tensor) -> Tensor:
+    """Return the similarity-preserving loss from the grams [B, B] of both activations.
+
+    Raises:
+        ValueError: the batches differ in size, or hold fewer than two samples.
+    """
+    _check_rows(training, reference, at_least=2)
+    return (_similarities(training) - _similarities(reference)).square().sum() / training.shape[0] ** 2
 
 
 def l2_distance(training: Tensor, reference: Tensor) -> Tensor:
@@ -69,6 +79,13 @@ def linear_cka_distance(training: Tensor, reference: Tensor) -> Tensor:
     return (_unit(a_BB) - _unit(r_BB)).square().sum() / 2
 
 
+def gram(a_BD: Tensor) -> Tensor:
+    """Return the inner products [B, B] of the rows, in the precision of the activation."""
+    # A loop may call `run.step` under autocast, which would round these products to 16 bits.
+    with torch.autocast(a_BD.device.type, enabled=False):
+        return a_BD @ a_BD.T
+
+
 METRICS: dict[str, Metric] = {
     "sp": sp_loss,
     "l2": l2_distance,
@@ -76,6 +93,9 @@ METRICS: dict[str, Metric] = {
     "input_norm": input_norm,
     "cka": linear_cka_distance,
 }
+
+GRAM_FORMS: dict[Metric, Metric] = {sp_loss: sp_loss_of_grams}
+"""The metrics that need no more than the grams of the two activations, and their form that takes these."""
 
 
 def find_metric(metric: Any) -> Metric:
@@ -95,19 +115,22 @@ def find_metric(metric: Any) -> Metric:
 
 
 def _rows(training: Tensor, reference: Tensor, at_least: int = 1) -> tuple[Tensor, Tensor]:
-    if training.shape[0] != reference.shape[0] or training.shape[0] < at_least:
-        raise ValueError(
-            f"A metric compares two equal batches of at least {at_least} samples, found {training.shape[0]} "
-            f"and {reference.shape[0]}. Evaluate both models on the same batch."
-        )
+    _check_rows(training, reference, at_least)
     same_layout = training.stride() == reference.stride()
     if not same_layout:
         reference, training = reference.contiguous(), training.contiguous()
     return flatten_rows(training), flatten_rows(reference)
 
 
-def _similarities(a_BD: Tensor) -> Tensor:
-    gram_BB = _gram(a_BD)
+def _check_rows(training: Tensor, reference: Tensor, at_least: int) -> None:
+    if training.shape[0] != reference.shape[0] or training.shape[0] < at_least:
+        raise ValueError(
+            f"A metric compares two equal batches of at least {at_least} samples, found {training.shape[0]} "
+            f"and {reference.shape[0]}. Evaluate both models on the same batch."
+        )
+
+
+def _similarities(gram_BB: Tensor) -> Tensor:
     # A power of two changes no digit; without it the squares of very small or large entries leave float32.
     exponent = gram_BB.diagonal().amax().frexp().exponent
     return functional.normalize(gram_BB.ldexp(-exponent), dim=1)
@@ -115,13 +138,7 @@ def _similarities(a_BD: Tensor) -> Tensor:
 
 def _centred_gram(a_BD: Tensor) -> Tensor:
     centred_BD = a_BD - a_BD.mean(dim=0)
-    return _gram(centred_BD)
-
-
-def _gram(a_BD: Tensor) -> Tensor:
-    # A loop may call `run.step` under autocast, which would round these products to 16 bits.
-    with torch.autocast(a_BD.device.type, enabled=False):
-        return a_BD @ a_BD.T
+    return gram(centred_BD)
 
 
 def _unit(matrix: Tensor) -> Tensor:

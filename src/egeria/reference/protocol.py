@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,11 +16,16 @@ class Reference(Protocol):
 
     @property
     def builder(self) -> str:
-        """How it is made, for the journal ('fp32 snapshot')."""
+        """How it is made, for the journal ("int8 static, x86 engine, 53 of 54 weighted layers")."""
         ...
 
-    def refresh(self, model: nn.Module) -> None:
-        """Take over the weights of the training model as they are now."""
+    def refresh(self, model: nn.Module, batch: Batch | None = None) -> None:
+        """Take over the weights of the training model as they are now.
+
+        Args:
+            model: the training model.
+            batch: the newest training batch, detached and of a few rows, to calibrate on.
+        """
         ...
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
@@ -27,9 +33,20 @@ class Reference(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights, empty before the first refresh."""
+        """Return what it takes to go on, empty before the first refresh."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Go on from saved weights; `model` gives the architecture."""
+        """Go on from a saved state, giving the same activations to the bit; `model` gives the architecture."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RungChange:
+    """The reference computes in another format from now on."""
+
+    before: str
+    """The format so far, "" if there was none."""
+    after: str
+    reason: str
+    """Why, with the error of each format that was tried in vain."""

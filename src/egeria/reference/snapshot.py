@@ -17,21 +17,35 @@ from egeria.layers.undisturbed import kept_random_state, undisturbed
 
 
 class SnapshotReference:
-    """A deep copy, made at the first refresh and brought up to date in place after that."""
+    """A deep copy, made at the first refresh and brought up to date in place after that.
+
+    Args:
+        device: where the copy lives; None for where the model is.
+    """
 
     builder = "fp32 snapshot"
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
         self._copy: nn.Module | None = None
+        self._device = device
 
-    def refresh(self, model: nn.Module) -> None:
+    @property
+    def model(self) -> nn.Module | None:
+        """The copy: the same object until shapes change, with weights replaced in place."""
+        return self._copy
+
+    def refresh(self, model: nn.Module, batch: Batch | None = None) -> None:
         """Take over the weights and buffers of the training model as they are now.
+
+        Args:
+            model: the training model.
+            batch: not needed: there is nothing to calibrate.
 
         Raises:
             ReferenceModelError: the model cannot be copied.
         """
         if self._copy is None or not _fits(self._copy, model):
-            self._copy = _copied(model)
+            self._copy = self._copied(model)
             return
         with torch.no_grad():
             for mine, theirs in zip(_tensors(self._copy), _tensors(model), strict=True):
@@ -59,10 +73,14 @@ class SnapshotReference:
         if not state:
             self._copy = None
             return
-        self._copy = _copied(model)
+        self._copy = self._copied(model)
         with torch.no_grad():
             for mine, saved in zip(_tensors(self._copy), state["tensors"], strict=True):
                 mine.copy_(saved)
+
+    def _copied(self, model: nn.Module) -> nn.Module:
+        copied = _copied(model)
+        return copied if self._device is None else copied.to(self._device)
 
 
 def _fits(copied: nn.Module, model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -14,14 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
-from egeria.controller import Controller, InlineController
+from egeria.controller import Choice, Controller, Limits, Plan, choose, controller_maker
 from egeria.errors import UnsupportedModelError
-from egeria.events import RunStarted
+from egeria.events import ControllerChosen, RunStarted
 from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy, SingleProcess
 from egeria.plasticity import find_metric
 from egeria.policy import choose_interval
-from egeria.reference import SnapshotReference
 from egeria.session.checks import check_model, check_optimizers, check_total_steps, choose_rule, read_config
 from egeria.session.driver import Driver
 from egeria.session.engine import EngineBuilder
@@ -42,6 +42,8 @@ def attach(
     total_steps: int | None = None,
     config: Config | Mapping[str, Any] | str | Path | None = None,
     directory: str | Path | None = None,
+    controller: str | Controller | None = None,
+    parallel: ParallelStrategy | None = None,
 ) -> Run:
     """Watch a training run and freeze its front layers as they converge.
 
@@ -51,11 +53,13 @@ def attach(
     Args:
         model: the model in training; call `run.model` in its place.
         optimizer: the optimizer, or all of them; never changed.
-        loader: the training loader; only its length is read, never a batch.
+        loader: the training loader; only its length and the number of its workers are read, never a batch.
         scheduler: the learning-rate scheduler; its kind picks the rule for thawing. Never stepped.
         total_steps: optimizer steps of the whole run; sets how often to evaluate.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`.
+        controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your own.
+        parallel: how several processes train together; None for one process.
 
     Returns:
         The run: call `run.step(loss)` once after each optimizer step.
@@ -64,36 +68,12 @@ def attach(
         ConfigError: an argument or a setting is outside its contract. A model that cannot be cut, or
             a directory that cannot be written, is no error: the run goes on without, with a warning.
     """
-    return attach_with(
-        model,
-        optimizer,
-        loader,
-        scheduler=scheduler,
-        total_steps=total_steps,
-        config=config,
-        directory=directory,
-    )
-
-
-def attach_with(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    loader: Any = None,
-    *,
-    scheduler: Any = None,
-    total_steps: int | None = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
-    directory: str | Path | None = None,
-    controller: Controller | None = None,
-    parallel: ParallelStrategy | None = None,
-) -> Run:
-    """Attach as `attach` does, with a controller or a parallel strategy of your own (tests, research)."""
     watch = Stopwatch()
-    settings = read_config(config)
+    settings = read_config(config, controller)
     optimizers = check_optimizers(check_model(model), optimizer)
     check_total_steps(total_steps)
     rule_name, rule = choose_rule(settings, scheduler)
-    make_controller = _controller_maker(settings, controller)
+    choice, make_controller = _choose_controller(settings, controller, model, loader)
     recorder = Recorder(Path(directory) if directory is not None else _new_directory())
     builder = EngineBuilder(
         model=model,
@@ -126,13 +106,10 @@ def attach_with(
         )
     )
     _say_what_is_left_out(recorder, settings, refusal)
-    driver = Driver(
-        builder=builder,
-        modules=modules,
-        interval_steps=interval_steps,
-        recorder=recorder,
-        refresh_evaluations=settings.reference.refresh_evaluations,
-    )
+    if modules:
+        recorder.write(ControllerChosen(step=0, controller=choice.kind, reason=choice.reason))
+        logging.getLogger("egeria").info("the controller runs %s: %s", choice.kind, choice.reason)
+    driver = Driver(builder=builder, modules=modules, interval_steps=interval_steps, recorder=recorder)
     driver.pace.add_overhead(*watch.read())
     return Run(builder.handle, driver, recorder)
 
@@ -152,11 +129,35 @@ def _new_directory() -> Path:
     return RUNS / name
 
 
-def _controller_maker(config: Config, controller: Controller | None) -> Callable[[], Controller]:
-    if controller is not None:
-        return lambda: controller
+def _choose_controller(
+    config: Config, given: str | Controller | None, model: nn.Module, loader: Any
+) -> tuple[Choice, Callable[[tuple[str, ...]], Controller]]:
+    """Return which controller it is and what makes it for the taps of a cut."""
+    if given is not None and not isinstance(given, str):
+        return Choice(kind=type(given).__name__, device="", reason="given to attach"), lambda taps: given
+    settings = config.controller
+    choice = choose(settings.kind, config.reference.device, model, loader)
     metric = find_metric(config.plasticity.metric)
-    return lambda: InlineController(SnapshotReference(), metric, config.plasticity.largest_map)
+
+    def plan(taps: tuple[str, ...]) -> Plan:
+        return Plan(
+            taps=taps,
+            metric=metric,
+            largest_map=config.plasticity.largest_map,
+            window=config.plasticity.window,
+            precision=config.reference.precision,
+            device=choice.device,
+            fidelity_share=config.reference.fidelity_share,
+        )
+
+    limits = Limits(
+        queue_length=settings.queue_length,
+        timeout_s=settings.timeout_s,
+        restarts=settings.restarts,
+        load_limit=settings.load_limit,
+        patience_s=settings.patience_s,
+    )
+    return choice, controller_maker(choice, plan, limits)
 
 
 def _cut(builder: EngineBuilder) -> tuple[tuple[LayerModule, ...], str | None]:

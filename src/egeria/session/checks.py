@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,19 @@ def check_total_steps(total_steps: Any) -> None:
         )
 
 
-def read_config(config: Any) -> Config:
-    """Return the configuration, whatever form it came in.
+def read_config(config: Any, controller: Any = None) -> Config:
+    """Return the configuration, whatever form it came in, with the kind of controller if that is named apart.
 
     Raises:
         ConfigError: it is malformed, or of an unknown form.
     """
+    settings = _read_config(config)
+    if not isinstance(controller, str):
+        return settings
+    return dataclasses.replace(settings, controller=dataclasses.replace(settings.controller, kind=controller))
+
+
+def _read_config(config: Any) -> Config:
     if config is None:
         return Config()
     if isinstance(config, Config):

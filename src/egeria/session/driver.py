@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from egeria.errors import StateError
-from egeria.events import ComputeProfiled, IntervalMeasured, ModulesOrdered, PlasticityRead
+from egeria.events import IntervalMeasured, ModulesOrdered
 from egeria.layers.modules import LayerModule
-from egeria.policy import BOOTSTRAPPING, Decision, EndBootstrapping, Interval, Reading
+from egeria.policy import BOOTSTRAPPING, EndBootstrapping, Interval, Thaw
 from egeria.session.applier import HarmfulFreezeError
+from egeria.session.clock import IntervalClock
 from egeria.session.engine import Engine, EngineBuilder
+from egeria.session.judge import Judge
 from egeria.session.losses import Losses
-from egeria.session.pace import Pace, Stopwatch
+from egeria.session.pace import Pace
 from egeria.session.recorder import Recorder
 
 FAULTS_BEFORE_GIVING_UP = 3
@@ -29,7 +31,6 @@ class Driver:
         modules: the cut of the model; empty for one that is only watched.
         interval_steps: `n`.
         recorder: where everything is told.
-        refresh_evaluations: evaluations between refreshes of the reference; None for the window's length.
     """
 
     def __init__(
@@ -39,20 +40,29 @@ class Driver:
         modules: tuple[LayerModule, ...],
         interval_steps: int,
         recorder: Recorder,
-        refresh_evaluations: int | None,
     ) -> None:
-        self.num_steps = 0
+        self._clock = IntervalClock(interval_steps)
         self._builder = builder
         self._engine: Engine | None = builder.build(modules) if modules else None
         self._order = builder.watch_order(modules) if modules else None
-        self._interval_steps = interval_steps
         self._recorder = recorder
         self.pace = Pace()
-        self._refresh_evaluations = refresh_evaluations
+        self._iteration_s = 0.0
+        self._judge = Judge(builder.config, recorder)
+        self._past_controller_cpu_s = 0.0
         self._losses = Losses()
-        self._profiled = False
         self._modules = modules
         self._faults_in_a_row: dict[str, int] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps done so far."""
+        return self._clock.num_steps
+
+    @property
+    def controller_cpu_s(self) -> float:
+        """CPU seconds of controller processes so far."""
+        return self._past_controller_cpu_s + (self._engine.evaluator.controller_cpu_s if self._engine else 0.0)
 
     @property
     def frozen(self) -> int:
@@ -76,11 +86,13 @@ class Driver:
             ConfigError: the loss is no number; nothing has been counted then.
         """
         self._losses.add(loss)
-        self.num_steps += 1
+        ends_interval = self._clock.tick()
         self._recorder.step = self.num_steps
         if self._order is not None:
             self._guarded("ordering the layer modules", self._settle_order)
-        if self.num_steps % self._interval_steps == 0:
+        if self._engine is not None and self._engine.evaluator.is_waiting:
+            self._guarded("taking in readings", self._take_in_readings)
+        if ends_interval:
             self._guarded("ending an interval", self._end_interval)
         self._guarded("preparing an evaluation", self._arm)
 
@@ -95,14 +107,14 @@ class Driver:
             engine.applier.release()
             try:
                 engine.evaluator.close()
+                self._past_controller_cpu_s += engine.evaluator.controller_cpu_s
             except Exception as error:
                 self._recorder.fault("closing the controller", error)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides."""
         state: dict[str, Any] = {
-            "step": self.num_steps,
-            "interval_steps": self._interval_steps,
+            **self._clock.state_dict(),
             "losses": self._losses.read(),
             "engine": None,
         }
@@ -120,8 +132,9 @@ class Driver:
         Raises:
             StateError: it belongs to another model; nothing has changed then.
         """
-        saved, step = state["engine"], state["step"]
-        interval_steps, losses = state["interval_steps"], list(state["losses"])
+        saved, losses = state["engine"], list(state["losses"])
+        clock = IntervalClock(1)
+        clock.load_state_dict(state)
         if saved is None:
             self.release()
         elif self._engine is None:
@@ -129,7 +142,9 @@ class Driver:
                 "A run's state fits the model it was saved from; that one was cut into layer modules, and this one is "
                 "not, or its run is closed. Attach the same model with the same configuration, then load."
             )
-        elif step:  # before the first step nothing was decided, and the order of execution is still to be seen
+        elif (
+            clock.num_steps
+        ):  # before the first step nothing was decided, and the order of execution is still to be seen
             modules = tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
             self._builder.check(modules)
             engine = self._builder.build(modules)
@@ -138,8 +153,8 @@ class Driver:
             self.release()
             self._engine = engine
             engine.applier.restore(engine.policy.frozen)
-        self.num_steps = self._recorder.step = step
-        self._interval_steps = interval_steps
+        self._clock = clock
+        self._recorder.step = clock.num_steps
         self._losses.restore(losses)
         self._guarded("preparing an evaluation", self._arm)
 
@@ -187,7 +202,7 @@ class Driver:
             self._recorder.decline(f"freezing {limit.name} and what follows", reason)
 
     def _end_interval(self) -> None:
-        evaluation = self.num_steps // self._interval_steps
+        evaluation = self._clock.evaluation
         interval = self._measure(evaluation)
         engine = self._engine
         if engine is None:
@@ -199,22 +214,26 @@ class Driver:
             return
         decisions = engine.policy.observe_interval(interval)
         engine.applier.apply(self.num_steps, decisions)
+        if any(isinstance(decision, Thaw) for decision in decisions):
+            engine.evaluator.void_before(evaluation)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
-            engine.evaluator.refresh(self.num_steps, evaluation)
+            engine.evaluator.refresh(evaluation)
         elif interval.loss is not None:
-            self._evaluate(engine, evaluation)
+            self._judge.evaluate(engine, self._clock, self._iteration_s)
         engine.evaluator.disarm()
 
     def _measure(self, evaluation: int) -> Interval:
         loss, num_bad = self._losses.take_mean()
         wall_s, cpu_s = self.pace.take_medians()
+        if not self.frozen:  # what evaluations may cost is measured against training without egeria
+            self._iteration_s = wall_s
         rate = self._builder.learning_rate(self.modules)
         self._recorder.write(
             IntervalMeasured(
                 step=self.num_steps,
                 evaluation=evaluation,
                 loss=loss,
-                num_steps=self._interval_steps,
+                num_steps=self._clock.interval_steps,
                 num_bad_losses=num_bad,
                 learning_rate=rate,
                 frozen=self.frozen,
@@ -227,54 +246,16 @@ class Driver:
             self._recorder.decline("freezing while the loss is not finite", reason)
         return Interval(step=self.num_steps, evaluation=evaluation, loss=loss, learning_rate=rate)
 
-    def _evaluate(self, engine: Engine, evaluation: int) -> None:
-        monitored = engine.policy.monitored
-        if monitored is None or engine.evaluator.has_given_up:
-            return
-        self._profile(engine)
-        watch = Stopwatch()
-        engine.evaluator.evaluate(self.num_steps, evaluation, monitored, engine.modules[monitored])
-        readings = engine.evaluator.poll()
-        wall_s, cpu_s = watch.read()
-        for reading in readings:
-            decisions = self._judge(engine, reading, wall_s, cpu_s)
-            engine.applier.apply(self.num_steps, decisions, engine.evaluator.batch)
-        period = self._refresh_evaluations or engine.policy.window
-        engine.evaluator.refresh_if_due(self.num_steps, evaluation, period)
-
-    def _judge(self, engine: Engine, reading: Reading, wall_s: float, cpu_s: float) -> Sequence[Decision]:
-        judgement = engine.policy.observe_reading(reading)
-        self._recorder.write(
-            PlasticityRead(
-                step=reading.step,
-                evaluation=reading.evaluation,
-                module=reading.module,
-                name=engine.modules[reading.module].name,
-                value=reading.value,
-                smoothed=judgement.smoothed,
-                slope=judgement.slope,
-                tolerance=judgement.tolerance,
-                stationary=judgement.stationary,
-                wall_s=wall_s,
-                cpu_s=cpu_s,
-            )
-        )
-        return judgement.decisions
-
-    def _profile(self, engine: Engine) -> None:
-        """Count the forward pass' operations, once; a model that cannot be counted is reported without them."""
-        batch = engine.evaluator.batch
-        if self._profiled or batch is None:
-            return
-        self._profiled = True
-        shares = engine.applier.forward_shares(batch)
-        if shares is not None:
-            self._recorder.write(ComputeProfiled(step=self.num_steps, forward_shares=shares))
+    def _take_in_readings(self) -> None:
+        if self._engine is not None:
+            self._judge.take_in_readings(self._engine)
 
     def _arm(self) -> None:
         engine = self._engine
-        if engine is None or (self.num_steps + 1) % self._interval_steps or engine.evaluator.has_given_up:
+        if engine is None or not self._clock.next_step_ends or engine.evaluator.has_given_up:
             return
         monitored = engine.policy.monitored
         if monitored is not None:
             engine.evaluator.arm(monitored, engine.modules[monitored])
+        elif engine.policy.stage == BOOTSTRAPPING:
+            engine.evaluator.arm(None, None)  # a batch to calibrate the first reference on

@@ -45,7 +45,7 @@ class EngineBuilder:
     total_steps: int | None
     parallel: ParallelStrategy
     recorder: Recorder
-    make_controller: Callable[[], Controller]
+    make_controller: Callable[[tuple[str, ...]], Controller]
 
     def parse(self, order: Sequence[str] | None = None) -> tuple[LayerModule, ...]:
         """Cut the model into layer modules.
@@ -70,6 +70,7 @@ class EngineBuilder:
             watched: what the first forward showed, once there was one.
         """
         limits = self.describe(modules, watched)
+        controller = self.make_controller(tuple(module.tap for module in modules[:-1]))
         policy = EgeriaPolicy(
             self.config,
             trainable=limits["trainable"],
@@ -88,7 +89,7 @@ class EngineBuilder:
                 parallel=self.parallel,
                 recorder=self.recorder,
             ),
-            evaluator=Evaluator(self.model, self.handle, self.make_controller(), self.config, self.recorder),
+            evaluator=Evaluator(self.model, self.handle, controller, self.config, self.recorder),
         )
 
     def check(self, modules: Sequence[LayerModule]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from egeria.config import Config
-from egeria.controller import Controller, Request, Result
-from egeria.events import ReadingDropped, ReferenceRefreshed
+from egeria.controller import Controller, Report, Request, Result, SteppedBack, Ticket
+from egeria.events import ReadingDropped
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.taps import TrainingTap, capture
@@ -17,8 +18,19 @@ from egeria.policy import Reading
 from egeria.session.handle import ModelHandle
 from egeria.session.pace import Stopwatch
 from egeria.session.recorder import Recorder
+from egeria.session.telling import RefreshCost, tell
 
 FAILURES_BEFORE_GIVING_UP = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """A reading, and the seconds it took in the training process and in the controller's."""
+
+    reading: Reading
+    wall_s: float
+    cpu_s: float
+    controller_cpu_s: float
 
 
 class Evaluator:
@@ -36,6 +48,8 @@ class Evaluator:
         self, model: nn.Module, handle: ModelHandle, controller: Controller, config: Config, recorder: Recorder
     ) -> None:
         self.batch: Batch | None = None
+        self.evaluated: Batch | None = None
+        """A copy of the batch of the newest evaluation: its rows that were looked at."""
         self._model = model
         self._handle = handle
         self._controller = controller
@@ -43,86 +57,113 @@ class Evaluator:
         self._reads_training = config.plasticity.mode == "train"
         self._needs_whole_batch = False
         self._recorder = recorder
+        self._is_armed = False
         self._armed: int | None = None
         self._tap: TrainingTap | None = None
         self._num_failures = 0
         self._evaluations_since_refresh: int | None = None
+        self._voided_before = 0
+        self._costs: dict[int, tuple[float, float]] = {}
+        self._refresh_cost = RefreshCost()
+        self._finished: list[Evaluated] = []
 
     @property
     def has_given_up(self) -> bool:
         """Tell whether evaluations failed so often in a row that no more are made."""
         return self._num_failures >= FAILURES_BEFORE_GIVING_UP
 
-    def arm(self, index: int, module: LayerModule) -> None:
-        """Keep the batch of the next training forward (the last one before the step, if there are several)."""
+    @property
+    def is_waiting(self) -> bool:
+        """Tell whether the controller has something under way."""
+        return self._controller.is_waiting
+
+    @property
+    def controller_cpu_s(self) -> float:
+        """CPU seconds spent outside the training process so far."""
+        return self._controller.cpu_s
+
+    def arm(self, index: int | None, module: LayerModule | None) -> None:
+        """Keep the batch of the next training forward (the last one before the step, if there are several).
+
+        Args:
+            index: which layer module will be evaluated; None for none yet, while the model bootstraps.
+            module: the layer module.
+        """
         self.disarm()
-        self._armed = index
+        self._armed, self._is_armed = index, True
         self._handle.keep_next(self._keep)
-        if self._reads_training:
+        if module is None:
+            self._controller.warm_up()
+        elif self._reads_training:
             self._tap = TrainingTap(self._model, module.tap, self._num_samples)
 
     def disarm(self) -> None:
         """Let go of the batch and of the hook on the training forward."""
         self._handle.keep_next(None)
         self.batch = None
-        self._armed = None
+        self._armed, self._is_armed = None, False
         if self._tap is not None:
             self._tap.close()
             self._tap = None
 
-    def refresh(self, step: int, evaluation: int) -> None:
+    def refresh(self, evaluation: int) -> None:
         """Bring the reference up to date with the training weights."""
         watch = Stopwatch()
-        self._controller.refresh(self._model)
+        calibration = None if self.batch is None else self._batch(self.batch)
+        self._controller.refresh(evaluation, self._model, calibration)
         self._evaluations_since_refresh = 0
-        wall_s, cpu_s = watch.read()
-        self._recorder.write(
-            ReferenceRefreshed(
-                step=step, evaluation=evaluation, builder=self._controller.builder, wall_s=wall_s, cpu_s=cpu_s
-            )
-        )
+        self._refresh_cost = RefreshCost(*watch.read())
+        self._take_in(self._controller.poll())
 
-    def refresh_if_due(self, step: int, evaluation: int, period: int) -> None:
-        """Refresh after `period` evaluations; a reference that was never made is due at once."""
+    def refresh_if_due(self, evaluation: int, period: int) -> bool:
+        """Refresh after `period` evaluations, or at once what was never made; return whether it was due."""
         age = self._evaluations_since_refresh
-        if age is None or age >= period:
-            self.refresh(step, evaluation)
+        if age is not None and age < period:
+            return False
+        self.refresh(evaluation)
+        return True
 
     def evaluate(self, step: int, evaluation: int, index: int, module: LayerModule) -> None:
         """Ask the controller for the plasticity of one layer module on the batch kept for it."""
+        ticket = Ticket(evaluation=evaluation, step=step, module=index, tap=module.tap)
         if self._evaluations_since_refresh is None:
-            self._drop(step, evaluation, index, "there is no reference yet")
+            self._write_dropped(evaluation, index, "there is no reference yet")
             return
         if self._armed is None or (self._tap is not None and self._armed != index):
             return  # it became the monitored one at this very step: nothing was kept for it
         self._evaluations_since_refresh += 1
         if self.batch is None:
-            self._drop(step, evaluation, index, "run.model was not called in training mode before this step")
+            self._write_dropped(evaluation, index, "run.model was not called in training mode before this step")
             self._note_failure("the loop does not call run.model in training mode; call it in place of the model")
             return
+        watch = Stopwatch()
         activation = self._activation(module)
         if activation is None:
-            self._drop(step, evaluation, index, f"{module.tap} gave no floating-point tensor of two dimensions")
+            self._write_dropped(evaluation, index, f"{module.tap} gave no floating-point tensor of two dimensions")
             self._note_failure(f"layer module {module.name} gives no tensor to judge it by")
             return
-        self._controller.submit(
-            Request(
-                evaluation=evaluation,
-                step=step,
-                module=index,
-                tap=module.tap,
-                batch=self._batch(self.batch),
-                activation=activation,
-            )
-        )
+        self.evaluated = self._batch(self.batch)
+        self._controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
+        self._costs[evaluation] = watch.read()
 
-    def poll(self) -> list[Reading]:
+    def poll(self) -> list[Evaluated]:
         """Return the finished readings; what cannot be used is journaled and left out."""
-        return [reading for result in self._controller.poll() if (reading := self._reading(result)) is not None]
+        self._take_in(self._controller.poll())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def void_before(self, evaluation: int) -> None:
+        """Drop what was asked for earlier than this evaluation: it is of the time before a thaw."""
+        self._voided_before = evaluation
+
+    def drop_late(self, reading: Reading) -> None:
+        """Journal a reading of a layer module that is not monitored any more."""
+        self._write_dropped(reading.evaluation, reading.module, "it came late: the layer module is no longer monitored")
 
     def close(self) -> None:
         """Let go of everything held."""
         self.disarm()
+        self.evaluated = None
         self._controller.close()
 
     def state_dict(self) -> dict[str, object]:
@@ -136,10 +177,11 @@ class Evaluator:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on from a saved state."""
-        self._evaluations_since_refresh = state["evaluations_since_refresh"]  # type: ignore[assignment]
         self._needs_whole_batch = bool(state["needs_whole_batch"])
         self._num_failures = int(state["num_failures"])  # type: ignore[call-overload]
-        self._controller.load_state_dict(state["controller"], self._model)  # type: ignore[arg-type]
+        can_go_on = self._controller.load_state_dict(state["controller"], self._model)  # type: ignore[arg-type]
+        age = state["evaluations_since_refresh"] if can_go_on else None
+        self._evaluations_since_refresh = age  # type: ignore[assignment]
 
     def _keep(self, batch: Batch) -> None:
         self.batch = batch
@@ -163,19 +205,34 @@ class Evaluator:
                 self._needs_whole_batch = True
                 return capture(self._model, module.tap, self._batch(self.batch))
 
-    def _reading(self, result: Result) -> Reading | None:
-        if result.value is None or not math.isfinite(result.value):
+    def _take_in(self, reports: list[Report]) -> None:
+        for report in reports:
+            if isinstance(report, Result):
+                self._take_in_result(report)
+            else:
+                tell(self._recorder, report, self._refresh_cost)
+                if isinstance(report, SteppedBack) and report.final:
+                    self._num_failures = FAILURES_BEFORE_GIVING_UP
+
+    def _take_in_result(self, result: Result) -> None:
+        wall_s, cpu_s = self._costs.pop(result.evaluation, (0.0, 0.0))
+        if result.lost or result.evaluation < self._voided_before:
+            reason = result.lost or "it came late: everything thawed meanwhile"
+            self._write_dropped(result.evaluation, result.module, reason)
+        elif result.value is None or not math.isfinite(result.value):
             reason = result.error or f"the value is {result.value}"
-            self._drop(result.step, result.evaluation, result.module, reason)
+            self._write_dropped(result.evaluation, result.module, reason)
             self._recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training goes on.")
             if result.error:
                 self._note_failure(f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {result.error}")
-            return None
-        self._num_failures = 0
-        return Reading(step=result.step, evaluation=result.evaluation, module=result.module, value=result.value)
+        else:
+            self._num_failures = 0
+            reading = Reading(step=result.step, evaluation=result.evaluation, module=result.module, value=result.value)
+            self._finished.append(Evaluated(reading=reading, wall_s=wall_s, cpu_s=cpu_s, controller_cpu_s=result.cpu_s))
 
-    def _drop(self, step: int, evaluation: int, module: int, reason: str) -> None:
-        self._recorder.write(ReadingDropped(step=step, evaluation=evaluation, module=module, reason=reason))
+    def _write_dropped(self, evaluation: int, module: int, reason: str) -> None:
+        event = ReadingDropped(step=self._recorder.step, evaluation=evaluation, module=module, reason=reason)
+        self._recorder.write(event)
 
     def _note_failure(self, reason: str) -> None:
         self._num_failures += 1

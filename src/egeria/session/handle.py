@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from egeria.layers.batch import Autocast, Batch
+from egeria.layers.batch import Batch
 
 
 class ModelHandle(nn.Module):
@@ -52,7 +52,7 @@ class ModelHandle(nn.Module):
         keep = self.__dict__["_keep"]
         if keep is not None and bare.training and torch.is_grad_enabled():
             device = next((parameter.device.type for parameter in bare.parameters()), "cpu")
-            keep(Batch(args=args, kwargs=kwargs, autocast=Autocast.current(device)))
+            keep(Batch.of_call(args, kwargs, device))
         return self.__dict__["_target"](*args, **kwargs)
 
     def train(self, mode: bool = True) -> ModelHandle:

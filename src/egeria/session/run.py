@@ -114,6 +114,7 @@ class Run:
                 frozen=self.frozen,
                 overhead_wall_s=self._driver.pace.overhead_wall_s,
                 overhead_cpu_s=self._driver.pace.overhead_cpu_s,
+                controller_cpu_s=self._driver.controller_cpu_s,
             )
         )
         self._finalizer()

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from egeria.controller import Request, Result
+from egeria.controller import Refreshed, Report, Request, Result
+from egeria.layers.batch import Batch
 
 
 class ScriptedController:
@@ -19,7 +20,8 @@ class ScriptedController:
         refreshing: called at each refresh with the model; may raise.
     """
 
-    builder = "script"
+    is_waiting = False
+    cpu_s = 0.0
 
     def __init__(
         self,
@@ -30,24 +32,27 @@ class ScriptedController:
         self.closed = False
         self._readings = readings
         self._refreshing = refreshing
-        self._results: list[Result] = []
+        self._reports: list[Report] = []
 
-    def refresh(self, model: nn.Module) -> None:
+    def warm_up(self) -> None:
+        """Do nothing."""
+
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> None:
         """Do what the script does at a refresh."""
         self._refreshing(model)
+        self._reports.append(Refreshed(evaluation=evaluation, builder="script"))
 
     def submit(self, request: Request) -> None:
         """Note the request and read the script."""
         self.requests.append(request)
-        value = self._readings(request.evaluation, request.module)
-        self._results.append(
-            Result(evaluation=request.evaluation, step=request.step, module=request.module, value=value)
-        )
+        ticket = request.ticket
+        value = self._readings(ticket.evaluation, ticket.module)
+        self._reports.append(Result(evaluation=ticket.evaluation, step=ticket.step, module=ticket.module, value=value))
 
-    def poll(self) -> list[Result]:
+    def poll(self) -> list[Report]:
         """Return what was read since the last call."""
-        results, self._results = self._results, []
-        return results
+        reports, self._reports = self._reports, []
+        return reports
 
     def close(self) -> None:
         """Note that the run let go."""
@@ -57,5 +62,6 @@ class ScriptedController:
         """Return nothing: the script is its own state."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> bool:
         """Do nothing."""
+        return True

@@ -1,0 +1,136 @@
+"""What each number format of the reference model costs and loses, against float32 as the user runs it.
+
+    python -m benchmarks.micro.reference_speed [--models resnet20,bert] [--rounds 7]
+
+Speed is that of a forward pass to the last tap against the plain model in inference mode (float32,
+NCHW, no autocast), in one process, in turn, as the median ratio of wall-clock times. Times to make
+and to refresh are medians over builds behind a warm-up; the SP error is that of the last build. All
+weights are random, so errors tell only how the formats compare. Convolutional nets have seen three
+batches in training mode, so that their running statistics are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.micro.interleaved import compare
+from egeria.layers.batch import Autocast, Batch
+from egeria.layers.parse import parse_modules
+from egeria.layers.taps import capture
+from egeria.layers.undisturbed import undisturbed
+from egeria.plasticity import pool_map, sp_loss
+from egeria.reference import LadderReference, Machine, warm_up
+from egeria.testing.convnets import cifar_resnet, mobilenet_v2, resnet50
+
+_LARGEST_MAP = 16
+_PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the batches it is measured with."""
+
+    model: nn.Module
+    batch: Batch
+    precisions: tuple[str, ...] = ("int8", "bf16", "fp32")
+
+
+def main() -> None:
+    """Measure and print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SUBJECTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warm_up()
+    print(f"One thread, torch {torch.__version__}, {Machine.here()}.\n")
+    print("| model | precision | rung | speed | made in s | refreshed in s | SP error per tap |")
+    print("|---|---|---|---|---|---|---|")
+    for name in options.models.split(","):
+        torch.manual_seed(0)
+        subject = SUBJECTS[name]()
+        for precision in subject.precisions:
+            print(f"| {name} | {precision} | {_row(subject, precision, options.rounds)} |", flush=True)
+
+
+def _row(subject: Subject, precision: str, rounds: int) -> str:
+    taps = [module.tap for module in parse_modules(subject.model)]
+    few = subject.batch.first_rows(32)
+    made, refreshed = [], []
+    for _ in range(3):
+        reference = LadderReference(taps, precision=precision)
+        made.append(_seconds(lambda reference=reference: reference.refresh(subject.model, few)))
+        refreshed.append(_seconds(lambda reference=reference: reference.refresh(subject.model)))
+    speed = measure_speed(subject, reference, taps[-1], rounds)
+    errors = ", ".join(f"{reference.error(tap, _metric):.0e}" for tap in taps)
+    times = f"{statistics.median(made):.2f} | {statistics.median(refreshed):.3f}"
+    return f"{reference.builder} | {speed:.1f}x | {times} | {errors}"
+
+
+def measure_speed(subject: Subject, reference: LadderReference, tap: str, rounds: int) -> float:
+    """Return how many times as fast as the plain model the reference gives the activation at a tap."""
+    subject.model.eval()
+
+    def plain() -> None:
+        with undisturbed(subject.model):
+            capture(subject.model, tap, subject.batch)
+
+    return 1 / compare(plain, lambda: _ignore(reference.activation(tap, subject.batch)), rounds=rounds).wall_ratio()
+
+
+def _ignore(_value: object) -> None:
+    pass
+
+
+def _metric(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    return sp_loss(pool_map(exact, _LARGEST_MAP), pool_map(found, _LARGEST_MAP))
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def _images(model: nn.Module, rows: int, side: int) -> Subject:
+    images = torch.randn(rows, 3, side, side)
+    with torch.no_grad():
+        for _ in range(3):
+            model.train()(images[:32] + torch.randn(1, 3, 1, 1))
+    return Subject(model.eval(), Batch(args=(images,), kwargs={}, autocast=_PLAIN))
+
+
+def _words(rows: int, **sizes: Any) -> Subject:
+    from transformers import BertConfig, BertModel  # noqa: PLC0415 - takes seconds, and not every run needs it
+
+    words = torch.randint(0, 30000, (rows, 128))
+    kwargs = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    return Subject(BertModel(BertConfig(**sizes)).eval(), Batch(args=(), kwargs=kwargs, autocast=_PLAIN))
+
+
+def _minilm() -> Subject:
+    return _words(16, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "resnet20": lambda: _images(cifar_resnet(20), 128, 32),
+    "resnet56": lambda: _images(cifar_resnet(56), 128, 32),
+    "mobilenet_v2-64px": lambda: _images(mobilenet_v2(), 32, 64),
+    "mobilenet_v2-224px": lambda: _images(mobilenet_v2(), 8, 224),
+    "resnet50-64px": lambda: _images(resnet50(), 32, 64),
+    "resnet50-224px": lambda: _images(resnet50(), 8, 224),
+    "minilm": _minilm,
+    "bert": lambda: _words(8),
+}
+
+
+if __name__ == "__main__":
+    main()

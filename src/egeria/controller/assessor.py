@@ -1,0 +1,151 @@
+"""Comparing the training model with the reference: the work of a controller, wherever it runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria.controller.protocol import FidelityRead, Refreshed, Report, Result, RungTaken, Ticket
+from egeria.layers.batch import Batch
+from egeria.plasticity import GRAM_FORMS, Metric, flatten_rows, gram, pool_map
+from egeria.reference import LadderReference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """What is left of an activation once it is ready to be compared."""
+
+    tensor: Tensor
+    """Pooled activation [B, ...], or the gram of its rows [B, B]."""
+    is_gram: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What an assessor is made from; travels to the controller process."""
+
+    taps: tuple[str, ...]
+    metric: Metric
+    largest_map: int
+    window: int
+    precision: str
+    device: str
+    fidelity_share: float
+
+    def beginning_at(self, precision: str) -> Plan:
+        """Return the plan with another first rung."""
+        return replace(self, precision=precision)
+
+    def reduce(self, activation: Tensor, *, as_gram: bool | None = None) -> Output:
+        """Pool an activation, and take its gram where the metric knows it and it is the smaller of the two."""
+        pooled = pool_map(activation.detach(), self.largest_map)
+        rows = pooled.shape[0]
+        if as_gram is None:
+            as_gram = self.metric in GRAM_FORMS and pooled.numel() > rows * rows
+        return Output(tensor=gram(flatten_rows(pooled)) if as_gram else pooled, is_gram=as_gram)
+
+    def compare(self, training: Output, reference: Output) -> float:
+        """Return the metric between two outputs of the same form."""
+        metric = GRAM_FORMS[self.metric] if training.is_gram else self.metric
+        with torch.no_grad():
+            return float(metric(training.tensor, reference.tensor))
+
+
+class Assessor:
+    """Runs the reference, compares, and watches whether the reference is exact enough.
+
+    Once in the life of a snapshot, after `checks_at` readings of a tap, its error is compared with
+    what it is there to show: the metric between the full-precision snapshot and its quantized form
+    may be at most `fidelity_share` of the mean of those readings. Above that the activation ranges are
+    taken anew, and if that does not help the next, more exact number format is taken.
+    """
+
+    def __init__(self, plan: Plan, reference: LadderReference | None = None) -> None:
+        self.plan = plan
+        self.reference = reference or LadderReference(plan.taps, precision=plan.precision, device=plan.device)
+        self.checks_at = max(2, plan.window // 2)
+        self._readings: dict[str, list[float]] = {}
+        self._checked: set[str] = set()
+
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> list[Report]:
+        """Take over the weights of the model; what the ladder did about it is in the reports."""
+        self.reference.refresh(model, batch)
+        self._readings, self._checked = {}, set()
+        return [*self._changes(), Refreshed(evaluation=evaluation, builder=self.reference.builder)]
+
+    def run_reference(self, tap: str, batch: Batch, num_rows: int, *, as_gram: bool) -> Output:
+        """Return the reference's output for the first rows of the batch.
+
+        Raises:
+            ValueError: the reference has nothing to compare at this tap.
+        """
+        activation = self.reference.activation(tap, batch)
+        if activation is None:
+            raise ValueError(f"the reference gave no activation at {tap}")
+        return self.plan.reduce(activation[:num_rows], as_gram=as_gram)
+
+    def conclude(self, ticket: Ticket, training: Output, reference: Output, cpu_s: float = 0.0) -> list[Report]:
+        """Compare the two outputs of an evaluation, and look after the reference's fidelity."""
+        try:
+            value = self.plan.compare(training, reference)
+        except Exception as error:
+            return [ticket.failed(error, cpu_s)]
+        result = Result(evaluation=ticket.evaluation, step=ticket.step, module=ticket.module, value=value, cpu_s=cpu_s)
+        return [result, *self._review(ticket.tap, value)]
+
+    def _review(self, tap: str, value: float) -> list[Report]:
+        """Take in a reading; check the reference's fidelity when there are enough of them."""
+        readings = self._readings.setdefault(tap, [])
+        if math.isfinite(value):
+            readings.append(value)
+        if len(readings) != self.checks_at or self.reference.rung == "fp32" or tap in self._checked:
+            return []
+        self._checked.add(tap)
+        plasticity = statistics.fmean(readings)
+        rung, error = self.reference.rung, self.reference.error(tap, self._metric)
+        if error is None:
+            return []
+        outcome = "kept"
+        if not error <= self.plan.fidelity_share * plasticity:
+            outcome, error = self._improve(tap, error, plasticity)
+        read = FidelityRead(tap=tap, rung=rung, error=error, plasticity=plasticity, outcome=outcome)
+        return [read, *self._changes()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the reference's state and the readings of this snapshot."""
+        readings = {tap: list(values) for tap, values in self._readings.items()}
+        return {"reference": self.reference.state_dict(), "readings": readings, "checked": sorted(self._checked)}
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Go on from a saved state."""
+        self.reference.load_state_dict(state["reference"], model)
+        self._readings = {tap: list(values) for tap, values in state["readings"].items()}
+        self._checked = set(state["checked"])
+
+    def _improve(self, tap: str, error: float, plasticity: float) -> tuple[str, float]:
+        limit = self.plan.fidelity_share * plasticity
+        if self.reference.is_stale and self.reference.recalibrate():
+            again = self.reference.error(tap, self._metric)
+            if again is not None and again <= limit:
+                return "recalibrated", again
+        reason = (
+            f"at {tap} its own error of {error:.1e} is above {self.plan.fidelity_share:.0%} of the recent "
+            f"plasticity of {plasticity:.1e}"
+        )
+        return ("escalated" if self.reference.escalate(reason) else "exhausted"), error
+
+    def _metric(self, first: Tensor, second: Tensor) -> Tensor:
+        training = self.plan.reduce(first)
+        return torch.tensor(self.plan.compare(training, self.plan.reduce(second, as_gram=training.is_gram)))
+
+    def _changes(self) -> Sequence[Report]:
+        return [
+            RungTaken(before=change.before, after=change.after, reason=change.reason)
+            for change in self.reference.take_changes()
+        ]

@@ -1,0 +1,142 @@
+"""Packing models, batches and activations into shared memory.
+
+A parcel is a pickle in which tensors are replaced by their place behind it: they are copied once,
+from whatever device they are on. Classes of the user's script or notebook travel by value
+(cloudpickle), so the other process never runs the script again.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import math
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from egeria.controller.memory import Segment
+
+ALIGNMENT = 64
+HEADER_BYTES = 8
+HOOKS = (
+    "_forward_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def pack(thing: Any, segment: Segment) -> int:
+    """Put anything into the segment and return how many bytes it takes there.
+
+    Of modules the hooks stay behind that only watch or save; pre-hooks go along, some compute weights.
+
+    Raises:
+        Exception: whatever its pickling raises.
+        OSError: there is no memory left.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(thing)
+    pickled = file.getbuffer()
+    begin = _aligned(HEADER_BYTES + len(pickled))
+    memory = segment.reserve(begin + pickler.size_bytes)
+    memory[:HEADER_BYTES] = len(pickled).to_bytes(HEADER_BYTES, "little")
+    memory[HEADER_BYTES : HEADER_BYTES + len(pickled)] = pickled
+    with torch.no_grad():
+        for tensor, place in zip(pickler.tensors, pickler.places, strict=True):
+            if tensor.numel():
+                _window(memory, begin, place).copy_(tensor.permute(place[2]))
+    return begin + pickler.size_bytes
+
+
+def unpack(segment: Segment, size_bytes: int) -> Any:
+    """Return what was packed; its tensors are copies of their own, on the CPU, without gradient."""
+    memory = segment.map(size_bytes)
+    length = int.from_bytes(memory[:HEADER_BYTES], "little")
+    pickled = memory[HEADER_BYTES : HEADER_BYTES + length]
+    return _Unpickler(io.BytesIO(pickled), memory, _aligned(HEADER_BYTES + length)).load()
+
+
+Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+"""Offset in bytes, shape in the order of memory, that order of the dimensions, dtype, whether it is a parameter."""
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves plain tensors out and notes where they go; one that appears twice goes once."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self.places: list[Place] = []
+        self.size_bytes = 0
+        self._known: dict[int, tuple[int, Tensor]] = {}  # the tensor too: an id is unique only among the living
+
+    def persistent_id(self, thing: Any) -> tuple[int, Place] | None:
+        if type(thing) not in PLAIN_TENSORS or thing.layout is not torch.strided or thing.is_quantized or thing.is_meta:
+            return None
+        if id(thing) not in self._known:
+            self._known[id(thing)] = len(self.tensors), thing
+            order = _memory_order(thing)
+            shape = tuple(thing.shape[dim] for dim in order)
+            self.places.append((self.size_bytes, shape, order, thing.dtype, isinstance(thing, nn.Parameter)))
+            self.tensors.append(thing.detach())
+            self.size_bytes += _aligned(thing.numel() * thing.element_size())
+        index, _ = self._known[id(thing)]
+        return index, self.places[index]
+
+    def reducer_override(self, thing: Any) -> Any:
+        if not isinstance(thing, nn.Module):
+            return super().reducer_override(thing)
+        try:
+            make, arguments, state, *rest = (*thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL), None)[:6]
+        except RuntimeError:  # parametrized modules refuse, for the sake of files that outlive their classes
+            make, arguments, state, rest = copyreg.__newobj__, (type(thing),), vars(thing), []  # type: ignore[attr-defined]
+        if isinstance(state, dict):
+            state = {name: OrderedDict() if name in HOOKS else value for name, value in state.items()}
+        return (make, arguments, state, *rest[:3])
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, memory: Any, begin: int) -> None:
+        super().__init__(file)
+        self._memory = memory
+        self._begin = begin
+        self._tensors: dict[int, Tensor] = {}
+
+    def persistent_load(self, name: tuple[int, Place]) -> Tensor:
+        index, place = name
+        if index not in self._tensors:
+            self._tensors[index] = self._load(place)
+        return self._tensors[index]
+
+    def _load(self, place: Place) -> Tensor:
+        _, shape, order, dtype, is_parameter = place
+        found = (
+            _window(self._memory, self._begin, place).clone() if math.prod(shape) else torch.empty(shape, dtype=dtype)
+        )
+        tensor = found.permute(tuple(order.index(dim) for dim in range(len(order))))
+        return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def _window(memory: Any, begin: int, place: Place) -> Tensor:
+    offset, shape, _, dtype, _ = place
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=begin + offset).view(shape)
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the outermost in memory to the innermost, so that channels_last stays what it is."""
+    strides: tuple[int, ...] = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,318 @@
+"""The controller in a process of its own: training hands over, polls, and never waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from egeria.controller.assessor import Plan
+from egeria.controller.launch import Child
+from egeria.controller.messages import (
+    Emptied,
+    FromController,
+    Ready,
+    Reports,
+    TakeInput,
+    TakeModel,
+    TakeOutput,
+    TakeSnapshot,
+    ToController,
+    Unusable,
+)
+from egeria.controller.protocol import Refreshed, Report, Request, Restarted, Result, RungTaken, SteppedBack, Ticket
+from egeria.controller.queues import Place, Producer
+from egeria.errors import ControllerError
+from egeria.layers.batch import Batch
+from egeria.layers.undisturbed import RandomState
+
+RESTARTS_WITHOUT_A_WORD = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How far the controller process is trusted."""
+
+    queue_length: int = 4
+    """Evaluations under way at a time."""
+    timeout_s: float = 120.0
+    """Seconds without a sign of life, while it has work, after which it is replaced."""
+    restarts: int = 20
+    """How often it is replaced in a run."""
+    load_limit: float = 0.5
+    """Load of the rest of the machine above which it waits."""
+    patience_s: float = 10.0
+    """Longest wait for the load to fall."""
+
+
+class ProcessController:
+    """Gives the evaluations to a child process, and replaces it when it dies or hangs.
+
+    Three queues as in the paper: batches go through IQ, training outputs through TOQ, and inside the
+    child reference outputs wait in ROQ for the training output of the same evaluation. Weights and a
+    calibration batch go through a queue of length one: a new snapshot waits until the last is taken.
+
+    Args:
+        plan: how to evaluate.
+        limits: how far the process is trusted.
+
+    Any method raises `ControllerError` where a process cannot be had at all: it cannot be started, or
+    the model cannot be sent to it.
+    """
+
+    def __init__(self, plan: Plan, limits: Limits) -> None:
+        self._plan = plan
+        self._limits = limits
+        self._queues = {
+            "iq": Producer(limits.queue_length),
+            "toq": Producer(limits.queue_length),
+            "model": Producer(1),
+            "snapshot": Producer(1),
+        }
+        self._child: Child | None = None
+        self._was_ready = False
+        self._places: dict[str, Place] = {}
+        self._shapes: list[object] = []
+        self._wanted: tuple[int, nn.Module, Batch | None] | None = None
+        self._pending: dict[int, Ticket] = {}
+        self._reports: list[Report] = []
+        self._rung = plan.precision
+        self._heard_at_s = 0.0
+        self._num_restarts = self._num_mute_restarts = 0
+        self._past_cpu_s = self._child_cpu_s = 0.0
+        self._snapshot_evaluation = 0
+        self._is_refreshing = False
+        self._is_deaf = False
+        self._has_stopped = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Tell whether something is under way."""
+        return bool(self._pending or self._reports or self._wanted or self._is_refreshing)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of the controller processes so far."""
+        return self._past_cpu_s + self._child_cpu_s
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process, None while there is none."""
+        return self._child.pid if self._child else None
+
+    def warm_up(self) -> None:
+        """Start the process: it imports what it needs while the model bootstraps."""
+        if self._child is None and not self._has_stopped:
+            self._start()
+
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> None:
+        """Send the weights as they are now, or as soon as the process has taken the last ones."""
+        if self._has_stopped:
+            return
+        self.warm_up()
+        self._wanted = (evaluation, model, batch)
+        self._send_wanted()
+
+    def submit(self, request: Request) -> None:
+        """Queue one evaluation; without room it is lost and reported so."""
+        if self._has_stopped:
+            return
+        ticket = request.ticket
+        try:
+            reason = self._queue(request)
+        except Exception as error:
+            self._reports.append(ticket.failed(error))
+            return
+        if reason:
+            self._reports.append(ticket.lost(reason))
+        else:
+            self._pending[ticket.evaluation] = ticket
+
+    def poll(self) -> list[Report]:
+        """Return what has happened since the last call; a process that died or hangs is replaced here."""
+        if self._child is not None:
+            try:
+                for message in self._child.receive():
+                    self._hear(message)
+            except (EOFError, OSError):
+                self._replace("it died")
+            else:
+                self._look_after()
+        if self._wanted is not None and self._child is not None:
+            self._send_wanted()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def close(self) -> None:
+        """End the process and give back the memory."""
+        self._end_child()
+        self._has_stopped = True
+        self._pending.clear()
+        self._reports.clear()
+        self._wanted = None
+        for queue in self._queues.values():
+            queue.close()
+
+    def abandon(self, reason: str) -> list[Report]:
+        """Close, and return what was not polled yet; evaluations under way are lost for this reason."""
+        reports = [*self._reports, *(ticket.lost(reason) for ticket in self._pending.values())]
+        self.close()
+        return reports
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number format; the reference itself starts anew from the weights of the resumed model."""
+        return {"rung": self._rung}
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> bool:
+        """Begin at the saved number format; the reference is still to be refreshed."""
+        self._rung = state.get("rung", self._rung)
+        return False
+
+    # --- to the process ------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        descriptors = {name: [entry.descriptor for entry in queue.segments] for name, queue in self._queues.items()}
+        orders = {
+            "queues": descriptors,
+            "queue_length": self._limits.queue_length,
+            "load_limit": self._limits.load_limit,
+            "patience_s": self._limits.patience_s,
+        }
+        try:
+            self._child = Child(orders, [entry for entries in descriptors.values() for entry in entries])
+        except (OSError, ValueError) as error:
+            raise ControllerError(f"the controller process cannot be started ({error})") from error
+        self._heard_at_s = time.monotonic()
+
+    def _send(self, message: ToController) -> None:
+        """Send; where that fails `poll` replaces the process."""
+        if self._child is None:
+            return
+        if not self._is_busy:
+            self._heard_at_s = time.monotonic()  # it had nothing to say before
+        try:
+            self._child.send(message)
+        except OSError:
+            self._is_deaf = True
+
+    def _send_wanted(self) -> None:
+        """Send the newest weights unless the last ones still lie there."""
+        if self._wanted is None or not self._queues["snapshot"].free:
+            return
+        evaluation, model, batch = self._wanted
+        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+        shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        try:
+            is_new = shapes != self._shapes
+            if is_new:
+                self._pack("model", (self._plan, model))
+            self._pack("snapshot", (tensors, batch))
+            self._snapshot_evaluation = evaluation
+        except Exception as error:
+            raise ControllerError(
+                f"the model cannot be sent to the controller process ({type(error).__name__}: {error})"
+            ) from error
+        self._shapes = shapes
+        self._wanted = None
+        self._send_packed(with_model=is_new)
+
+    def _send_packed(self, *, with_model: bool) -> None:
+        if with_model:
+            self._send(TakeModel(self._places["model"], self._rung))
+        self._is_refreshing = True
+        self._send(TakeSnapshot(self._snapshot_evaluation, self._places["snapshot"]))
+
+    def _pack(self, queue: str, thing: Any) -> None:
+        producer = self._queues[queue]
+        producer.empty()
+        place = producer.put(thing)
+        assert place is not None
+        self._places[queue] = place
+
+    def _queue(self, request: Request) -> str:
+        """Put batch and training output into their queues; return why not, if not."""
+        if not (self._queues["iq"].free and self._queues["toq"].free):
+            return "the controller is behind: its queues are full"
+        ticket = request.ticket
+        training = self._plan.reduce(request.activation)
+        batch_place = self._queues["iq"].put((request.batch, RandomState.current()))
+        output_place = self._queues["toq"].put(training)
+        assert batch_place is not None and output_place is not None
+        num_rows = request.activation.shape[0]
+        self._send(TakeInput(ticket, batch_place, num_rows, training.is_gram))
+        self._send(TakeOutput(ticket.evaluation, output_place))
+        return ""
+
+    # --- from the process ----------------------------------------------------------------------
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._pending) or self._is_refreshing or not self._was_ready
+
+    def _hear(self, message: FromController) -> None:
+        self._heard_at_s = time.monotonic()
+        if isinstance(message, Ready):
+            self._was_ready = True
+        elif isinstance(message, Emptied):
+            if message.queue != "model":  # kept for a process that replaces this one
+                self._queues[message.queue].release(message.slot)
+        elif isinstance(message, Unusable):
+            raise ControllerError(f"the model cannot be rebuilt in the controller process ({message.reason})")
+        elif isinstance(message, Reports):
+            self._child_cpu_s = message.cpu_s
+            for report in message.reports:
+                self._take_in(report)
+
+    def _take_in(self, report: Report) -> None:
+        if isinstance(report, Result):
+            if self._pending.pop(report.evaluation, None) is None:
+                return
+            self._num_mute_restarts = 0
+        elif isinstance(report, RungTaken):
+            self._rung = report.after
+        elif isinstance(report, Refreshed):
+            self._is_refreshing = False
+        self._reports.append(report)
+
+    def _look_after(self) -> None:
+        if self._is_deaf:
+            self._replace("it does not read its messages")
+            return
+        silence_s = time.monotonic() - self._heard_at_s
+        if self._is_busy and silence_s > self._limits.timeout_s:
+            self._replace(f"it gave no sign of life for {self._limits.timeout_s:g} s")
+
+    # --- replacing it --------------------------------------------------------------------------
+
+    def _replace(self, reason: str) -> None:
+        """End the process and start another, which gets the model and the last snapshot again."""
+        how = self._end_child()
+        reason = f"{reason} ({how})"
+        if not self._was_ready:
+            raise ControllerError(f"the controller process does not come up: {reason}")
+        self._reports += [ticket.lost(f"the controller was replaced: {reason}") for ticket in self._pending.values()]
+        self._pending.clear()
+        self._num_restarts += 1
+        self._num_mute_restarts += 1
+        mute = self._num_mute_restarts > RESTARTS_WITHOUT_A_WORD
+        if mute or self._num_restarts > self._limits.restarts:
+            self._has_stopped = True
+            times = f"{self._num_restarts} times, last because {reason}"
+            self._reports.append(SteppedBack(what="judging plasticity", reason=f"it ended {times}", final=True))
+            return
+        self._start()
+        self._reports.append(Restarted(count=self._num_restarts, reason=reason))
+        if "snapshot" in self._places:
+            self._queues["snapshot"].free.clear()
+            self._send_packed(with_model=True)
+
+    def _end_child(self) -> str:
+        child, self._child = self._child, None
+        self._is_refreshing = self._is_deaf = False
+        self._past_cpu_s, self._child_cpu_s = self.cpu_s, 0.0
+        for name in ("iq", "toq", "snapshot"):
+            self._queues[name].empty()
+        return child.end() if child is not None else ""

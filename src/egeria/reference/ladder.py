@@ -1,0 +1,290 @@
+"""The reference in the cheapest number format that works, and the way to more exact ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria.errors import ConfigError, ReferenceModelError
+from egeria.layers.batch import Batch
+from egeria.layers.taps import capture
+from egeria.layers.undisturbed import kept_random_state, undisturbed
+from egeria.reference import saved
+from egeria.reference.cuda import SideStreamRung
+from egeria.reference.int8 import DynamicInt8Rung, StaticInt8Rung
+from egeria.reference.machine import Machine, RungName
+from egeria.reference.protocol import RungChange
+from egeria.reference.rungs import BFloat16Rung, Float32Rung, Plan, Rung
+from egeria.reference.snapshot import SnapshotReference
+from egeria.reference.survey import Survey, in_fp32, on_device, survey_model
+from egeria.reference.trial import brief, check_rung
+
+_BUILDERS: dict[str, Callable[[Plan], Rung]] = {
+    "int8-static": StaticInt8Rung,
+    "int8-dynamic": DynamicInt8Rung,
+    "bf16": BFloat16Rung,
+    "fp32": Float32Rung,
+}
+_PRECISIONS = ("auto", "int8", "int8-dynamic", "bf16", "fp32")
+_MOST_ROWS = 32
+
+
+class LadderReference:
+    """A snapshot of the model in a cheap number format, each of its formats more exact than the one before.
+
+    The model, the batch and the machine alone decide, never a clock, so that every process chooses
+    the same. A format that does not work is passed over; at the end stands float32.
+
+    Args:
+        taps: names of the submodules whose activations will be asked for.
+        precision: the first format: "auto" for the fastest on this machine, "int8" (static for
+            convolutional nets, dynamic for transformers), "int8-dynamic", "bf16" or "fp32".
+        machine: what the CPU can do; None asks it.
+        device: "cpu", or a CUDA device for a copy in bf16 there.
+
+    Raises:
+        ConfigError: there is no such precision.
+    """
+
+    def __init__(
+        self, taps: Sequence[str], *, precision: str = "auto", machine: Machine | None = None, device: str = "cpu"
+    ) -> None:
+        if precision not in _PRECISIONS:
+            raise ConfigError(f"precision must be one of {_PRECISIONS}, found {precision!r}. Choose one of them.")
+        self.reason = ""
+        self._taps, self._precision = tuple(taps), precision
+        self._machine = machine or Machine.here()
+        self._device = torch.device(device)
+        self._snapshot = SnapshotReference(device)
+        self._formats: tuple[RungName, ...] = ()
+        self._rung: Rung | None = None
+        self._batch: Batch | None = None
+        self._waits_for_batch = False
+        self._has_old_ranges = False
+        self._changes: list[RungChange] = []
+
+    @property
+    def rung(self) -> str:
+        """The format in use, "" before the first refresh."""
+        return "" if self._rung is None else self._rung.name
+
+    @property
+    def builder(self) -> str:
+        """How it is made, for the journal."""
+        return "" if self._rung is None else self._rung.detail
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether ranges of activations are older than the weights."""
+        return self._has_old_ranges
+
+    def take_changes(self) -> list[RungChange]:
+        """Return the changes of format since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def refresh(self, model: nn.Module, batch: Batch | None = None) -> None:
+        """Take over the weights of the training model as they are now.
+
+        Args:
+            model: the training model.
+            batch: the newest training batch, to try formats and find ranges on. Without one at the
+                first refresh it is float32 until one comes.
+
+        Raises:
+            ReferenceModelError: the model cannot be copied.
+        """
+        before = self._snapshot.model
+        self._snapshot.refresh(model)
+        if batch is not None:
+            self._batch = on_device(batch, str(self._device)).first_rows(_MOST_ROWS)
+        with self._aside():
+            if self._rung is None or (self._waits_for_batch and batch is not None):
+                self._choose()
+            elif self._snapshot.model is not before:
+                self._build(self._formats.index(self._rung.name), "the shapes of the weights have changed")
+            else:
+                self._update(self._rung)
+
+    def activation(self, tap: str, batch: Batch) -> Tensor | None:
+        """Return the output of submodule `tap` for the batch [B, ...] in float32, None if it gives no tensor.
+
+        Raises:
+            ReferenceModelError: there was no refresh yet.
+        """
+        rung = self._require_rung()
+        if tap not in self._taps:
+            raise ReferenceModelError(
+                f"A reference is built for the taps {list(self._taps)}, found {tap!r}. Name it when building one."
+            )
+        batch = on_device(batch, str(self._device))
+        try:
+            return rung.activation(tap, batch)
+        except Exception as error:
+            self._exact(tap, batch)  # what fails in float32 too is no fault of the format
+            if not self.escalate(f"{rung.name} failed at {tap}: {brief(error)}"):
+                raise
+            return self.activation(tap, batch)
+
+    def error(self, tap: str, metric: Callable[[Tensor, Tensor], Tensor]) -> float | None:
+        """Return how far this format is from the float32 snapshot, on the newest batch kept for calibration.
+
+        Args:
+            tap: where to compare.
+            metric: of the exact and this format's activation, [B, ...] each.
+
+        Returns:
+            0 in float32; None without a batch, or without a tensor at the tap.
+        """
+        rung = self._require_rung()
+        if rung.name == "fp32":
+            return 0.0
+        if self._batch is None:
+            return None
+        exact, found = self._exact(tap, self._batch), rung.activation(tap, self._batch)
+        return None if exact is None or found is None else float(metric(exact, found))
+
+    def recalibrate(self) -> bool:
+        """Build this format anew, with fresh ranges of activations; False if they are not stale."""
+        if not self._has_old_ranges:
+            return False
+        with self._aside():
+            self._build(self._formats.index(self._require_rung().name), "its ranges were out of date")
+        return True
+
+    def escalate(self, reason: str) -> bool:
+        """Go on in the next, more exact format; False if this is the last.
+
+        Args:
+            reason: why this one is not good enough.
+        """
+        index = self._formats.index(self._require_rung().name) + 1
+        if index == len(self._formats):
+            return False
+        with self._aside():
+            self._build(index, reason)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to go on, empty before the first refresh."""
+        if self._rung is None:
+            return {}
+        return {
+            "snapshot": self._snapshot.state_dict(),
+            "formats": list(self._formats),
+            "rung": self.rung,
+            "reason": self.reason,
+            "found": self._rung.found(),
+            "batch": saved.pack(self._batch),
+            "waits_for_batch": self._waits_for_batch,
+            "has_old_ranges": self._has_old_ranges,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Go on from a saved state; activations are the same to the bit."""
+        self._snapshot.load_state_dict(state.get("snapshot", {}), model)
+        self._rung = None
+        if not state:
+            return
+        self._batch = saved.unpack(state["batch"], str(self._device))
+        self._formats, self.reason = tuple(state["formats"]), state["reason"]
+        self._waits_for_batch, self._has_old_ranges = state["waits_for_batch"], state["has_old_ranges"]
+        with self._aside():
+            try:
+                self._rung = self._make(state["rung"], None, state["found"])
+            except Exception as error:  # another machine, or another torch
+                self._build(self._formats.index(state["rung"]), f"{state['rung']} could not go on: {brief(error)}")
+
+    def _choose(self) -> None:
+        self._formats, self._waits_for_batch = ("fp32",), self._precision != "fp32"
+        if self._batch is None:
+            self._build(0, "there is no batch yet to try a smaller format on")
+            return
+        survey, failure = self._survey()
+        if survey is None:
+            self._build(0, f"the batch cannot be run in float32: {failure}")
+            return
+        self._waits_for_batch = False
+        self._formats = self._ladder(survey)
+        self._build(0, self._why(survey), survey)
+
+    def _ladder(self, survey: Survey) -> tuple[RungName, ...]:
+        if self._device.type != "cpu":
+            return ("fp32",) if self._precision == "fp32" else ("bf16", "fp32")
+        return self._machine.ladder(survey.workload, self._precision)
+
+    def _why(self, survey: Survey) -> str:
+        if self._precision != "auto":
+            return f"the setting is {self._precision!r}"
+        where = f"this CPU ({self._machine})" if self._device.type == "cpu" else "a GPU"
+        return f"most of the work is {survey.workload}, for which {self._formats[0]} is the fastest on {where}"
+
+    def _build(self, index: int, reason: str, survey: Survey | None = None) -> None:
+        """Build the first format from `index` on that works, and note the change."""
+        before, reasons = self.rung, [reason]
+        survey = survey or self._survey()[0]
+        for name in self._formats[index:]:
+            try:
+                self._rung = self._make(name, survey, {})
+                check_rung(self._rung, survey)
+                break
+            except Exception as error:
+                if name == self._formats[-1]:
+                    raise
+                reasons.append(f"{name} does not work here: {brief(error)}")
+        self._has_old_ranges = False
+        if self.rung != before:
+            self.reason = "; ".join(reasons)
+            self._changes.append(RungChange(before, self.rung, self.reason))
+
+    def _make(self, name: str, survey: Survey | None, found: Mapping[str, Any]) -> Rung:
+        assert self._snapshot.model is not None
+        plan = Plan(
+            snapshot=self._snapshot.model,
+            taps=self._taps,
+            machine=self._machine,
+            device_type=self._device.type,
+            survey=survey,
+            batch=self._batch,
+            built=found,
+        )
+        rung = _BUILDERS[name](plan)
+        return rung if self._device.type != "cuda" else SideStreamRung(rung, self._device)
+
+    def _update(self, rung: Rung) -> None:
+        try:
+            rung.update()
+            self._has_old_ranges = rung.name == "int8-static"
+        except Exception as error:
+            self._build(self._formats.index(rung.name), f"taking over weights failed: {brief(error)}")
+
+    def _survey(self) -> tuple[Survey | None, str]:
+        if self._batch is None:
+            return None, "there is none"
+        assert self._snapshot.model is not None
+        try:
+            return survey_model(self._snapshot.model, {tap: tap for tap in self._taps}, self._batch), ""
+        except Exception as error:
+            return None, brief(error)
+
+    def _exact(self, tap: str, batch: Batch) -> Tensor | None:
+        model = self._snapshot.model
+        assert model is not None
+        with undisturbed(model):
+            return capture(model, tap, saved.copied(batch, in_fp32(self._device.type)))
+
+    def _require_rung(self) -> Rung:
+        if self._rung is None:
+            raise ReferenceModelError("A reference is refreshed before it is asked, found none. Call `refresh` first.")
+        return self._rung
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Build without a trace: no gradients, no random numbers, no mixed precision of the user's."""
+        assert self._snapshot.model is not None
+        with torch.no_grad(), kept_random_state(self._snapshot.model), in_fp32(self._device.type).context():
+            yield

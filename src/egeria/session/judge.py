@@ -1,0 +1,95 @@
+"""Judging: an evaluation at the end of an interval, its reading whenever that comes, and what both cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from egeria.config import Config
+from egeria.events import ComputeProfiled, IntervalChanged, PlasticityRead
+from egeria.policy import Decision
+from egeria.session.budget import Budget
+from egeria.session.clock import IntervalClock
+from egeria.session.engine import Engine
+from egeria.session.evaluator import Evaluated
+from egeria.session.pace import Stopwatch
+from egeria.session.recorder import Recorder
+
+
+class Judge:
+    """Asks for evaluations, hands readings to the policy and its decisions to the applier.
+
+    Args:
+        config: the settings of the run.
+        recorder: where readings are told.
+    """
+
+    def __init__(self, config: Config, recorder: Recorder) -> None:
+        self._refresh_evaluations = config.reference.refresh_evaluations
+        self._budget = Budget(config.controller.budget_share, config.plasticity.window)
+        self._recorder = recorder
+        self._profiled = False
+
+    def evaluate(self, engine: Engine, clock: IntervalClock, iteration_s: float) -> None:
+        """Ask for an evaluation, take in what is finished, refresh the reference if that is due."""
+        monitored = engine.policy.monitored
+        if monitored is None or engine.evaluator.has_given_up:
+            return
+        self._profile(engine)
+        watch = Stopwatch()
+        engine.evaluator.evaluate(clock.num_steps, clock.evaluation, monitored, engine.modules[monitored])
+        wall_s, _ = watch.read()
+        self._budget.note_evaluation(wall_s)
+        self.take_in_readings(engine)
+        watch = Stopwatch()
+        if engine.evaluator.refresh_if_due(clock.evaluation, self._refresh_evaluations or engine.policy.window):
+            wall_s, _ = watch.read()
+            self._budget.note_refresh(wall_s)
+        self._keep_to_the_budget(clock, iteration_s)
+
+    def take_in_readings(self, engine: Engine) -> None:
+        """Judge what the controller has finished, at this evaluation or since an earlier one."""
+        for evaluated in engine.evaluator.poll():
+            if evaluated.reading.module != engine.policy.monitored:
+                engine.evaluator.drop_late(evaluated.reading)
+                continue
+            decisions = self._judge(engine, evaluated)
+            engine.applier.apply(self._recorder.step, decisions, engine.evaluator.evaluated)
+
+    def _judge(self, engine: Engine, evaluated: Evaluated) -> Sequence[Decision]:
+        reading = evaluated.reading
+        judgement = engine.policy.observe_reading(reading)
+        self._recorder.write(
+            PlasticityRead(
+                step=self._recorder.step,
+                evaluation=reading.evaluation,
+                module=reading.module,
+                name=engine.modules[reading.module].name,
+                value=reading.value,
+                smoothed=judgement.smoothed,
+                slope=judgement.slope,
+                tolerance=judgement.tolerance,
+                stationary=judgement.stationary,
+                wall_s=evaluated.wall_s,
+                cpu_s=evaluated.cpu_s,
+                controller_cpu_s=evaluated.controller_cpu_s,
+            )
+        )
+        return judgement.decisions
+
+    def _keep_to_the_budget(self, clock: IntervalClock, iteration_s: float) -> None:
+        before = clock.interval_steps
+        longer = self._budget.review(before, iteration_s)
+        if longer is not None:
+            clock.interval_steps, reason = longer
+            event = IntervalChanged(step=clock.num_steps, before=before, after=clock.interval_steps, reason=reason)
+            self._recorder.write(event)
+
+    def _profile(self, engine: Engine) -> None:
+        """Count the forward pass' operations, once; a model that cannot be counted is reported without them."""
+        batch = engine.evaluator.batch
+        if self._profiled or batch is None:
+            return
+        self._profiled = True
+        shares = engine.applier.forward_shares(batch)
+        if shares is not None:
+            self._recorder.write(ComputeProfiled(step=self._recorder.step, forward_shares=shares))

@@ -1,0 +1,70 @@
+"""Counting what a run may leave behind: processes, threads, shared memory, semaphores, open files."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+SHARED = Path("/dev/shm")
+
+
+def belongings() -> dict[str, set]:
+    """Return everything this process holds that another could trip over."""
+    return {
+        "processes": {child.pid for child in psutil.Process().children(recursive=True)},
+        "threads": {thread.ident for thread in threading.enumerate()},
+        "native threads": {thread.id for thread in psutil.Process().threads()},
+        "shared memory and semaphores": {entry.name for entry in SHARED.iterdir()} if SHARED.is_dir() else set(),
+        "open files": open_files(),
+    }
+
+
+def open_files() -> set[str]:
+    """Return the descriptors of this process that lead somewhere."""
+    directory = Path("/proc/self/fd")
+    found = set()
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        try:
+            found.add(f"{entry.name} {entry.readlink()}")
+        except OSError:
+            continue  # the one that listed the directory
+    return {entry for entry in found if "memfd" in entry or "socket" in entry or "pipe" in entry}
+
+
+@contextmanager
+def nothing_left_behind():
+    """Check that the block leaves nothing of its own."""
+    before = belongings()
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (left := _left(before)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"left behind: {left}"
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process is there and no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_gone_within(pid: int, seconds: float) -> bool:
+    """Wait for a process to end."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not is_alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _left(before: dict[str, set]) -> dict[str, set]:
+    return {kind: more for kind, now in belongings().items() if (more := now - before[kind])}

@@ -1,0 +1,292 @@
+"""The parts of the controller process that need no process: parcels, queues, the gate, the choice, the budget."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from egeria.controller.choice import choose, spare_cores, usable_cores
+from egeria.controller.gate import HYSTERESIS, SAMPLE_S, LoadGate, RestOfMachine
+from egeria.controller.memory import Segment
+from egeria.controller.parcel import pack, unpack
+from egeria.controller.queues import Consumer, Producer
+from egeria.layers.batch import Batch
+from egeria.session.budget import Budget
+from egeria.session.clock import IntervalClock
+from egeria.testing import MENAGERIE
+
+OPEN_FILES = Path("/proc/self/fd")
+
+
+def sent(thing):
+    """What arrives on the other side: packed into one mapping of the memory, unpacked from another."""
+    segment = Segment()
+    size_bytes = pack(thing, segment)
+    return unpack(Segment(os.dup(segment.descriptor)), size_bytes)
+
+
+# --- parcels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(4, 6).T,
+        torch.randn(8, 6)[::2, ::3],
+        torch.randn(3, 1).expand(3, 5),
+        torch.randint(0, 9, (5,)),
+        torch.tensor([True, False]),
+        torch.tensor(2.5),
+        torch.empty(0, 7),
+        torch.randn(3).to(torch.bfloat16),
+        torch.randn(3, dtype=torch.complex64),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=lambda tensor: f"{str(tensor.dtype)[6:]}-{list(tensor.shape)}-{str(tensor.layout)[6:]}",
+)
+def test_a_tensor_arrives_as_it_was(tensor):
+    found = sent({"it": [tensor]})["it"][0]
+    assert found.dtype == tensor.dtype and found.shape == tensor.shape
+    assert torch.equal(found.to_dense(), tensor.to_dense()) if tensor.is_sparse else torch.equal(found, tensor)
+
+
+def test_the_order_of_memory_arrives_too():
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert sent(image).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_arrives_is_a_copy_of_its_own():
+    segment = Segment()
+    found = unpack(segment, pack(torch.zeros(4), segment))
+    pack(torch.ones(4), segment)
+    assert found.tolist() == [0, 0, 0, 0]
+
+
+def test_a_tensor_with_a_graph_arrives_without_it():
+    weight = nn.Parameter(torch.ones(2))
+    found, product = sent((weight, weight * 2))
+    assert isinstance(found, nn.Parameter) and not found.requires_grad
+    assert product.grad_fn is None and product.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "specimen", [entry for entry in MENAGERIE if entry.name != "Uncopyable"], ids=lambda specimen: specimen.name
+)
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_model_arrives_whole_with_its_ties_and_without_the_hooks_that_watch(specimen):
+    torch.manual_seed(0)
+    model = specimen.build().eval()
+    lock_like = gc.get_objects  # a hook that holds on to what no pickle takes
+    model.register_forward_hook(lambda *call: lock_like and None)
+    found = sent(model)
+    assert [name for name, _ in found.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert not found._forward_hooks
+    losses = []
+    for network in (model, found):
+        args, kwargs = specimen.example(torch.Generator().manual_seed(0))
+        torch.manual_seed(1)
+        losses.append(specimen.loss(network(*args, **kwargs)))
+    torch.testing.assert_close(*losses)
+
+
+def test_a_batch_arrives_with_everything_that_is_no_tensor():
+    batch = Batch.of_call((torch.ones(2, 3),), {"mask": None, "mode": "x", "nested": {"ids": [torch.arange(2)]}}, "cpu")
+    found = sent(batch)
+    assert found.kwargs["mask"] is None and found.kwargs["mode"] == "x"
+    assert found.kwargs["nested"]["ids"][0].tolist() == [0, 1] and found.autocast == batch.autocast
+
+
+def test_what_cannot_be_pickled_says_so_and_the_queue_is_as_before():
+    queue = Producer(1)
+    with pytest.raises(TypeError, match="pickle"):
+        queue.put((torch.ones(2), (entry for entry in "no")))
+    assert queue.put(1) is not None
+    queue.close()
+
+
+# --- queues ------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_and_takes_again_once_emptied():
+    queue = Producer(2)
+    consumer = Consumer([os.dup(segment.descriptor) for segment in queue.segments])
+    first, second = queue.put(torch.zeros(3)), queue.put(torch.ones(1000, 100))
+    assert queue.put(torch.zeros(3)) is None
+    assert consumer.take(first).tolist() == [0, 0, 0]
+    queue.release(first.slot)
+    third = queue.put(torch.full((5000, 100), 2.0))  # larger than anything that lay there before
+    assert third is not None and consumer.take(third).mean() == 2
+    assert consumer.take(second).shape == (1000, 100)
+    queue.close()
+
+
+def test_memory_is_given_back(tmp_path):
+    if not OPEN_FILES.is_dir():
+        pytest.skip("no /proc here")
+    gc.collect()
+    before = len(list(OPEN_FILES.iterdir()))
+    queue = Producer(4)
+    queue.put(torch.ones(1000))
+    queue.close()
+    forgotten = Producer(4)
+    forgotten.put(torch.ones(1000))
+    del forgotten
+    gc.collect()
+    assert len(list(OPEN_FILES.iterdir())) == before
+
+
+# --- the gate ----------------------------------------------------------------------------------
+
+
+class Machine:
+    """A machine whose load and clock are told."""
+
+    def __init__(self, load=0.0):
+        self.load = load
+        self.now = 0.0
+
+    def gate(self, limit=0.5, patience_s=10.0):
+        return LoadGate(limit, patience_s, load=lambda: self.load, clock=lambda: self.now)
+
+    def wait(self, seconds=1.01 * SAMPLE_S):
+        self.now += seconds
+
+
+def test_the_gate_closes_above_the_limit_and_opens_below_it():
+    machine = Machine()
+    gate = machine.gate()
+    machine.wait()
+    assert gate.lets_through()
+    machine.load = 0.51
+    assert gate.lets_through(), "the load is sampled now and then, not at every question"
+    machine.wait()
+    assert not gate.lets_through()
+    machine.load = 0.5 - HYSTERESIS / 2
+    machine.wait()
+    assert not gate.lets_through(), "once closed it takes a little less to open"
+    machine.load = 0.5 - 2 * HYSTERESIS
+    machine.wait()
+    assert gate.lets_through()
+
+
+def test_nothing_starves_behind_the_gate():
+    machine = Machine(load=1.0)
+    gate = machine.gate(patience_s=10)
+    passed = []
+    for _ in range(200):
+        machine.wait()
+        if gate.lets_through():
+            passed.append(machine.now)
+    assert len(passed) == 3  # in a little over 40 seconds; each wait begins with the next question
+    assert all(later - earlier >= 10 for earlier, later in itertools.pairwise(passed))
+
+
+def test_a_limit_of_one_never_closes():
+    machine = Machine(load=1.0)
+    assert machine.gate(limit=1.0).lets_through()
+
+
+def test_the_load_of_the_rest_leaves_out_our_own_work():
+    load = RestOfMachine()
+    deadline = os.times().elapsed + 0.5
+    while os.times().elapsed < deadline:
+        sum(range(1000))
+    assert 0 <= load() <= 1
+
+
+# --- the choice --------------------------------------------------------------------------------
+
+
+class Loader:
+    num_workers = 3
+
+
+def test_two_spare_cores_take_the_process(monkeypatch):
+    monkeypatch.setattr("egeria.controller.choice.usable_cores", lambda: 8.0)
+    choice = choose("auto", "auto", nn.Linear(2, 2))
+    assert (choice.kind, choice.device) == ("process", "cpu") and "8 cores" in choice.reason
+    assert choose("auto", "auto", nn.Linear(2, 2), Loader()).kind == "process"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert choose("auto", "auto", nn.Linear(2, 2), Loader()).kind == "inline"
+    assert choose("process", "auto", nn.Linear(2, 2), Loader()).kind == "process"
+    assert choose("inline", "auto", nn.Linear(2, 2)).kind == "inline"
+
+
+def test_the_workers_and_the_other_ranks_of_the_job_need_cores_too(monkeypatch):
+    monkeypatch.setattr("egeria.controller.choice.usable_cores", lambda: 16.0)
+    assert spare_cores(None, {}) == 15
+    assert spare_cores(Loader(), {}) == 12
+    assert spare_cores(Loader(), {"LOCAL_WORLD_SIZE": "4"}) == 0
+
+
+def test_a_container_s_quota_counts(tmp_path):
+    quota = tmp_path / "cpu.max"
+    quota.write_text("150000 100000\n")
+    assert usable_cores(quota) <= 1.5
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == usable_cores(tmp_path / "missing")
+
+
+def test_a_reference_on_an_accelerator_needs_one():
+    choice = choose("auto", "cuda", nn.Linear(2, 2))
+    assert choice.device == "cpu" and "the model is not on one" in choice.reason
+
+
+# --- the budget --------------------------------------------------------------------------------
+
+
+def spend(budget, count, seconds, interval_steps=100, iteration_s=0.1):
+    found = []
+    for _ in range(count):
+        budget.note_evaluation(seconds)
+        found.append(budget.review(interval_steps, iteration_s))
+    return found
+
+
+def test_evaluations_within_the_budget_change_nothing():
+    assert spend(Budget(0.02, 10), 40, 0.2) == [None] * 40
+
+
+def test_costly_evaluations_become_rarer_after_the_third():
+    found = spend(Budget(0.02, 10), 3, 0.8)
+    assert found[:2] == [None, None]
+    interval_steps, reason = found[2]
+    assert interval_steps == 400
+    assert "800.0 ms, 8.0% of 100 iterations of 100.0 ms; the budget is 2.0%" in reason
+
+
+def test_a_single_slow_evaluation_is_forgiven():
+    budget = Budget(0.02, 10)
+    spend(budget, 3, 0.1)
+    assert spend(budget, 1, 60.0) == [None]
+    assert spend(budget, 9, 0.1) == [None] * 9
+
+
+def test_refreshes_count_with_their_share():
+    budget = Budget(0.02, 10)
+    budget.note_refresh(4.0)
+    assert spend(budget, 3, 0.1)[-1][0] == 250
+
+
+def test_an_interval_that_grows_begins_where_the_last_one_ended():
+    clock = IntervalClock(2)
+    ends = []
+    for _ in range(12):
+        announced = clock.next_step_ends
+        if clock.tick():
+            assert announced
+            ends.append(clock.num_steps)
+            clock.interval_steps = 4 if clock.num_steps >= 4 else 2
+    assert ends == [2, 4, 8, 12] and clock.evaluation == 4
+    again = IntervalClock(1)
+    again.load_state_dict(clock.state_dict())
+    assert again.state_dict() == clock.state_dict()

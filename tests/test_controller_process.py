@@ -1,0 +1,243 @@
+"""The controller process as a user meets it: law 2, late readings, scripts and notebooks."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria import read_journal
+from egeria.controller import ProcessController
+from egeria.events import (
+    ControllerChosen,
+    FidelityChecked,
+    ModuleFrozen,
+    PlasticityRead,
+    ReadingDropped,
+    ReferenceRefreshed,
+    RunClosed,
+    RungTaken,
+    RunStarted,
+    StageChanged,
+    Thawed,
+)
+from egeria.report.replay import replay
+from egeria.testing import MENAGERIE, ScriptedController
+from loops import FAST, Loop, differences
+from strays import nothing_left_behind
+
+SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
+SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
+OPEN = {"load_limit": 1.0, "budget_share": 1000.0}
+LONGEST_WAIT_S = 60
+
+
+def settings(**groups):
+    return {**FAST, "controller": OPEN, **groups}
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A controller process that is waited for at every evaluation, as the inline one is by its nature."""
+    poll = ProcessController.poll
+
+    def wait(self):
+        reports, deadline = poll(self), time.monotonic() + LONGEST_WAIT_S
+        while self.is_waiting and time.monotonic() < deadline:
+            time.sleep(0.001)
+            reports += poll(self)
+        return reports
+
+    monkeypatch.setattr(ProcessController, "poll", wait)
+
+
+def told(directory, *kinds):
+    return [event for event in read_journal(directory).events if isinstance(event, kinds)]
+
+
+def decisions(directory):
+    return [(event.kind, event.step) for event in told(directory, StageChanged, ModuleFrozen, Thawed)]
+
+
+@pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
+def test_law_2_inline_and_process_read_and_decide_alike(specimen, tmp_path, patient):
+    loops = {}
+    with nothing_left_behind():
+        for kind in ("process", "inline"):
+            attach = {"config": settings(), "directory": tmp_path / kind, "controller": kind}
+            loops[kind] = Loop(specimen, attach)
+        for loop in loops.values():
+            loop.step(40)
+            loop.run.close()
+    assert differences(loops["inline"].everything(), loops["process"].everything()) == []
+    inline, process = (told(tmp_path / kind, PlasticityRead) for kind in ("inline", "process"))
+    assert len(inline) >= 4, "the law is empty without evaluations"
+    assert [(read.step, read.evaluation, read.module) for read in inline] == [
+        (read.step, read.evaluation, read.module) for read in process
+    ]
+    for ours, theirs in zip(inline, process, strict=True):
+        assert theirs.value == pytest.approx(ours.value, rel=1e-5, abs=1e-12)
+    assert decisions(tmp_path / "inline") == decisions(tmp_path / "process")
+    for kind in (RungTaken, FidelityChecked, ReferenceRefreshed):
+        assert len(told(tmp_path / "inline", kind)) == len(told(tmp_path / "process", kind))
+    assert [rung.after for rung in told(tmp_path / "inline", RungTaken)] == [
+        rung.after for rung in told(tmp_path / "process", RungTaken)
+    ]
+    assert told(tmp_path / "process", ControllerChosen)[0].controller == "process"
+    assert told(tmp_path / "process", RunClosed)[0].controller_cpu_s > 0
+
+
+@pytest.mark.parametrize("metric", ["l2", "cka", lambda first, second: (first - second).abs().max()])
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_law_2_for_metrics_that_need_the_activation_itself(metric, mode, tmp_path, patient):
+    config = settings(plasticity={**FAST["plasticity"], "metric": metric, "mode": mode})
+    for kind in ("inline", "process"):
+        loop = Loop(SPECIMENS["residual"], {"config": config, "directory": tmp_path / kind, "controller": kind})
+        loop.step(16)
+        loop.run.close()
+    values = [[read.value for read in told(tmp_path / kind, PlasticityRead)] for kind in ("inline", "process")]
+    assert len(values[0]) >= 4
+    assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-12)
+
+
+def test_training_never_waits_and_late_readings_still_decide(tmp_path):
+    with nothing_left_behind():
+        loop = Loop(SPECIMENS["residual"], {"config": settings(), "directory": tmp_path, "controller": "process"})
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        while loop.run.frozen < 2 and time.monotonic() < deadline:
+            loop.step()
+            time.sleep(0.005)
+        assert loop.run.frozen >= 2
+        loop.run.close()
+    readings = told(tmp_path, PlasticityRead)
+    assert any(read.step > 2 * read.evaluation for read in readings), "no reading was late"
+    assert all(later.evaluation > read.evaluation for read, later in itertools.pairwise(readings))
+    found = replay(tmp_path)
+    assert found.agrees and found.num_unused == 0
+
+
+class HoldingController(ScriptedController):
+    """Holds back what it has read until it is let go."""
+
+    is_waiting = True
+    is_holding = True
+
+    def poll(self):
+        return [] if self.is_holding else super().poll()
+
+
+def test_readings_from_before_a_thaw_or_a_freeze_are_dropped_and_counted(tmp_path):
+    controller = HoldingController()
+    attach = {"config": {**FAST, "unfreezing": {"rule": "step"}}, "directory": tmp_path, "controller": controller}
+    loop = Loop(SPECIMENS["residual"], attach)
+    loop.step(31)
+    controller.is_holding = False
+    loop.step(1)
+    assert loop.run.frozen == 1
+    late = told(tmp_path, ReadingDropped)
+    assert len(late) >= 5 and all("no longer monitored" in drop.reason for drop in late)
+    controller.is_holding = True
+    loop.step(4)
+    loop.optimizer.param_groups[0]["lr"] /= 100
+    loop.step(2)
+    assert loop.run.frozen == 0
+    controller.is_holding = False
+    loop.step(1)
+    late = told(tmp_path, ReadingDropped)[len(late) :]
+    assert len(late) == 2 and all("everything thawed meanwhile" in drop.reason for drop in late)
+    loop.run.close()
+    assert replay(tmp_path).agrees
+
+
+def test_the_choice_is_told_once_with_its_reason(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("egeria.controller.choice.usable_cores", lambda: 1.0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with caplog.at_level("INFO", logger="egeria"):
+        egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), directory=tmp_path).close()
+    assert [record.message for record in caplog.records] == [
+        "the controller runs inline: training is on the CPU, 1 cores can be used and 0 of them are spare"
+    ]
+    assert told(tmp_path, ControllerChosen)[0].controller == "inline"
+
+
+def test_an_unknown_kind_of_controller_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(egeria.ConfigError, match=r"controller\.kind must be one of 'auto', 'inline', 'process'"):
+        egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), controller="thread")
+
+
+def test_a_saved_state_goes_on_in_the_other_kind_of_controller(tmp_path, patient):
+    for first, second in (("inline", "process"), ("process", "inline")):
+        loop = Loop(SPECIMENS["residual"], {"config": settings(), "directory": tmp_path / first, "controller": first})
+        loop.step(12)
+        states = loop.model.state_dict(), loop.optimizer.state_dict(), loop.run.state_dict()
+        frozen = loop.run.frozen
+        resumed = Loop(
+            SPECIMENS["residual"], {"config": settings(), "directory": tmp_path / f"{first}2", "controller": second}
+        )
+        resumed.model.load_state_dict(states[0])
+        resumed.optimizer.load_state_dict(states[1])
+        resumed.run.load_state_dict(states[2])
+        assert resumed.run.frozen == frozen
+        resumed.step(12)
+        resumed.run.close()
+        loop.run.close()
+        assert len(told(tmp_path / f"{first}2", PlasticityRead)) >= 3
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+import egeria
+print("imported")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+config = {
+    "plasticity": {"interval_steps": 2, "window": 2},
+    "bootstrapping": {"change_threshold": 1.0},
+    "controller": {"load_limit": 1.0, "budget_share": 1000.0, "kind": "process"},
+}
+run = egeria.attach(model, optimizer, config=config, directory=sys.argv[1])
+import time
+begin = time.monotonic()
+while run.frozen < 1 and time.monotonic() - begin < 60:
+    loss = run.model(torch.randn(16, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.step(loss)
+    time.sleep(0.005)
+print("frozen", run.frozen)
+run.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["a script without a __main__ guard", "a notebook, whose code is in no file"])
+def test_the_user_s_code_is_never_run_again(how, tmp_path):
+    if "script" in how:
+        path = tmp_path / "train.py"
+        path.write_text(SCRIPT)
+        command, text = [sys.executable, str(path), str(tmp_path)], None
+    else:
+        command, text = [sys.executable, "-", str(tmp_path)], SCRIPT
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["imported", "frozen", "1"]), done.stderr
+    assert told(tmp_path, PlasticityRead)[0].controller_cpu_s > 0, "it was not the process that read"
+    assert told(tmp_path, RunStarted)
