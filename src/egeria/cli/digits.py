@@ -19,7 +19,6 @@ from egeria.testing.convnets import cifar_resnet
 
 BATCH = 64
 TEST_SHARE = 0.25
-
 # In half a minute the evaluations that a decision needs are a larger share of the time than in a run of hours.
 SHORT_RUN_BUDGET = 0.1
 
@@ -32,10 +31,6 @@ class Outcome:
     """Share of the test digits classified correctly, mean of the last three epochs."""
     wall_s: float
     cpu_s: float
-
-
-# In half a minute the evaluations that a decision needs are a larger share of the time than in a run of hours.
-SHORT_RUN_BUDGET = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

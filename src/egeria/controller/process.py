@@ -291,7 +291,7 @@ class ProcessController:
         """End the process and start another, which gets the model and the last snapshot again."""
         how = self._end_child()
         reason = f"{reason} ({how})"
-        if not self._was_ready:
+        if not self._was_ready and self._num_mute_restarts == RESTARTS_WITHOUT_A_WORD:
             raise ControllerError(f"the controller process does not come up: {reason}")
         self._reports += [ticket.lost(f"the controller was replaced: {reason}") for ticket in self._pending.values()]
         self._pending.clear()
