@@ -92,8 +92,9 @@ def _nothing_left_behind():
         yield
 
 
-def test_a_killed_controller_is_replaced_and_reads_on(tmp_path):
-    training = Training(tmp_path)
+@pytest.mark.parametrize("name", ["residual", "PartsByName"])
+def test_a_killed_controller_is_replaced_and_reads_on(name, tmp_path):
+    training = Training(tmp_path, name=name)
     training.until_read()
     first = training.pid
     os.kill(first, signal.SIGKILL)
@@ -101,6 +102,7 @@ def test_a_killed_controller_is_replaced_and_reads_on(tmp_path):
     assert training.pid != first and not is_alive(first)
     (restart,) = training.told(ControllerRestarted)
     assert restart.count == 1 and "it died (status -9" in restart.reason
+    assert not training.told(Declined) and training.told(PlasticityRead)[-1].controller_cpu_s > 0
     training.finish()
 
 

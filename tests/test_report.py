@@ -18,6 +18,7 @@ from egeria.errors import JournalError
 from egeria.journal import JournalWriter
 from egeria.report import FreezeMark, report
 from egeria.report.history import read_history
+from egeria.report.reference import list_rungs
 from egeria.report.summary import summarize
 
 NAMES = ("stem", "body", "head")
@@ -479,3 +480,41 @@ def test_the_summary_is_frozen(tmp_path):
 def test_reading_the_numbers_does_not_load_the_drawing_library():
     code = "import sys, egeria.report; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_time_of_the_controller_process_counts_as_cpu_overhead(tmp_path):
+    course = run_of_75_steps()
+    ending = dataclasses.replace(course[-1], controller_cpu_s=0.5)
+    alone = summary_of(tmp_path / "alone", course)
+    beside = summary_of(tmp_path / "beside", [*course[:-1], ending])
+    assert beside.cpu.overhead_s == pytest.approx(alone.cpu.overhead_s + 0.5)
+    assert beside.wall.overhead_s == alone.wall.overhead_s
+    unclosed = [
+        dataclasses.replace(event, controller_cpu_s=0.25) if event.kind == "plasticity" else event
+        for event in course[:-1]
+    ]
+    before = summary_of(tmp_path / "before", course[:-1]).cpu.overhead_s
+    assert summary_of(tmp_path / "unclosed", unclosed).cpu.overhead_s == pytest.approx(before + 0.5)
+
+
+def test_the_page_tells_of_the_controller_and_the_reference(tmp_path):
+    def check(step, rung, error, outcome):
+        return events.FidelityChecked(step=step, tap="stem", rung=rung, error=error, plasticity=1e-6, outcome=outcome)
+
+    course = run_of_75_steps()
+    course[1:1] = [
+        events.ControllerChosen(step=0, controller="process", reason="14 of 16 cores are spare"),
+        events.RungTaken(step=20, before="", after="int8-static", reason="the fastest here"),
+        check(30, "int8-static", 2e-8, "kept"),
+        events.ControllerRestarted(step=35, count=1, reason="it died (status -9)"),
+        check(40, "int8-static", 3e-7, "escalated"),
+        events.RungTaken(step=40, before="int8-static", after="fp32", reason="too coarse"),
+        events.IntervalChanged(step=45, before=10, after=25, reason="over the budget"),
+    ]
+    write(tmp_path, course)
+    rungs = list_rungs(read_history(tmp_path))
+    assert [(use.rung, use.step, use.num_checks) for use in rungs] == [("int8-static", 20, 2), ("fp32", 40, 0)]
+    assert rungs[0].largest_share == pytest.approx(0.3) and rungs[1].largest_share is None
+    page = report(tmp_path).path.read_text(encoding="utf-8")
+    told = ("14 of 16 cores are spare", "replaced, 1 so far", "10 to 25 steps", "too coarse", 'id="reference"', "30.0")
+    assert [text for text in told if text not in page] == []

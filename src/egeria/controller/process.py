@@ -79,7 +79,7 @@ class ProcessController:
         self._wanted: tuple[int, nn.Module, Batch | None] | None = None
         self._pending: dict[int, Ticket] = {}
         self._reports: list[Report] = []
-        self._rung = plan.precision
+        self._precision = plan.precision
         self._heard_at_s = 0.0
         self._num_restarts = self._num_mute_restarts = 0
         self._past_cpu_s = self._child_cpu_s = 0.0
@@ -164,11 +164,11 @@ class ProcessController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number format; the reference itself starts anew from the weights of the resumed model."""
-        return {"rung": self._rung}
+        return {"precision": self._precision}
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> bool:
         """Begin at the saved number format; the reference is still to be refreshed."""
-        self._rung = state.get("rung", self._rung)
+        self._precision = state.get("precision", self._precision)
         return False
 
     # --- to the process ------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class ProcessController:
 
     def _send_packed(self, *, with_model: bool) -> None:
         if with_model:
-            self._send(TakeModel(self._places["model"], self._rung))
+            self._send(TakeModel(self._places["model"], self._precision))
         self._is_refreshing = True
         self._send(TakeSnapshot(self._snapshot_evaluation, self._places["snapshot"]))
 
@@ -272,7 +272,8 @@ class ProcessController:
                 return
             self._num_mute_restarts = 0
         elif isinstance(report, RungTaken):
-            self._rung = report.after
+            # A process that replaces this one begins where it ended.
+            self._precision = report.after.removesuffix("-static")
         elif isinstance(report, Refreshed):
             self._is_refreshing = False
         self._reports.append(report)

@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound=Event)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """What egeria itself cost, in seconds."""
+    """What egeria itself cost, in seconds; the CPU time of a controller process is part of it."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -137,10 +137,10 @@ def _overhead(kept: list[list[Event]]) -> Overhead:
         closing = next((event for event in reversed(process) if isinstance(event, RunClosed)), None)
         if closing is not None:
             wall_s += closing.overhead_wall_s
-            cpu_s += closing.overhead_cpu_s
+            cpu_s += closing.overhead_cpu_s + closing.controller_cpu_s
             continue
         complete = complete and not any(isinstance(event, IntervalMeasured) for event in process)
         costs = [event for event in process if isinstance(event, (PlasticityRead, ReferenceRefreshed))]
         wall_s += sum(event.wall_s for event in costs)
-        cpu_s += sum(event.cpu_s for event in costs)
+        cpu_s += sum(event.cpu_s + event.controller_cpu_s for event in costs)
     return Overhead(wall_s=wall_s, cpu_s=cpu_s, complete=complete)

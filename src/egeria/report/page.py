@@ -5,6 +5,7 @@ from __future__ import annotations
 from egeria.report.history import History
 from egeria.report.markup import figure, paragraph, section, text
 from egeria.report.pictures import draw_pictures
+from egeria.report.reference import reference_section
 from egeria.report.sections import (
     events_section,
     glossary_section,
@@ -35,6 +36,7 @@ def render_page(history: History, summary: Summary) -> str:
         + time_section(summary)
         + events_section(history)
         + modules_section(summary)
+        + reference_section(history)
         + metrics_section(summary)
         + settings_section(summary)
         + glossary_section()

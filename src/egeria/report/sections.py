@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from egeria.events import Declined, Event, FaultCaught, ModuleFrozen, Resumed, StageChanged, Thawed
+from egeria.events import (
+    ControllerChosen,
+    ControllerRestarted,
+    Declined,
+    Event,
+    FaultCaught,
+    IntervalChanged,
+    ModuleFrozen,
+    Resumed,
+    RungTaken,
+    StageChanged,
+    Thawed,
+)
 from egeria.report.history import History
 from egeria.report.markup import paragraph, section, table, text
 from egeria.report.summary import Summary
@@ -17,7 +29,8 @@ GLOSSARY = (
     ("layer module", "Consecutive layers that are judged and frozen as one unit; the last one is never frozen."),
     ("frontmost active module", "The first layer module that is not frozen; the only one that is monitored."),
     ("plasticity", "How much a module's activations still differ from those of the reference model."),
-    ("reference model", "A snapshot of the model in training that plasticity is measured against."),
+    ("reference model", "A snapshot of the model in training, in a cheap number format; plasticity is against it."),
+    ("controller", "Who runs the reference model: a process beside the training, or the training process (inline)."),
     ("bootstrapping stage", "The early, critical period of training, in which nothing may freeze."),
     ("knowledge-guided stage", "After bootstrapping: a module freezes once its plasticity has stopped changing."),
     ("stationary", "The plasticity of a module has a slope below the tolerance."),
@@ -182,21 +195,27 @@ def _saved_tile(label: str, share: float | None, seconds: float | None) -> tuple
     return percent(share, signed=True), f"{label}, estimated: {duration(seconds)}", "good" if seconds >= 0 else "bad"
 
 
+_LINES: dict[type[Event], Callable[[Any], tuple[str, str, str]]] = {
+    ControllerChosen: lambda event: ("controller", event.controller, event.reason),
+    ControllerRestarted: lambda event: ("controller", f"replaced, {event.count} so far", event.reason),
+    IntervalChanged: lambda event: ("interval", f"{event.before} to {event.after} steps", event.reason),
+    RungTaken: lambda event: ("reference", event.after, event.reason),
+    ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
+    Thawed: lambda event: (
+        "thawed",
+        plural(event.frozen_before, "module"),
+        f"{event.reason}; window now {event.window}",
+    ),
+    StageChanged: lambda event: ("stage", event.stage, event.reason),
+    Resumed: lambda event: ("resumed", f"{plural(event.frozen, 'module')} frozen, {event.stage}", ""),
+    Declined: lambda event: ("declined", event.what, event.reason),
+    FaultCaught: lambda event: ("fault", event.where, event.error),
+}
+
+
 def _event_line(event: Event) -> Sequence[str] | None:
-    line: tuple[str, str, str] | None = None
-    if isinstance(event, ModuleFrozen):
-        line = ("frozen", f"{event.module} {event.name}", event.reason)
-    elif isinstance(event, Thawed):
-        line = ("thawed", plural(event.frozen_before, "module"), f"{event.reason}; window now {event.window}")
-    elif isinstance(event, StageChanged):
-        line = ("stage", event.stage, event.reason)
-    elif isinstance(event, Resumed):
-        line = ("resumed", f"{plural(event.frozen, 'module')} frozen, {event.stage}", "")
-    elif isinstance(event, Declined):
-        line = ("declined", event.what, event.reason)
-    elif isinstance(event, FaultCaught):
-        line = ("fault", event.where, event.error)
-    return None if line is None else (count(event.step), *line)
+    line = _LINES.get(type(event))
+    return None if line is None else (count(event.step), *line(event))
 
 
 def _module_note(summary: Summary, place: int) -> str:
