@@ -16,10 +16,12 @@ import os
 import platform
 import shutil
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
-from examples.cifar10 import Cifar10, load
+from examples.cifar10 import DEVIATION, MEAN, Cifar10, load
 from torch import Tensor, nn
 
 import egeria
@@ -39,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, help="folder with published weights of ResNet-20 and ResNet-56, as npz")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", default="resnet8")
     parser.add_argument("--samples", type=int, default=10000)
@@ -55,8 +58,11 @@ def main() -> None:
                 results[name] = {"commit": commit(), **train(options, kind, seed)}
                 path.write_text(json.dumps(results, indent=1) + "\n")
         if f"formats-seed{seed}" not in results:
-            results[f"formats-seed{seed}"] = judge_formats(options, seed)
+            results[f"formats-seed{seed}"] = judge_run(options, seed)
             path.write_text(json.dumps(results, indent=1) + "\n")
+    for name in ("resnet20", "resnet56") if options.weights else ():
+        results.setdefault(f"trained-{name}", judge_trained(options, name))
+    path.write_text(json.dumps(results, indent=1) + "\n")
     (options.record / "README.md").write_text(describe(options, results))
 
 
@@ -82,50 +88,66 @@ def weights(options: argparse.Namespace, seed: int) -> Path:
     return options.record / f"weights-seed{seed}.pt"
 
 
-def judge_formats(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
-    """Return speed and accuracy of each format, for the weights of the plain run."""
+def judge_run(options: argparse.Namespace, seed: int) -> dict[str, dict]:
+    """Return speed and accuracy of each format, for the weights of a plain run."""
     model = cifar_resnet(int(options.model.removeprefix("resnet")))
     model.load_state_dict(torch.load(weights(options, seed)))
-    model.eval()
+    return judge_formats(options, model.eval(), lambda images: images)
+
+
+def judge_trained(options: argparse.Namespace, name: str) -> dict[str, dict]:
+    """Return speed and accuracy of each format, for published weights ('resnet20', 'resnet56')."""
+    (path,) = options.weights.glob(f"{name}-*.npz")
+    model = cifar_resnet(int(name.removeprefix("resnet")))
+    arrays = np.load(path)
+    model.load_state_dict({key: torch.from_numpy(arrays[key]) for key in arrays.files}, strict=False)
+    return judge_formats(options, model.eval(), as_imagenet)
+
+
+def judge_formats(
+    options: argparse.Namespace, model: nn.Module, prepare: Callable[[Tensor], Tensor]
+) -> dict[str, dict[str, float | str]]:
+    """Put a model into each format; return its rung, speed, and accuracy gap in points."""
     training = Cifar10(*load(options.data, ["data_batch_1"]))
-    calibration = batch_of(training.__getitems__(list(range(32)))[0])
     test = Cifar10(*load(options.data, ["test_batch"]))
-    exact = accuracy(test, lambda batch: model(*batch.args))
-    found = {}
+
+    def batch(data: Cifar10, begin: int, end: int) -> Batch:
+        images = prepare(data.__getitems__(list(range(begin, end)))[0])
+        return Batch.of_call((images.contiguous(),), {}, "cpu")
+
+    @torch.no_grad()
+    def accuracy(classify: Callable[[Batch], Tensor]) -> float:
+        correct = 0
+        for begin in range(0, len(test), 500):
+            labels = test.labels[begin : begin + 500]
+            correct += int((classify(batch(test, begin, begin + 500)).argmax(1) == labels).sum())
+        return 100 * correct / len(test)
+
+    exact = accuracy(lambda inputs: model(*inputs.args))
+    found: dict[str, dict[str, float | str]] = {}
     for kind in FORMATS:
         reference = LadderReference([HEAD], precision=kind)
-        reference.refresh(model, calibration)
-        found[kind] = {
-            "rung": reference.rung,
-            "speed": 1 / speed(model, reference, batch_of(test.__getitems__(list(range(128)))[0])),
-            "gap": exact - accuracy(test, lambda batch, reference=reference: reference.activation(HEAD, batch)),
-        }
-    return found
+        reference.refresh(model, batch(training, 0, 32))
+        gap = exact - accuracy(lambda inputs, reference=reference: reference.activation(HEAD, inputs))
+        found[kind] = {"rung": reference.rung, "speed": speed(model, reference, batch(test, 0, 128)), "gap": gap}
+    return {"exact": exact, **found}
 
 
-def batch_of(images: Tensor) -> Batch:
-    """Return the images as the arguments of a call."""
-    return Batch.of_call((images.contiguous(),), {}, "cpu")
-
-
-@torch.no_grad()
-def accuracy(test: Cifar10, classify) -> float:
-    """Return the share of test images classified correctly, in %."""
-    correct = 0
-    for begin in range(0, len(test), 500):
-        images, labels = test.__getitems__(list(range(begin, begin + 500)))
-        correct += (classify(batch_of(images)).argmax(1) == labels).sum().item()
-    return 100 * correct / len(test)
+def as_imagenet(images: Tensor) -> Tensor:
+    """Return images normalised by this script's figures as they are by those of ImageNet."""
+    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    pixels = (images * DEVIATION + MEAN) / 255
+    return (pixels - mean.view(3, 1, 1)) / deviation.view(3, 1, 1)
 
 
 def speed(model: nn.Module, reference: LadderReference, batch: Batch) -> float:
-    """Return the time of a format's forward pass over that of fp32 eager."""
+    """Return how many times faster a format's forward pass is than fp32 eager."""
 
     @torch.no_grad()
     def eager() -> None:
         model(*batch.args)
 
-    return compare(eager, lambda: reference.activation(HEAD, batch), rounds=15).cpu_ratio()
+    return 1 / compare(eager, lambda: reference.activation(HEAD, batch), rounds=15).cpu_ratio()
 
 
 def describe(options: argparse.Namespace, results: dict[str, dict]) -> str:
@@ -156,6 +178,7 @@ def describe(options: argparse.Namespace, results: dict[str, dict]) -> str:
             "",
             *rows,
             "",
+            *trained_rows(results),
             "Error of the format over the plasticity it shows, over all checks of all seeds (lower is better, the "
             "default asks for 0.1):",
             "",
@@ -172,6 +195,23 @@ def describe(options: argparse.Namespace, results: dict[str, dict]) -> str:
             "",
         ]
     )
+
+
+def trained_rows(results: dict[str, dict]) -> list[str]:
+    """Return the table of the published weights, where they were measured."""
+    names = [name for name in results if name.startswith("trained-")]
+    if not names:
+        return []
+    rows = ["Published, fully trained weights:", "", "| model | fp32 eager % | format | speed | accuracy gap |"]
+    rows.append("|---|---|---|---|---|")
+    for name in names:
+        for kind in FORMATS:
+            entry = results[name][kind]
+            rows.append(
+                f"| {name.removeprefix('trained-')} | {results[name]['exact']:.2f} | {kind} ({entry['rung']}) "
+                f"| {entry['speed']:.2f}x | {entry['gap']:+.2f} |"
+            )
+    return [*rows, ""]
 
 
 def shares(options: argparse.Namespace, results: dict[str, dict], kind: str) -> str:

@@ -30,7 +30,7 @@ from egeria.events import (
 from egeria.report.replay import replay
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences
-from strays import nothing_left_behind
+from strays import is_gone_within, nothing_left_behind
 
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
@@ -224,7 +224,8 @@ while run.frozen < 1 and time.monotonic() - begin < 60:
     optimizer.zero_grad()
     run.step(loss)
     time.sleep(0.005)
-print("frozen", run.frozen)
+import psutil
+print("frozen", run.frozen, "controller", *(child.pid for child in psutil.Process().children()))
 run.close()
 """
 
@@ -238,6 +239,9 @@ def test_the_user_s_code_is_never_run_again(how, tmp_path):
     else:
         command, text = [sys.executable, "-", str(tmp_path)], SCRIPT
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=110, check=False)
-    assert (done.returncode, done.stdout.split()) == (0, ["imported", "frozen", "1"]), done.stderr
+    assert done.returncode == 0, done.stderr
+    *said, pid = done.stdout.split()
+    assert said == ["imported", "frozen", "1", "controller"]
+    assert is_gone_within(int(pid), 5)
     assert told(tmp_path, PlasticityRead)[0].controller_cpu_s > 0, "it was not the process that read"
     assert told(tmp_path, RunStarted)

@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import egeria
+from egeria.controller import choose
+from egeria.reference import Machine
 
 PROBE_BYTES = 64 * 2**20
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -31,6 +33,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for name, value in {
         **_software(),
         **_processor(),
+        **_evaluations(),
         **_accelerator(),
         f"disk at {arguments.directory}": disk,
     }.items():
@@ -63,6 +66,17 @@ def _processor() -> dict[str, str]:
         "threads of torch": f"{torch.get_num_threads()}; OMP_WAIT_POLICY {waiting}",
         "load now": f"{psutil.cpu_percent(interval=0.2):.0f} % of all processors",
         "memory": f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
+    }
+
+
+def _evaluations() -> dict[str, str]:
+    """Return what a run would choose here."""
+    machine = Machine.here()
+    formats = [f"{' > '.join(machine.ladder(work))} for {work}" for work in ("convolutions", "matrix products")]
+    choice = choose("auto", "auto", torch.nn.Linear(1, 1))
+    return {
+        "reference model": f"{'; '.join(formats)} ({machine})",
+        "controller, training on the CPU": f"{choice.kind}: {choice.reason}",
     }
 
 
