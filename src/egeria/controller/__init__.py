@@ -4,7 +4,7 @@ from egeria.controller.assessor import Assessor, Plan
 from egeria.controller.choice import Choice, choose, controller_maker
 from egeria.controller.fallback import FallbackController
 from egeria.controller.inline import InlineController
-from egeria.controller.process import Limits, ProcessController
+from egeria.controller.process import ProcessController
 from egeria.controller.protocol import (
     Controller,
     FidelityRead,
@@ -17,6 +17,7 @@ from egeria.controller.protocol import (
     SteppedBack,
     Ticket,
 )
+from egeria.controller.trust import Limits
 
 __all__ = [
     "Assessor",

@@ -14,8 +14,9 @@ from torch import nn
 from egeria.controller.assessor import Assessor, Plan
 from egeria.controller.fallback import FallbackController
 from egeria.controller.inline import InlineController
-from egeria.controller.process import Limits, ProcessController
+from egeria.controller.process import ProcessController
 from egeria.controller.protocol import Controller
+from egeria.controller.trust import Limits
 
 SPARE_CORES = 2
 

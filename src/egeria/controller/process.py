@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,27 +23,10 @@ from egeria.controller.messages import (
 )
 from egeria.controller.protocol import Refreshed, Report, Request, Restarted, Result, RungTaken, SteppedBack, Ticket
 from egeria.controller.queues import Place, Producer
+from egeria.controller.trust import Limits, Trust
 from egeria.errors import ControllerError
 from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import RandomState
-
-RESTARTS_WITHOUT_A_WORD = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """How far the controller process is trusted."""
-
-    queue_length: int = 4
-    """Evaluations under way at a time."""
-    timeout_s: float = 120.0
-    """Seconds without a sign of life, while it has work, after which it is replaced."""
-    restarts: int = 20
-    """How often it is replaced in a run."""
-    load_limit: float = 0.5
-    """Load of the rest of the machine above which it waits."""
-    patience_s: float = 10.0
-    """Longest wait for the load to fall."""
 
 
 class ProcessController:
@@ -73,15 +54,13 @@ class ProcessController:
             "snapshot": Producer(1),
         }
         self._child: Child | None = None
-        self._was_ready = False
         self._places: dict[str, Place] = {}
         self._shapes: list[object] = []
         self._wanted: tuple[int, nn.Module, Batch | None] | None = None
         self._pending: dict[int, Ticket] = {}
         self._reports: list[Report] = []
         self._precision = plan.precision
-        self._heard_at_s = 0.0
-        self._num_restarts = self._num_mute_restarts = 0
+        self._trust = Trust(limits)
         self._past_cpu_s = self._child_cpu_s = 0.0
         self._snapshot_evaluation = 0
         self._is_refreshing = False
@@ -185,14 +164,14 @@ class ProcessController:
             self._child = Child(orders, [entry for entries in descriptors.values() for entry in entries])
         except (OSError, ValueError) as error:
             raise ControllerError(f"the controller process cannot be started ({error})") from error
-        self._heard_at_s = time.monotonic()
+        self._trust.hear()
 
     def _send(self, message: ToController) -> None:
         """Send; where that fails `poll` replaces the process."""
         if self._child is None:
             return
         if not self._is_busy:
-            self._heard_at_s = time.monotonic()  # it had nothing to say before
+            self._trust.hear()  # it had nothing to say before
         try:
             self._child.send(message)
         except OSError:
@@ -234,6 +213,8 @@ class ProcessController:
 
     def _queue(self, request: Request) -> str:
         """Put batch and training output into their queues; return why not, if not."""
+        if self._wanted is not None:
+            return "the controller is behind: it has not taken the last snapshot"
         if not (self._queues["iq"].free and self._queues["toq"].free):
             return "the controller is behind: its queues are full"
         ticket = request.ticket
@@ -250,12 +231,12 @@ class ProcessController:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._pending) or self._is_refreshing or not self._was_ready
+        return bool(self._pending) or self._is_refreshing or not self._trust.was_ready
 
     def _hear(self, message: FromController) -> None:
-        self._heard_at_s = time.monotonic()
+        self._trust.hear()
         if isinstance(message, Ready):
-            self._was_ready = True
+            self._trust.was_ready = True
         elif isinstance(message, Emptied):
             if message.queue != "model":  # kept for a process that replaces this one
                 self._queues[message.queue].release(message.slot)
@@ -270,7 +251,7 @@ class ProcessController:
         if isinstance(report, Result):
             if self._pending.pop(report.evaluation, None) is None:
                 return
-            self._num_mute_restarts = 0
+            self._trust.hear_reading()
         elif isinstance(report, RungTaken):
             # A process that replaces this one begins where it ended.
             self._precision = report.after.removesuffix("-static")
@@ -282,8 +263,7 @@ class ProcessController:
         if self._is_deaf:
             self._replace("it does not read its messages")
             return
-        silence_s = time.monotonic() - self._heard_at_s
-        if self._is_busy and silence_s > self._limits.timeout_s:
+        if self._is_busy and self._trust.is_lost:
             self._replace(f"it gave no sign of life for {self._limits.timeout_s:g} s")
 
     # --- replacing it --------------------------------------------------------------------------
@@ -292,20 +272,17 @@ class ProcessController:
         """End the process and start another, which gets the model and the last snapshot again."""
         how = self._end_child()
         reason = f"{reason} ({how})"
-        if not self._was_ready and self._num_mute_restarts == RESTARTS_WITHOUT_A_WORD:
+        if self._trust.has_proved_impossible:
             raise ControllerError(f"the controller process does not come up: {reason}")
         self._reports += [ticket.lost(f"the controller was replaced: {reason}") for ticket in self._pending.values()]
         self._pending.clear()
-        self._num_restarts += 1
-        self._num_mute_restarts += 1
-        mute = self._num_mute_restarts > RESTARTS_WITHOUT_A_WORD
-        if mute or self._num_restarts > self._limits.restarts:
+        if not self._trust.allow_restart():
             self._has_stopped = True
-            times = f"{self._num_restarts} times, last because {reason}"
+            times = f"{self._trust.num_restarts} times, last because {reason}"
             self._reports.append(SteppedBack(what="judging plasticity", reason=f"it ended {times}", final=True))
             return
         self._start()
-        self._reports.append(Restarted(count=self._num_restarts, reason=reason))
+        self._reports.append(Restarted(count=self._trust.num_restarts, reason=reason))
         if "snapshot" in self._places:
             self._queues["snapshot"].free.clear()
             self._send_packed(with_model=True)

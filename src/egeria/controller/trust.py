@@ -1,0 +1,67 @@
+"""How far a controller process is trusted: when it counts as lost, and how often it is replaced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+RESTARTS_WITHOUT_A_READING = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a controller process may take, and what is put up with from it."""
+
+    queue_length: int = 4
+    """Evaluations under way at a time."""
+    timeout_s: float = 120.0
+    """Seconds without a sign of life, while it has work, after which it is replaced."""
+    restarts: int = 20
+    """How often it is replaced in a run."""
+    load_limit: float = 0.5
+    """Load of the rest of the machine above which it waits."""
+    patience_s: float = 10.0
+    """Longest wait for the load to fall."""
+
+
+class Trust:
+    """Keeps count of silences and restarts.
+
+    Args:
+        limits: how far it goes.
+        clock: seconds.
+    """
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.was_ready = False
+        """Whether a process has ever come up."""
+        self.num_restarts = 0
+        self._limits = limits
+        self._clock = clock
+        self._heard_at_s = clock()
+        self._num_mute = 0
+
+    def hear(self) -> None:
+        """Note a sign of life, or that it had no reason to give one."""
+        self._heard_at_s = self._clock()
+
+    def hear_reading(self) -> None:
+        """Note that it does what it is there for."""
+        self._num_mute = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Tell whether it has been silent for too long, given that it has work."""
+        return self._clock() - self._heard_at_s > self._limits.timeout_s
+
+    @property
+    def has_proved_impossible(self) -> bool:
+        """Tell whether no process has come up, however often it was tried."""
+        return not self.was_ready and self._num_mute == RESTARTS_WITHOUT_A_READING
+
+    def allow_restart(self) -> bool:
+        """Count a restart; return False where it would be one too many, in the run or without a reading between."""
+        self.num_restarts += 1
+        self._num_mute += 1
+        return self._num_mute <= RESTARTS_WITHOUT_A_READING and self.num_restarts <= self._limits.restarts
