@@ -23,6 +23,7 @@ class Segment:
         self.descriptor = _anonymous_file() if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
+        self._finalizer.atexit = False  # at the end of the process others may still want to read from it
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
         """Return the memory, made large enough.
