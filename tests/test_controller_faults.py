@@ -27,6 +27,7 @@ from egeria.events import (
     ControllerRestarted,
     Declined,
     FaultCaught,
+    IntervalMeasured,
     PlasticityRead,
     ReadingDropped,
     RunClosed,
@@ -101,6 +102,7 @@ def test_a_killed_controller_is_replaced_and_reads_on(name, tmp_path):
     training.until_read()
     first = training.pid
     os.kill(first, signal.SIGKILL)
+    training.until(lambda: training.told(ControllerRestarted))
     training.until_read()
     assert training.pid != first and not is_alive(first)
     (restart,) = training.told(ControllerRestarted)
@@ -152,11 +154,18 @@ def test_a_controller_that_never_says_a_word_is_given_up_sooner(tmp_path, monkey
 def test_a_controller_without_memory_loses_readings_only(tmp_path):
     training = Training(tmp_path, name="residual")
     training.until_read()
-    used = int(Path(f"/proc/{training.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.prlimit(training.pid, resource.RLIMIT_AS, (used, used))
     training.loop.run._driver._engine.evaluator._num_samples = 20_000
     training.loop.specimen = _with_batches_of(training.loop.specimen, 20_000)  # for which it finds no memory
-    training.until(lambda: _complains_of_memory(training), pause_s=0)
+    limited = set()
+
+    def complains():
+        if training.pid not in {None, *limited}:
+            limited.add(training.pid)
+            used = int(Path(f"/proc/{training.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            resource.prlimit(training.pid, resource.RLIMIT_AS, (used, used))
+        return _complains_of_memory(training)
+
+    training.until(complains, pause_s=0)
     training.loop.run.close()
 
 
@@ -410,3 +419,81 @@ except KeyboardInterrupt:
         out, said = process.communicate(timeout=60)
     assert (process.returncode, out.split()) == (0, ["interrupted", "True"])
     assert "Traceback" not in said and is_gone_within(pid, 5)
+
+
+def test_a_process_with_a_thousand_open_files_evaluates_too(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2048
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"only {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        training = Training(tmp_path)
+        training.until_read()
+        assert not training.told(FaultCaught) and not training.told(Declined)
+        training.finish()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_controller_that_computes_for_long_is_not_taken_for_dead(tmp_path):
+    parent = os.getpid()
+
+    def slow(first, second):
+        deadline = time.process_time() + 3
+        while os.getpid() != parent and time.process_time() < deadline:
+            pass
+        return (first - second).abs().max()
+
+    training = Training(tmp_path, controller={"timeout_s": 2.0}, plasticity={**FAST["plasticity"], "metric": slow})
+    training.until_read(count=1)
+    assert not training.told(ControllerRestarted)
+    training.finish()
+
+
+def test_evaluations_under_way_at_the_end_are_counted(tmp_path):
+    training = Training(tmp_path)
+    training.until_read()
+    os.kill(training.pid, signal.SIGSTOP)
+    training.loop.step(4)
+    training.finish()
+    lost = _dropped_as(training, "the run ended before the controller came to it")
+    assert len(lost) >= 2
+    asked = {event.evaluation for event in training.told(IntervalMeasured) if event.evaluation > 2}
+    told = {event.evaluation for kind in (PlasticityRead, ReadingDropped) for event in training.told(kind)}
+    assert asked == told, "an evaluation is neither read nor dropped"
+
+
+def test_a_model_that_carries_too_much_along_is_evaluated_inline(tmp_path, monkeypatch):
+    monkeypatch.setattr("egeria.controller.process.LARGEST_SKELETON_BYTES", 100)
+    training = Training(tmp_path)
+    training.until_read()
+    assert "MiB along" in training.told(Declined)[0].reason
+    training.finish()
+
+
+class Plain(nn.Module):
+    """Makes a tensor in the default type of the moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = torch.tanh(part(x.to(torch.get_default_dtype()) @ torch.eye(8)))
+        return x
+
+
+def test_torch_s_settings_travel_along(tmp_path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        training = _training_of(_specimen(Plain), tmp_path)
+        training.until_read()
+        assert not training.told(Declined) and training.told(PlasticityRead)[0].controller_cpu_s > 0
+        training.finish()
+    finally:
+        torch.set_default_dtype(torch.float32)

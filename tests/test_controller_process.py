@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +15,8 @@ from torch import nn
 
 import egeria
 from egeria import read_journal
-from egeria.controller import ProcessController
+from egeria.controller import Limits, Plan, ProcessController, Refreshed, Restarted
+from egeria.controller import RungTaken as Rung
 from egeria.events import (
     ControllerChosen,
     FidelityChecked,
@@ -27,6 +30,8 @@ from egeria.events import (
     StageChanged,
     Thawed,
 )
+from egeria.layers.batch import Batch
+from egeria.plasticity import sp_loss
 from egeria.report.replay import replay
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences
@@ -120,6 +125,100 @@ def test_training_never_waits_and_late_readings_still_decide(tmp_path):
     assert all(later.evaluation > read.evaluation for read, later in itertools.pairwise(readings))
     found = replay(tmp_path)
     assert found.agrees and found.num_unused == 0
+
+
+def test_late_readings_are_those_of_the_same_moment(tmp_path):
+    """Law 2 without waiting: each evaluation meets the snapshot it was asked on, however late it is made."""
+    config = settings(freezing={"enabled": False}, controller={**OPEN, "queue_length": 50})
+    loops = {
+        kind: Loop(SPECIMENS["residual"], {"config": config, "directory": tmp_path / kind, "controller": kind})
+        for kind in ("inline", "process")
+    }
+    loops["inline"].step(60)
+    for step in range(60):
+        loops["process"].step()
+        time.sleep(8 if step == 2 else 0.02)  # the process comes up while the model bootstraps
+    for loop in loops.values():
+        loop.run.close()
+    inline, process = (_by_snapshot(tmp_path / kind) for kind in ("inline", "process"))
+    same = inline.keys() & process.keys()
+    assert len(same) >= 6
+    assert {key: process[key] for key in same} == pytest.approx({key: inline[key] for key in same}, rel=1e-5, abs=1e-12)
+
+
+def _by_snapshot(directory):
+    """Return the readings by their evaluation and that of the snapshot they are against."""
+    refreshes = [event.evaluation for event in told(directory, ReferenceRefreshed)]
+    readings = told(directory, PlasticityRead)
+    return {
+        (read.evaluation, max(number for number in refreshes if number < read.evaluation)): read.value
+        for read in readings
+    }
+
+
+def test_a_snapshot_that_finds_no_room_is_asked_for_again(tmp_path):
+    model = SPECIMENS["residual"].build()
+    plan = Plan(
+        taps=("blocks.0",), metric=sp_loss, largest_map=16, window=4, precision="fp32", device="cpu", fidelity_share=0.1
+    )
+    controller = ProcessController(plan, Limits(load_limit=1.0))
+    with nothing_left_behind():
+        assert [controller.refresh(number, model, None) for number in range(4)] == [True, True, False, False]
+        reports, deadline = [], time.monotonic() + LONGEST_WAIT_S
+        while controller.is_waiting and time.monotonic() < deadline:
+            reports += controller.poll()
+        assert [report.evaluation for report in reports if isinstance(report, Refreshed)] == [0, 1]
+        assert controller.refresh(4, model, None)
+        controller.close()
+
+
+def test_a_process_that_had_no_batch_to_try_formats_on_does_not_stay_with_the_last_one(tmp_path):
+    model = SPECIMENS["residual"].build()
+    args, kwargs = SPECIMENS["residual"].example(torch.Generator().manual_seed(0))
+    plan = Plan(
+        taps=("blocks.0",), metric=sp_loss, largest_map=16, window=4, precision="auto", device="cpu", fidelity_share=0.1
+    )
+    controller = ProcessController(plan, Limits(load_limit=1.0))
+    try:
+        rungs = []
+        for batch in (None, Batch.of_call(args, kwargs, "cpu")):
+            assert controller.refresh(0, model, batch)
+            deadline = time.monotonic() + LONGEST_WAIT_S
+            while controller.is_waiting and time.monotonic() < deadline:
+                rungs += [report.after for report in controller.poll() if isinstance(report, Rung)]
+            if batch is None:
+                os.kill(controller.pid, signal.SIGKILL)
+                while not any(isinstance(report, Restarted) for report in controller.poll()):
+                    assert time.monotonic() < deadline
+        assert rungs[0] == "fp32" and rungs[-1] == "int8-static"
+    finally:
+        controller.close()
+
+
+def test_a_refresh_that_failed_is_made_again_at_the_next_evaluation(tmp_path):
+    class Unlucky(ScriptedController):
+        def refresh(self, evaluation, model, batch):
+            fails = len(self.failed) < 2
+            self.failed.append(evaluation)
+            self._reports.append(Refreshed(evaluation=evaluation, builder="script", error="no luck" if fails else ""))
+            return True
+
+    controller = Unlucky()
+    controller.failed = []
+    loop = Loop(SPECIMENS["residual"], {"config": FAST, "directory": tmp_path, "controller": controller})
+    loop.step(12)
+    assert controller.failed[:3] == [2, 3, 4] and told(tmp_path, PlasticityRead)
+    loop.run.close()
+
+
+def test_a_controller_of_the_user_s_own_survives_a_resume(tmp_path):
+    controller = ScriptedController()
+    loop = Loop(SPECIMENS["residual"], {"config": FAST, "directory": tmp_path, "controller": controller})
+    loop.step(8)
+    loop.run.load_state_dict(loop.run.state_dict())
+    assert not controller.closed
+    loop.run.close()
+    assert controller.closed
 
 
 class HoldingController(ScriptedController):

@@ -85,14 +85,9 @@ def train(
     begin, begin_cpu = time.perf_counter(), time.process_time()
     run = None
     if directory is not None:
+        steps, config = len(loader) * epochs, {"controller": {"budget_share": SHORT_RUN_BUDGET}}
         run = attach(
-            model,
-            optimizer,
-            loader,
-            scheduler=scheduler,
-            total_steps=len(loader) * epochs,
-            config={"controller": {"budget_share": SHORT_RUN_BUDGET}},
-            directory=directory,
+            model, optimizer, loader, scheduler=scheduler, total_steps=steps, config=config, directory=directory
         )
     accuracies = []
     for epoch in range(epochs):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.protocol import FidelityRead, Refreshed, Report, Result, RungTaken, Ticket
+from egeria.controller.protocol import FidelityRead, Refreshed, Report, Result, RungTaken, SteppedBack, Ticket, brief
 from egeria.layers.batch import Batch
 from egeria.plasticity import GRAM_FORMS, Metric, flatten_rows, gram, pool_map
 from egeria.reference import LadderReference
@@ -54,7 +54,7 @@ class Plan:
         """Return the metric between two outputs of the same form."""
         metric = GRAM_FORMS[self.metric] if training.is_gram else self.metric
         with torch.no_grad():
-            return float(metric(training.tensor, reference.tensor))
+            return float(metric(training.tensor, reference.tensor.to(training.tensor.device)))
 
 
 class Assessor:
@@ -97,7 +97,11 @@ class Assessor:
         except Exception as error:
             return [ticket.failed(error, cpu_s)]
         result = Result(evaluation=ticket.evaluation, step=ticket.step, module=ticket.module, value=value, cpu_s=cpu_s)
-        return [result, *self._review(ticket.tap, value)]
+        try:
+            return [result, *self._review(ticket.tap, value)]
+        except Exception as error:
+            what = "checking the reference against its full-precision form"
+            return [result, SteppedBack(what=what, reason=brief(error), final=False)]
 
     def _review(self, tap: str, value: float) -> list[Report]:
         """Take in a reading; check the reference's fidelity when there are enough of them."""

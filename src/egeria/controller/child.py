@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -33,12 +34,12 @@ from egeria.controller.messages import (
     ToController,
     Unusable,
 )
-from egeria.controller.protocol import LONGEST_TEXT, Refreshed, Report, Ticket
+from egeria.controller.protocol import Refreshed, Report, Ticket, brief
 from egeria.controller.queues import Consumer
 from egeria.reference import warm_up
 
-ALIVE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.1
+WATCH_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +53,22 @@ class Orders:
     queue_length: int
     load_limit: float
     patience_s: float
+    default_dtype: str
+    matmul_precision: str
 
 
 def main(**orders: Any) -> None:
     """Serve until the training process is gone."""
-    behave(orders["parent"])
     settings = Orders(**orders)
+    voice = Voice(Connection(settings.pipe))
+    behave(settings.parent, voice)
     status = 0
     try:
         warm_up()
+        torch.set_default_dtype(getattr(torch, settings.default_dtype))
+        torch.set_float32_matmul_precision(settings.matmul_precision)
         gate = LoadGate(settings.load_limit, settings.patience_s)
-        Server(Connection(settings.pipe), settings.queues, gate, settings.queue_length).serve()
+        Server(voice, settings.queues, gate, settings.queue_length).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the training process has let go
     except BaseException:
@@ -73,7 +79,31 @@ def main(**orders: Any) -> None:
     os._exit(status)
 
 
-def behave(parent: int) -> None:
+class Voice:
+    """The pipe to the training process, for the thread that works and the one that breathes."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self._lock = threading.Lock()
+        self._writable = select.poll()
+        self._writable.register(pipe.fileno(), select.POLLOUT)
+
+    def say(self, message: FromController) -> None:
+        """Send a message, however long that takes."""
+        with self._lock:
+            self.pipe.send(message)
+
+    def breathe(self) -> None:
+        """Say that this process is alive, if that is possible at once."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if any(event & select.POLLOUT for _, event in self._writable.poll(0)):
+                    self.pipe.send(Alive())
+            finally:
+                self._lock.release()
+
+
+def behave(parent: int, voice: Voice) -> None:
     """Be a quiet neighbour: one thread, low priority, deaf to Ctrl-C, and gone when the training is."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -84,8 +114,13 @@ def behave(parent: int) -> None:
 
     def watch() -> None:
         # The pipe alone would not tell: data workers forked from the training process hold its end open.
+        spent_s = 0.0
         while os.getppid() == parent:
-            time.sleep(0.5)
+            time.sleep(WATCH_EVERY_S)
+            if time.process_time() - spent_s > WATCH_EVERY_S / 10:  # it computes: no hanging, however long it takes
+                spent_s = time.process_time()
+                with contextlib.suppress(OSError):
+                    voice.breathe()
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -95,14 +130,15 @@ class Server:
     """Takes messages in at once, and works through them in order while the gate lets it.
 
     Args:
-        pipe: to the training process.
+        voice: to the training process.
         queues: descriptors of the segments of each queue.
         gate: when there is room for work.
         length: of the queue of reference outputs.
     """
 
-    def __init__(self, pipe: Connection, queues: Mapping[str, Sequence[int]], gate: LoadGate, length: int) -> None:
-        self._pipe = pipe
+    def __init__(self, voice: Voice, queues: Mapping[str, Sequence[int]], gate: LoadGate, length: int) -> None:
+        self._voice = voice
+        self._pipe = voice.pipe
         self._queues = {name: Consumer(descriptors) for name, descriptors in queues.items()}
         self._gate = gate
         self._work: deque[TakeModel | TakeSnapshot | TakeInput] = deque()
@@ -115,7 +151,6 @@ class Server:
     def serve(self) -> None:
         """Serve until the training process closes its end."""
         self._send(Ready())
-        told_at = time.monotonic()
         while True:
             if self._pipe.poll(0):
                 self._accept(self._pipe.recv())
@@ -124,9 +159,8 @@ class Server:
                 self._pair()
             elif self._pipe.poll(LOOK_EVERY_S if self._work else None):
                 self._accept(self._pipe.recv())
-            if self._work and time.monotonic() - told_at > ALIVE_EVERY_S:
-                told_at = time.monotonic()
-                self._send(Alive())
+            else:
+                self._voice.breathe()  # it waits for room
 
     def _accept(self, message: ToController) -> None:
         if not isinstance(message, TakeOutput):
@@ -154,7 +188,7 @@ class Server:
             plan, self._model = self._take("model", message)
             self._assessor = Assessor(plan.beginning_at(message.precision))
         except Exception as error:
-            self._send(Unusable(_brief(error)))
+            self._send(Unusable(brief(error)))
 
     def _take_snapshot(self, message: TakeSnapshot) -> None:
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
@@ -168,7 +202,7 @@ class Server:
                     mine.copy_(theirs)
             reports = self._assessor.refresh(evaluation, self._model, batch)
         except Exception as error:
-            reports = [Refreshed(evaluation=evaluation, builder="", error=_brief(error))]
+            reports = [Refreshed(evaluation=evaluation, builder="", error=brief(error))]
         spent = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         self._report(*(_with_cost(report, *spent) for report in reports))
 
@@ -211,7 +245,7 @@ class Server:
         self._send(Reports(reports, time.process_time()))
 
     def _send(self, message: FromController) -> None:
-        self._pipe.send(message)
+        self._voice.say(message)
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -223,7 +257,3 @@ def _with_cost(report: Report, wall_s: float, cpu_s: float) -> Report:
     if not isinstance(report, Refreshed):
         return report
     return replace(report, wall_s=wall_s, cpu_s=cpu_s)
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:LONGEST_TEXT]

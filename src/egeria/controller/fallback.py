@@ -48,13 +48,16 @@ class FallbackController:
         """Start the process."""
         self._try(self._current.warm_up)
 
-    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> None:
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
         """Bring the reference model up to date."""
-        newest = self._newest = (evaluation, model, batch)
+        self._newest = (evaluation, model, batch)
         if self._inline is not None:
-            self._inline.refresh(*newest)
-        else:
-            self._try(lambda: self._process.refresh(*newest))
+            return self._inline.refresh(*self._newest)
+        try:
+            return self._process.refresh(*self._newest)
+        except ControllerError as error:
+            self._fall_back(error)
+            return True
 
     def submit(self, request: Request) -> None:
         """Ask for one evaluation."""
@@ -66,9 +69,9 @@ class FallbackController:
         reports, self._reports = self._reports, []
         return reports
 
-    def close(self) -> None:
+    def close(self) -> list[Report]:
         """Let go of everything."""
-        self._current.close()
+        return [*self._reports, *self._current.close()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the one in use."""
@@ -86,9 +89,12 @@ class FallbackController:
         try:
             action()
         except ControllerError as error:
-            reason = f"{error}. Evaluations are made in the training process instead"
-            self._reports += self._process.abandon("its controller process is given up")
-            self._inline = self._make_inline()
-            self._reports.append(SteppedBack(what="the controller process", reason=reason, final=False))
-            if self._newest is not None:
-                self._inline.refresh(*self._newest)
+            self._fall_back(error)
+
+    def _fall_back(self, error: ControllerError) -> None:
+        reason = f"{error}. Evaluations are made in the training process instead"
+        self._reports += self._process.close("its controller process is given up")
+        self._inline = self._make_inline()
+        self._reports.append(SteppedBack(what="the controller process", reason=reason, final=False))
+        if self._newest is not None:
+            self._inline.refresh(*self._newest)

@@ -29,13 +29,14 @@ class InlineController:
     def warm_up(self) -> None:
         """Do nothing: what is not needed is not paid for."""
 
-    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> None:
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
         """Bring the reference model up to date with the training weights.
 
         Raises:
             ReferenceModelError: the model cannot be copied.
         """
         self._reports += self._assessor.refresh(evaluation, model, batch)
+        return True
 
     def submit(self, request: Request) -> None:
         """Evaluate now; `poll` hands the result out."""
@@ -54,9 +55,9 @@ class InlineController:
         reports, self._reports = self._reports, []
         return reports
 
-    def close(self) -> None:
-        """Forget what has not been polled."""
-        self._reports.clear()
+    def close(self) -> list[Report]:
+        """Return what has not been polled."""
+        return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the assessor's state."""

@@ -15,7 +15,7 @@ from typing import Any
 from egeria.controller.memory import Segment
 from egeria.controller.messages import FromController, ToController
 
-END_S = 0.3
+END_S = 1.0
 LAST_BYTES = 4096
 
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
@@ -57,7 +57,7 @@ class Child:
                 pass_fds=[theirs.fileno(), *descriptors],
                 env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
-                stdout=self._said.descriptor,
+                stdout=subprocess.DEVNULL,
                 stderr=self._said.descriptor,
             )
         self._finalizer = weakref.finalize(self, _end, self._process, self._pipe, os.getpid())
@@ -73,7 +73,9 @@ class Child:
         Raises:
             OSError: the other end is gone, or does not read.
         """
-        if not select.select([], [self._pipe], [], 0)[1]:
+        writable = select.poll()  # `select` knows no descriptors above 1024
+        writable.register(self._pipe.fileno(), select.POLLOUT)
+        if not any(event & select.POLLOUT for _, event in writable.poll(0)):
             raise BlockingIOError("the controller does not read its messages")
         self._pipe.send(message)
 
@@ -81,18 +83,23 @@ class Child:
         """Return the messages that have arrived.
 
         Raises:
-            EOFError, OSError: the other end is gone; what it said before is lost with it.
+            EOFError, OSError: the other end is gone, and has left no message.
         """
         messages = []
-        while self._pipe.poll(0):
-            messages.append(self._pipe.recv())
-        if not messages and self._process.poll() is not None:
-            raise EOFError
+        try:
+            while self._pipe.poll(0):
+                messages.append(self._pipe.recv())
+            if not messages and self._process.poll() is not None:
+                raise EOFError
+        except (EOFError, OSError):
+            if not messages:
+                raise
         return messages
 
     def end(self) -> str:
         """End the process and return how it went: its exit status and the last line it said."""
-        self._finalizer()
+        if self._finalizer() is None:
+            return "with the training process"
         size_bytes = os.fstat(self._said.descriptor).st_size
         said = os.pread(self._said.descriptor, LAST_BYTES, max(0, size_bytes - LAST_BYTES))
         self._said.close()
@@ -101,14 +108,16 @@ class Child:
         return f"{status}: {lines[-1][:300]}" if lines else status
 
 
-def _end(process: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], pipe: Any, owner: int) -> bool:
     """Close the pipe, wait a moment, kill: the child holds nothing that could be lost."""
     if os.getpid() != owner:
-        return  # a forked data worker has inherited this object, not the child
+        return False  # a forked data worker has inherited this object, not the child
     with contextlib.suppress(OSError):
         pipe.close()
     try:
         process.wait(END_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+    return True

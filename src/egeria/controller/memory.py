@@ -31,8 +31,9 @@ class Segment:
         Raises:
             OSError: there is not that much.
         """
-        if os.fstat(self.descriptor).st_size < size_bytes:
-            os.ftruncate(self.descriptor, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        found = os.fstat(self.descriptor).st_size
+        if found < size_bytes:
+            _allocate(self.descriptor, found, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         return self.map(size_bytes)
 
     def map(self, size_bytes: int) -> mmap.mmap:
@@ -45,6 +46,15 @@ class Segment:
         """Let go; the memory itself goes when the other side has let go too."""
         self._map = None
         self._finalizer()
+
+
+def _allocate(descriptor: int, begin: int, end: int) -> None:
+    """Make a file larger for real: to write into a hole that finds no room kills the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, end)
+        return
+    while begin < end:
+        begin += os.pwrite(descriptor, bytes(min(BLOCK_BYTES, end - begin)), begin)
 
 
 def _anonymous_file() -> int:

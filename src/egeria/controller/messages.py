@@ -57,7 +57,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The controller is waiting for the machine to have room."""
+    """The controller computes, or waits for the machine to have room."""
 
 
 @dataclass(frozen=True, slots=True)

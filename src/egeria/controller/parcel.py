@@ -12,7 +12,8 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -34,17 +35,36 @@ HOOKS = (
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
-def pack(thing: Any, segment: Segment) -> int:
+class Place(NamedTuple):
+    """Where a tensor lies, and what it is."""
+
+    begin: int | None
+    """Bytes behind the pickle; None for one that comes without its values."""
+    shape: tuple[int, ...]
+    """In the order of memory."""
+    order: tuple[int, ...]
+    """The dimensions from the outermost in memory to the innermost."""
+    dtype: torch.dtype
+    is_parameter: bool
+
+
+def pack(thing: Any, segment: Segment, *, hollow: Collection[Tensor] = ()) -> int:
     """Put anything into the segment and return how many bytes it takes there.
 
-    Of modules the hooks stay behind that only watch or save; pre-hooks go along, some compute weights.
+    Of modules the hooks stay behind that only watch or save; pre-hooks go along, some compute weights,
+    but for those of a frozen layer.
+
+    Args:
+        thing: what to pack.
+        segment: where to.
+        hollow: tensors of it that arrive without their values.
 
     Raises:
         Exception: whatever its pickling raises.
         OSError: there is no memory left.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, {id(tensor) for tensor in hollow})
     pickler.dump(thing)
     pickled = file.getbuffer()
     begin = _aligned(HEADER_BYTES + len(pickled))
@@ -53,8 +73,8 @@ def pack(thing: Any, segment: Segment) -> int:
     memory[HEADER_BYTES : HEADER_BYTES + len(pickled)] = pickled
     with torch.no_grad():
         for tensor, place in zip(pickler.tensors, pickler.places, strict=True):
-            if tensor.numel():
-                _window(memory, begin, place).copy_(tensor.permute(place[2]))
+            if tensor.numel() and place.begin is not None:
+                _window(memory, begin, place).copy_(tensor.permute(place.order))
     return begin + pickler.size_bytes
 
 
@@ -66,15 +86,12 @@ def unpack(segment: Segment, size_bytes: int) -> Any:
     return _Unpickler(io.BytesIO(pickled), memory, _aligned(HEADER_BYTES + length)).load()
 
 
-Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-"""Offset in bytes, shape in the order of memory, that order of the dimensions, dtype, whether it is a parameter."""
-
-
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Leaves plain tensors out and notes where they go; one that appears twice goes once."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, hollow: set[int]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._hollow = hollow
         self.tensors: list[Tensor] = []
         self.places: list[Place] = []
         self.size_bytes = 0
@@ -87,9 +104,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._known[id(thing)] = len(self.tensors), thing
             order = _memory_order(thing)
             shape = tuple(thing.shape[dim] for dim in order)
-            self.places.append((self.size_bytes, shape, order, thing.dtype, isinstance(thing, nn.Parameter)))
+            begin = None if id(thing) in self._hollow else self.size_bytes
+            self.places.append(Place(begin, shape, order, thing.dtype, isinstance(thing, nn.Parameter)))
             self.tensors.append(thing.detach())
-            self.size_bytes += _aligned(thing.numel() * thing.element_size())
+            if begin is not None:
+                self.size_bytes += _aligned(thing.numel() * thing.element_size())
         index, _ = self._known[id(thing)]
         return index, self.places[index]
 
@@ -101,7 +120,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         except RuntimeError:  # parametrized modules refuse, for the sake of files that outlive their classes
             make, arguments, state, rest = copyreg.__newobj__, (type(thing),), vars(thing), []  # type: ignore[attr-defined]
         if isinstance(state, dict):
-            state = {name: OrderedDict() if name in HOOKS else value for name, value in state.items()}
+            state = {name: _hooks_that_go_along(name, value) for name, value in state.items()}
         return (make, arguments, state, *rest[:3])
 
 
@@ -119,17 +138,30 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[index]
 
     def _load(self, place: Place) -> Tensor:
-        _, shape, order, dtype, is_parameter = place
-        found = (
-            _window(self._memory, self._begin, place).clone() if math.prod(shape) else torch.empty(shape, dtype=dtype)
-        )
-        tensor = found.permute(tuple(order.index(dim) for dim in range(len(order))))
-        return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        if place.begin is None or not math.prod(place.shape):
+            found = torch.zeros(place.shape, dtype=place.dtype)
+        else:
+            found = _window(self._memory, self._begin, place).clone()
+        tensor = found.permute(tuple(place.order.index(dim) for dim in range(len(place.order))))
+        return nn.Parameter(tensor, requires_grad=False) if place.is_parameter else tensor
+
+
+def _hooks_that_go_along(name: str, value: Any) -> Any:
+    if name in HOOKS:
+        return OrderedDict()
+    if name != "_forward_pre_hooks":
+        return value
+    # A frozen layer's own are no part of the model; a reference made before the freeze has none either.
+    ours = "egeria."
+    return OrderedDict(
+        (key, hook) for key, hook in value.items() if not getattr(hook, "__module__", "").startswith(ours)
+    )
 
 
 def _window(memory: Any, begin: int, place: Place) -> Tensor:
-    offset, shape, _, dtype, _ = place
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=begin + offset).view(shape)
+    assert place.begin is not None
+    count, offset = math.prod(place.shape), begin + place.begin
+    return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=offset).view(place.shape)
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:

@@ -5,28 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from egeria.controller import messages
 from egeria.controller.assessor import Plan
 from egeria.controller.launch import Child
-from egeria.controller.messages import (
-    Emptied,
-    FromController,
-    Ready,
-    Reports,
-    TakeInput,
-    TakeModel,
-    TakeOutput,
-    TakeSnapshot,
-    ToController,
-    Unusable,
+from egeria.controller.protocol import (
+    Refreshed,
+    Report,
+    Request,
+    Restarted,
+    Result,
+    RungTaken,
+    SteppedBack,
+    Ticket,
+    brief,
 )
-from egeria.controller.protocol import Refreshed, Report, Request, Restarted, Result, RungTaken, SteppedBack, Ticket
 from egeria.controller.queues import Place, Producer
 from egeria.controller.trust import Limits, Trust
 from egeria.errors import ControllerError
 from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import RandomState
+
+LARGEST_SKELETON_BYTES = 64 * 2**20
 
 
 class ProcessController:
@@ -34,14 +36,15 @@ class ProcessController:
 
     Three queues as in the paper: batches go through IQ, training outputs through TOQ, and inside the
     child reference outputs wait in ROQ for the training output of the same evaluation. Weights and a
-    calibration batch go through a queue of length one: a new snapshot waits until the last is taken.
+    calibration batch go through a queue of their own. The process works through all in the order they
+    were queued, so an evaluation meets the snapshot that it was asked on.
+
+    `warm_up`, `refresh` and `poll` raise `ControllerError` where a process cannot be had at all: it
+    cannot be started, or the model cannot be sent to it.
 
     Args:
         plan: how to evaluate.
         limits: how far the process is trusted.
-
-    Any method raises `ControllerError` where a process cannot be had at all: it cannot be started, or
-    the model cannot be sent to it.
     """
 
     def __init__(self, plan: Plan, limits: Limits) -> None:
@@ -51,26 +54,25 @@ class ProcessController:
             "iq": Producer(limits.queue_length),
             "toq": Producer(limits.queue_length),
             "model": Producer(1),
-            "snapshot": Producer(1),
+            "snapshot": Producer(2),  # one to work from, one on its way
         }
         self._child: Child | None = None
         self._places: dict[str, Place] = {}
         self._shapes: list[object] = []
-        self._wanted: tuple[int, nn.Module, Batch | None] | None = None
         self._pending: dict[int, Ticket] = {}
         self._reports: list[Report] = []
         self._precision = plan.precision
         self._trust = Trust(limits)
         self._past_cpu_s = self._child_cpu_s = 0.0
         self._snapshot_evaluation = 0
-        self._is_refreshing = False
+        self._num_refreshing = 0
         self._is_deaf = False
         self._has_stopped = False
 
     @property
     def is_waiting(self) -> bool:
         """Tell whether something is under way."""
-        return bool(self._pending or self._reports or self._wanted or self._is_refreshing)
+        return bool(self._pending or self._reports or self._num_refreshing)
 
     @property
     def cpu_s(self) -> float:
@@ -87,21 +89,33 @@ class ProcessController:
         if self._child is None and not self._has_stopped:
             self._start()
 
-    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> None:
-        """Send the weights as they are now, or as soon as the process has taken the last ones."""
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
+        """Queue the weights as they are now; False while those of two earlier refreshes wait there."""
         if self._has_stopped:
-            return
+            return False
         self.warm_up()
-        self._wanted = (evaluation, model, batch)
-        self._send_wanted()
+        snapshots = self._queues["snapshot"]
+        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+        try:
+            shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            is_new = shapes != self._shapes
+            if not snapshots.free or (is_new and len(snapshots.free) < len(snapshots.segments)):
+                return False
+            if is_new:
+                self._places["model"] = self._pack_model(model, tensors)
+            place = snapshots.put((tensors, batch))
+        except Exception as error:
+            raise ControllerError(f"the model cannot be sent to the controller process ({brief(error)})") from error
+        assert place is not None
+        self._shapes, self._snapshot_evaluation, self._places["snapshot"] = shapes, evaluation, place
+        self._send_snapshot(with_model=is_new)
+        return True
 
     def submit(self, request: Request) -> None:
         """Queue one evaluation; without room it is lost and reported so."""
-        if self._has_stopped:
-            return
         ticket = request.ticket
         try:
-            reason = self._queue(request)
+            reason = "the controller has ended" if self._has_stopped else self._queue(request)
         except Exception as error:
             self._reports.append(ticket.failed(error))
             return
@@ -120,25 +134,18 @@ class ProcessController:
                 self._replace("it died")
             else:
                 self._look_after()
-        if self._wanted is not None and self._child is not None:
-            self._send_wanted()
         reports, self._reports = self._reports, []
         return reports
 
-    def close(self) -> None:
-        """End the process and give back the memory."""
+    def close(self, reason: str = "the run ended before the controller came to it") -> list[Report]:
+        """End the process and give back the memory; evaluations under way are lost."""
+        reports = [*self._reports, *(ticket.lost(reason) for ticket in self._pending.values())]
         self._end_child()
         self._has_stopped = True
         self._pending.clear()
         self._reports.clear()
-        self._wanted = None
         for queue in self._queues.values():
             queue.close()
-
-    def abandon(self, reason: str) -> list[Report]:
-        """Close, and return what was not polled yet; evaluations under way are lost for this reason."""
-        reports = [*self._reports, *(ticket.lost(reason) for ticket in self._pending.values())]
-        self.close()
         return reports
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,14 +166,16 @@ class ProcessController:
             "queue_length": self._limits.queue_length,
             "load_limit": self._limits.load_limit,
             "patience_s": self._limits.patience_s,
+            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "matmul_precision": torch.get_float32_matmul_precision(),
         }
         try:
             self._child = Child(orders, [entry for entries in descriptors.values() for entry in entries])
-        except (OSError, ValueError) as error:
-            raise ControllerError(f"the controller process cannot be started ({error})") from error
+        except Exception as error:
+            raise ControllerError(f"the controller process cannot be started ({brief(error)})") from error
         self._trust.hear()
 
-    def _send(self, message: ToController) -> None:
+    def _send(self, message: messages.ToController) -> None:
         """Send; where that fails `poll` replaces the process."""
         if self._child is None:
             return
@@ -174,75 +183,64 @@ class ProcessController:
             self._trust.hear()  # it had nothing to say before
         try:
             self._child.send(message)
-        except OSError:
+        except Exception:
             self._is_deaf = True
 
-    def _send_wanted(self) -> None:
-        """Send the newest weights unless the last ones still lie there."""
-        if self._wanted is None or not self._queues["snapshot"].free:
-            return
-        evaluation, model, batch = self._wanted
-        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-        shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        try:
-            is_new = shapes != self._shapes
-            if is_new:
-                self._pack("model", (self._plan, model))
-            self._pack("snapshot", (tensors, batch))
-            self._snapshot_evaluation = evaluation
-        except Exception as error:
-            raise ControllerError(
-                f"the model cannot be sent to the controller process ({type(error).__name__}: {error})"
-            ) from error
-        self._shapes = shapes
-        self._wanted = None
-        self._send_packed(with_model=is_new)
-
-    def _send_packed(self, *, with_model: bool) -> None:
+    def _send_snapshot(self, *, with_model: bool) -> None:
         if with_model:
-            self._send(TakeModel(self._places["model"], self._precision))
-        self._is_refreshing = True
-        self._send(TakeSnapshot(self._snapshot_evaluation, self._places["snapshot"]))
+            self._send(messages.TakeModel(self._places["model"], self._precision))
+        self._num_refreshing += 1
+        self._send(messages.TakeSnapshot(self._snapshot_evaluation, self._places["snapshot"]))
 
-    def _pack(self, queue: str, thing: Any) -> None:
-        producer = self._queues[queue]
-        producer.empty()
-        place = producer.put(thing)
+    def _pack_model(self, model: nn.Module, weights: list[Tensor]) -> Place:
+        """Pack how the model is built; its weights follow with the snapshot."""
+        models = self._queues["model"]
+        models.empty()
+        place = models.put((self._plan, model), hollow=weights)
         assert place is not None
-        self._places[queue] = place
+        weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+        if place.size_bytes > max(LARGEST_SKELETON_BYTES, weights_bytes):
+            raise ValueError(f"its classes and attributes carry {place.size_bytes / 2**20:.0f} MiB along")
+        return place
 
     def _queue(self, request: Request) -> str:
         """Put batch and training output into their queues; return why not, if not."""
-        if self._wanted is not None:
-            return "the controller is behind: it has not taken the last snapshot"
         if not (self._queues["iq"].free and self._queues["toq"].free):
             return "the controller is behind: its queues are full"
         ticket = request.ticket
         training = self._plan.reduce(request.activation)
         batch_place = self._queues["iq"].put((request.batch, RandomState.current()))
-        output_place = self._queues["toq"].put(training)
+        try:
+            output_place = self._queues["toq"].put(training)
+        except Exception:
+            if batch_place is not None:
+                self._queues["iq"].release(batch_place.slot)
+            raise
         assert batch_place is not None and output_place is not None
         num_rows = request.activation.shape[0]
-        self._send(TakeInput(ticket, batch_place, num_rows, training.is_gram))
-        self._send(TakeOutput(ticket.evaluation, output_place))
+        self._send(messages.TakeInput(ticket, batch_place, num_rows, training.is_gram))
+        self._send(messages.TakeOutput(ticket.evaluation, output_place))
         return ""
 
     # --- from the process ----------------------------------------------------------------------
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._pending) or self._is_refreshing or not self._trust.was_ready
+        return bool(self._pending or self._num_refreshing) or not self._trust.was_ready
 
-    def _hear(self, message: FromController) -> None:
+    def _hear(self, message: messages.FromController) -> None:
+        if isinstance(message, messages.Alive):
+            self._trust.hear_breath()
+            return
         self._trust.hear()
-        if isinstance(message, Ready):
+        if isinstance(message, messages.Ready):
             self._trust.was_ready = True
-        elif isinstance(message, Emptied):
+        elif isinstance(message, messages.Emptied):
             if message.queue != "model":  # kept for a process that replaces this one
                 self._queues[message.queue].release(message.slot)
-        elif isinstance(message, Unusable):
+        elif isinstance(message, messages.Unusable):
             raise ControllerError(f"the model cannot be rebuilt in the controller process ({message.reason})")
-        elif isinstance(message, Reports):
+        elif isinstance(message, messages.Reports):
             self._child_cpu_s = message.cpu_s
             for report in message.reports:
                 self._take_in(report)
@@ -252,11 +250,11 @@ class ProcessController:
             if self._pending.pop(report.evaluation, None) is None:
                 return
             self._trust.hear_reading()
-        elif isinstance(report, RungTaken):
-            # A process that replaces this one begins where it ended.
+        elif isinstance(report, RungTaken) and report.before:
+            # A process that replaces this one begins where it ended. The first choice it makes by itself.
             self._precision = report.after.removesuffix("-static")
         elif isinstance(report, Refreshed):
-            self._is_refreshing = False
+            self._num_refreshing = max(0, self._num_refreshing - 1)
         self._reports.append(report)
 
     def _look_after(self) -> None:
@@ -284,13 +282,14 @@ class ProcessController:
         self._start()
         self._reports.append(Restarted(count=self._trust.num_restarts, reason=reason))
         if "snapshot" in self._places:
-            self._queues["snapshot"].free.clear()
-            self._send_packed(with_model=True)
+            self._send_snapshot(with_model=True)
 
     def _end_child(self) -> str:
         child, self._child = self._child, None
-        self._is_refreshing = self._is_deaf = False
+        self._num_refreshing, self._is_deaf = 0, False
         self._past_cpu_s, self._child_cpu_s = self.cpu_s, 0.0
-        for name in ("iq", "toq", "snapshot"):
-            self._queues[name].empty()
+        self._queues["iq"].empty()
+        self._queues["toq"].empty()
+        newest = self._places.get("snapshot")  # stays for a process that replaces this one
+        self._queues["snapshot"].empty(but=newest.slot if newest else None)
         return child.end() if child is not None else ""

@@ -13,6 +13,11 @@ from egeria.layers.batch import Batch
 LONGEST_TEXT = 500
 
 
+def brief(error: Exception) -> str:
+    """Return an error in a few words, for a message or the journal."""
+    return f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
     """Which evaluation it is: what pairs the outputs of the two models."""
@@ -25,9 +30,8 @@ class Ticket:
 
     def failed(self, error: Exception, cpu_s: float = 0.0) -> Result:
         """Return the result of an evaluation that raised."""
-        text = f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
         return Result(
-            evaluation=self.evaluation, step=self.step, module=self.module, value=None, error=text, cpu_s=cpu_s
+            evaluation=self.evaluation, step=self.step, module=self.module, value=None, error=brief(error), cpu_s=cpu_s
         )
 
     def lost(self, reason: str) -> Result:
@@ -136,8 +140,12 @@ class Controller(Protocol):
         """Get ready for the first refresh, if that takes time."""
         ...
 
-    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> None:
-        """Bring the reference model up to date with the training weights; calibrate it on the batch if need be."""
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
+        """Bring the reference model up to date with the training weights; calibrate it on the batch if need be.
+
+        Returns:
+            Whether the weights were taken: evaluations from here on are against them. If not, ask again.
+        """
         ...
 
     def submit(self, request: Request) -> None:
@@ -148,8 +156,8 @@ class Controller(Protocol):
         """Return what has happened since the last call, in order."""
         ...
 
-    def close(self) -> None:
-        """Let go of everything held; further calls are errors."""
+    def close(self) -> list[Report]:
+        """Let go of everything held, for good; return what was not polled yet, and what is lost now."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,9 +6,11 @@ over the pipe. The producer never waits: a full queue refuses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from egeria.controller.memory import Segment
 from egeria.controller.parcel import pack, unpack
@@ -33,8 +35,8 @@ class Producer:
         self.segments = [Segment() for _ in range(length)]
         self.free = set(range(length))
 
-    def put(self, thing: Any) -> Place | None:
-        """Queue a thing; None if the queue is full.
+    def put(self, thing: Any, *, hollow: Collection[Tensor] = ()) -> Place | None:
+        """Queue a thing, without the values of the `hollow` tensors; None if the queue is full.
 
         Raises:
             Exception: it cannot be packed; the queue is as before.
@@ -42,7 +44,7 @@ class Producer:
         if not self.free:
             return None
         slot = min(self.free)
-        place = Place(slot, pack(thing, self.segments[slot]))
+        place = Place(slot, pack(thing, self.segments[slot], hollow=hollow))
         self.free.discard(slot)
         return place
 
@@ -50,9 +52,9 @@ class Producer:
         """Take back a place that the consumer has emptied."""
         self.free.add(slot)
 
-    def empty(self) -> None:
-        """Take back every place: the consumer is gone."""
-        self.free = set(range(len(self.segments)))
+    def empty(self, *, but: int | None = None) -> None:
+        """Take back every place, but for one: the consumer is gone."""
+        self.free = set(range(len(self.segments))) - {but}
 
     def close(self) -> None:
         """Let go of the memory."""

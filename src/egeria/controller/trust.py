@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 RESTARTS_WITHOUT_A_READING = 3
+LONGEST_WORK = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +17,10 @@ class Limits:
     queue_length: int = 4
     """Evaluations under way at a time."""
     timeout_s: float = 120.0
-    """Seconds without a sign of life, while it has work, after which it is replaced."""
+    """Seconds without a sign of life, while it has work, after which it is replaced.
+
+    A process that computes is alive, but nothing may take it more than ten times as long.
+    """
     restarts: int = 20
     """How often it is replaced in a run."""
     load_limit: float = 0.5
@@ -39,11 +43,15 @@ class Trust:
         self.num_restarts = 0
         self._limits = limits
         self._clock = clock
-        self._heard_at_s = clock()
+        self._heard_at_s = self._worked_at_s = clock()
         self._num_mute = 0
 
     def hear(self) -> None:
-        """Note a sign of life, or that it had no reason to give one."""
+        """Note that it has done something, or that there was nothing to do."""
+        self._heard_at_s = self._worked_at_s = self._clock()
+
+    def hear_breath(self) -> None:
+        """Note that it is alive."""
         self._heard_at_s = self._clock()
 
     def hear_reading(self) -> None:
@@ -52,8 +60,9 @@ class Trust:
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether it has been silent for too long, given that it has work."""
-        return self._clock() - self._heard_at_s > self._limits.timeout_s
+        """Tell whether it has been silent, or without a result, for too long, given that it has work."""
+        now, limit_s = self._clock(), self._limits.timeout_s
+        return now - self._heard_at_s > limit_s or now - self._worked_at_s > LONGEST_WORK * limit_s
 
     @property
     def has_proved_impossible(self) -> bool:

@@ -21,10 +21,14 @@ class SideStreamRung:
 
     def __init__(self, rung: Rung, device: torch.device) -> None:
         self.name: RungName = rung.name
-        self.detail = f"{rung.detail}, own CUDA stream"
         self._rung = rung
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(device)
+
+    @property
+    def detail(self) -> str:
+        """How it is made."""
+        return f"{self._rung.detail}, own CUDA stream"
 
     def update(self) -> None:
         """Take over the weights of the snapshot as they are now."""

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from egeria.layers.undisturbed import undisturbed
+from egeria.reference.forms import accept_only
 from egeria.reference.graphs import CONVOLUTIONS, OUTLETS, Part, find_parts, is_plain, sharing_copy, trace_parts
 from egeria.reference.survey import Survey
 
@@ -44,14 +45,15 @@ class Folded:
         self.replace_parts({part.name: part.graph for part in parts})
 
     @property
-    def part_names(self) -> list[str]:
-        """Names of the traced submodules, "" for the model itself."""
-        return [part.name for part in self.parts]
+    def part_forms(self) -> dict[str, list[str]]:
+        """Names of the traced submodules, "" for the model itself, with the form of their calls."""
+        return {part.name: part.form for part in self.parts}
 
     def replace_parts(self, graphs: Mapping[str, nn.Module], dequantize: bool = False) -> None:
         """Put other modules in the place of the traced ones; their outlets may carry quantised tensors."""
         for part in self.parts:
             graph = graphs[part.name]
+            accept_only(graph, part.form)
             for index, tap in enumerate(part.taps):
                 path = f"{OUTLETS}.{index}"
                 if dequantize:
@@ -70,23 +72,23 @@ class Folded:
 
 
 def fold_model(
-    snapshot: nn.Module, taps: Sequence[str], survey: Survey | None, names: Sequence[str] | None = None
+    snapshot: nn.Module, taps: Sequence[str], survey: Survey | None, forms: Mapping[str, list[str]] | None = None
 ) -> Folded:
     """Copy the snapshot, sharing its tensors, and fold what can be traced.
 
     Args:
         snapshot: the model in float32.
         taps: names of submodules to read.
-        survey: what to check the traced parts with; not needed with `names`.
-        names: the parts to trace, where an earlier copy has found them.
+        survey: what to check the traced parts with; not needed with `forms`.
+        forms: the parts to trace, where an earlier copy has found them.
     """
     model = sharing_copy(snapshot)
     with undisturbed(model):
-        if names is not None:
-            parts = trace_parts(model, taps, names)
+        if forms is not None:
+            parts = trace_parts(model, taps, forms)
         else:
             assert survey is not None
-            parts = find_parts(model, taps, survey.batch, survey.outputs)
+            parts = find_parts(model, taps, survey)
     folds = [fold for part in parts for fold in fold_norms(part.graph)]
     return Folded(model, taps, parts, folds)
 

@@ -91,7 +91,7 @@ class StaticInt8Rung(_Int8):
 
     def found(self) -> dict[str, Any]:
         """Return the names of the traced parts and the ranges of activations."""
-        return {"parts": self._folded.part_names, "ranges": self._ranges}
+        return {"parts": self._folded.part_forms, "ranges": self._ranges}
 
 
 class DynamicInt8Rung(_Int8):

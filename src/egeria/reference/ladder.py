@@ -19,6 +19,7 @@ from egeria.reference.int8 import DynamicInt8Rung, StaticInt8Rung
 from egeria.reference.machine import Machine, RungName
 from egeria.reference.protocol import RungChange
 from egeria.reference.rungs import BFloat16Rung, Float32Rung, Plan, Rung
+from egeria.reference.silence import silence
 from egeria.reference.snapshot import SnapshotReference
 from egeria.reference.survey import Survey, in_fp32, on_device, survey_model
 from egeria.reference.trial import brief, check_rung
@@ -145,7 +146,9 @@ class LadderReference:
             return 0.0
         if self._batch is None:
             return None
-        exact, found = self._exact(tap, self._batch), rung.activation(tap, self._batch)
+        exact, found = self._exact(tap, self._batch), self.activation(tap, self._batch)
+        if self.rung == "fp32":  # the format could not run this batch
+            return 0.0
         return None if exact is None or found is None else float(metric(exact, found))
 
     def recalibrate(self) -> bool:
@@ -230,7 +233,8 @@ class LadderReference:
         for name in self._formats[index:]:
             try:
                 self._rung = self._make(name, survey, {})
-                check_rung(self._rung, survey)
+                with silence():  # torch warns of kernels on their way out at their first use
+                    check_rung(self._rung, survey)
                 break
             except Exception as error:
                 if name == self._formats[-1]:
@@ -252,7 +256,8 @@ class LadderReference:
             batch=self._batch,
             built=found,
         )
-        rung = _BUILDERS[name](plan)
+        with silence(), kept_random_state(plan.snapshot):  # what tries the rung finds the dice as the survey did
+            rung = _BUILDERS[name](plan)
         return rung if self._device.type != "cuda" else SideStreamRung(rung, self._device)
 
     def _update(self, rung: Rung) -> None:

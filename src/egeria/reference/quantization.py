@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from egeria.errors import ReferenceModelError
-from egeria.reference.graphs import CONVOLUTIONS, is_plain
+from egeria.reference.graphs import CONVOLUTIONS, is_altered, is_plain
+from egeria.reference.silence import silence
 
 ENGINE = "x86"
 _WEIGHTED = (*CONVOLUTIONS, nn.Linear)
@@ -33,16 +33,11 @@ _IN_FLOAT32 = re.compile(
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """Use our kernels for the block, and the user's choice of engine again behind it.
-
-    What torch warns of goes unheard: kernels on their way out, and joins of unlike ranges, whose error
-    is measured like any other.
-    """
+    """Use our kernels for the block, and the user's choice of engine again behind it."""
     before = torch.backends.quantized.engine
     try:
         torch.backends.quantized.engine = ENGINE
-        with _silent():
-            yield
+        yield
     finally:
         torch.backends.quantized.engine = before
 
@@ -116,8 +111,7 @@ class Toolkit:
         mapping.set_global(self._make_config(activation=self._observers[full_range], weight=self._weights))
         for name in _hide_weights(graph):
             mapping.set_module_name(name, None)
-        with _silent():
-            prepared: fx.GraphModule = self._quantize_fx.prepare_fx(graph, mapping, (), backend_config=self._backend)
+        prepared: fx.GraphModule = self._quantize_fx.prepare_fx(graph, mapping, (), backend_config=self._backend)
         return prepared
 
     def ranges(self, prepared: fx.GraphModule) -> dict[str, tuple[Tensor, Tensor]]:
@@ -132,8 +126,7 @@ class Toolkit:
 
     def convert(self, prepared: fx.GraphModule) -> fx.GraphModule:
         """Return the module in int8."""
-        with _silent():
-            converted: fx.GraphModule = self._quantize_fx.convert_fx(prepared, backend_config=self._backend)
+        converted: fx.GraphModule = self._quantize_fx.convert_fx(prepared, backend_config=self._backend)
         return converted
 
     def weighted(self, converted: fx.GraphModule) -> dict[str, nn.Module]:
@@ -167,18 +160,18 @@ def _quickly_made(observer: type[Any], **settings: Any) -> Any:
 
 
 def _hide_weights(graph: fx.GraphModule) -> list[str]:
-    """Name the modules with weights that stay in float32, and give them types that torch has no int8 form for.
+    """Name the modules that stay in float32, and give them types that torch has no int8 form for.
 
+    They are those with weights that only float32 can use, and those that do more than their class says.
     The configuration alone does not do: a norm between two quantised layers would still be replaced.
     """
     names = []
     for name, module in list(graph.named_modules()):
         has_weights = any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
-        if name and has_weights and not is_plain(module, _WEIGHTED):
-            hidden = copy.copy(module)
-            # The module name makes the tracer take it for a layer of torch, and not look inside.
-            hidden.__class__ = type(type(module).__name__, (type(module),), {"__module__": "torch.nn.float32"})
-            graph.set_submodule(name, hidden)
+        if name and (is_altered(module) or (has_weights and not is_plain(module, _WEIGHTED))):
+            # The module name makes the tracer take it for a layer of torch, and not look inside. It is
+            # the module itself and no copy, since a `forward` of the instance is bound to it.
+            module.__class__ = type(type(module).__name__, (type(module),), {"__module__": "torch.nn.float32"})
             names.append(name)
     return names
 
@@ -206,27 +199,25 @@ def _names(pattern: Any) -> list[str]:
 
 @functools.cache
 def load_toolkit() -> Toolkit:
-    """Return what quantises; the first call imports it and lets torch give its warnings, which go unheard.
+    """Return what quantises; the first call imports it.
+
+    Torch warns once of kernels on their way out, and of joins of unlike ranges, whose error is measured
+    like any other. The first call lets it, unheard.
 
     Raises:
         ReferenceModelError: this torch, or the CPU, has no quantisation.
     """
-    with _silent(), engine():
+    with silence(), engine():
         try:
             toolkit = Toolkit()
             for dtype in (torch.quint8, torch.qint8):  # each kind of tensor warns when it is first made
                 torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, dtype)
             quantize_weight(torch.zeros(1, 1))
+            unlike = [torch.quantize_per_tensor(torch.ones(1, 1, 1, 1), scale, 0, torch.quint8) for scale in (1.0, 2.0)]
+            torch.cat(unlike, dim=1)
         except (ImportError, AttributeError, RuntimeError) as error:
             raise ReferenceModelError(
                 f"int8 needs torch.ao.quantization with the {ENGINE} engine, found torch {torch.__version__} "
                 f"without ({error}). Choose reference.precision 'bf16' or 'fp32', or leave it at 'auto'."
             ) from error
     return toolkit
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

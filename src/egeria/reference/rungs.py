@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from egeria import tree
 from egeria.layers.batch import Batch
 from egeria.layers.taps import capture
 from egeria.layers.undisturbed import undisturbed
 from egeria.reference.folded import Folded, fold_model
+from egeria.reference.graphs import is_altered
 from egeria.reference.machine import Machine, RungName
 from egeria.reference.survey import Survey, in_bf16, in_fp32, read_taps
 
@@ -45,17 +46,21 @@ class Plan:
         Raises:
             ValueError: there was no batch to check it with.
         """
-        names = self.built.get("parts")
-        if self.survey is None and names is None:
+        forms = self.built.get("parts")
+        if self.survey is None and forms is None:
             raise ValueError("there is no batch to try it on")
-        return fold_model(self.snapshot, self.taps, self.survey, names)
+        return fold_model(self.snapshot, self.taps, self.survey, forms)
 
 
 class Rung(Protocol):
     """The snapshot in one number format."""
 
     name: RungName
-    detail: str
+
+    @property
+    def detail(self) -> str:
+        """How it is made."""
+        ...
 
     def update(self) -> None:
         """Take over the weights of the snapshot as they are now."""
@@ -94,7 +99,10 @@ class Runnable:
 
 
 class Float32Rung(Runnable):
-    """Folded and channels last where the model can be traced and runs without autocast, else the plain copy."""
+    """Folded and channels last where the model can be traced and runs without autocast, else the plain copy.
+
+    At the first batch that the folded copy cannot run and the plain one can, it is the plain one for good.
+    """
 
     name: RungName = "fp32"
 
@@ -112,15 +120,28 @@ class Float32Rung(Runnable):
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
         """Return the activation at one tap in float32, running the model no further."""
-        if self._folded and not batch.autocast.enabled:
+        if not self._folded or batch.autocast.enabled:
+            return self._plain(tap, batch)
+        try:
             return super().activation(tap, batch)
+        except Exception:
+            activation = self._plain(tap, batch)  # what fails here too is no fault of the folding
+            self._unfold()
+            return activation
+
+    def _plain(self, tap: str, batch: Batch) -> Tensor | None:
+        args, kwargs = tree.map_tensors(torch.clone, (batch.args, dict(batch.kwargs)))
         with undisturbed(self._plan.snapshot):
-            activation = capture(self._plan.snapshot, tap, batch)
+            activation = capture(self._plan.snapshot, tap, replace(batch, args=args, kwargs=kwargs))
         return None if activation is None else activation.float()
+
+    def _unfold(self) -> None:
+        self._folded, self.detail = None, "fp32 copy, since a batch was too much for the folded one"
+        self._model, self._hooks = self._plan.snapshot, {tap: tap for tap in self._plan.taps}
 
     def found(self) -> dict[str, Any]:
         """Return the names of the traced parts."""
-        return {"parts": self._folded.part_names if self._folded else []}
+        return {"parts": self._folded.part_forms if self._folded else {}}
 
 
 def _try_folding(plan: Plan) -> Folded | None:
@@ -167,14 +188,14 @@ class BFloat16Rung(Runnable):
 
     def found(self) -> dict[str, Any]:
         """Return the names of the traced parts."""
-        return {"parts": self._folded.part_names}
+        return {"parts": self._folded.part_forms}
 
 
 def _in_bf16(folded: Folded) -> list[tuple[Tensor, Tensor]]:
     """Replace parameters by copies in bf16; return those that are rounded from the snapshot as they are.
 
     Norms keep float32, since a residual stream may be either. So do weights that are computed from
-    others: their arithmetic knows nothing of autocast.
+    others, or used by a `forward` of the instance: such arithmetic may know nothing of autocast.
     """
     owned = {id(fold.folded) for fold in folded.folds}
     copies: dict[int, nn.Parameter] = {}
@@ -197,7 +218,7 @@ def _is_ordinary(module: nn.Module) -> bool:
     parametrized = nn.utils.parametrize.is_parametrized(module) or isinstance(
         module, (nn.utils.parametrize.ParametrizationList,)
     )
-    return not parametrized and not module._forward_pre_hooks
+    return isinstance(module, fx.GraphModule) or not (parametrized or is_altered(module))
 
 
 def require_float32(model: nn.Module) -> None:

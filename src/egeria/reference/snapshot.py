@@ -19,6 +19,9 @@ from egeria.layers.undisturbed import kept_random_state, undisturbed
 class SnapshotReference:
     """A deep copy, made at the first refresh and brought up to date in place after that.
 
+    Parameters and buffers follow the model; numbers that a loop keeps in plain attributes (an annealed
+    coefficient, a count of steps) stay as they were when the copy was made.
+
     Args:
         device: where the copy lives; None for where the model is.
     """

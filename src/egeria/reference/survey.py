@@ -14,9 +14,11 @@ from egeria import tree
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.undisturbed import undisturbed
 from egeria.reference.machine import Workload
+from egeria.reference.randomness import random_states
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _LARGE_ROW = 100_000
+_CHEAP_PRODUCTS = 2e8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Survey:
     """What the snapshot gives at every tap for the batch."""
     outputs: tuple[Tensor, ...]
     """The tensors of what it returns."""
+    draws_random_numbers: bool
+    """Whether they may be others the next time."""
 
 
 def on_device(batch: Batch, device: str) -> Batch:
@@ -52,7 +56,7 @@ def in_bf16(device_type: str) -> Autocast:
 
 
 def survey_model(model: nn.Module, taps: Mapping[str, str], batch: Batch) -> Survey:
-    """Run the model once on a few rows; on all of them where it cannot do with fewer.
+    """Run the model once on a few rows; on all of them where that costs little, or it cannot do with fewer.
 
     Args:
         model: the snapshot.
@@ -62,9 +66,12 @@ def survey_model(model: nn.Module, taps: Mapping[str, str], batch: Batch) -> Sur
     batch = replace(batch, autocast=in_fp32(batch.autocast.device_type))
     few = batch.first_rows(_num_rows(batch))
     try:
-        return _survey(model, taps, few)
+        survey = _survey(model, taps, few)
     except Exception:  # a graph, say, is no graph without half its nodes
         return _survey(model, taps, batch)
+    num_rows = _count_rows(batch)
+    is_whole = num_rows == _count_rows(few)
+    return survey if is_whole or survey.products_per_row * num_rows > _CHEAP_PRODUCTS else _survey(model, taps, batch)
 
 
 def _num_rows(batch: Batch) -> int:
@@ -86,10 +93,15 @@ def _survey(model: nn.Module, taps: Mapping[str, str], batch: Batch) -> Survey:
     with undisturbed(model):
         layers = [module for module in model.modules() if isinstance(module, (*_CONVOLUTIONS, nn.Linear))]
         with _hooked([(layer, count) for layer in layers]):
+            before = random_states(model)
             readings, outputs = _read(model, taps, batch, to_the_end=True)
-    rows = next((tensor.shape[0] for tensor in tree.leaves((batch.args, dict(batch.kwargs))) if tensor.dim()), 1)
+            draws = random_states(model) != before
     workload: Workload = "convolutions" if products[True] > products[False] else "matrix products"
-    return Survey(batch, workload, sum(products.values()) / max(rows, 1), readings, outputs)
+    return Survey(batch, workload, sum(products.values()) / max(_count_rows(batch), 1), readings, outputs, draws)
+
+
+def _count_rows(batch: Batch) -> int:
+    return next((tensor.shape[0] for tensor in tree.leaves((batch.args, dict(batch.kwargs))) if tensor.dim()), 1)
 
 
 def read_taps(model: nn.Module, taps: Mapping[str, str], batch: Batch) -> dict[str, Tensor | None]:

@@ -96,8 +96,8 @@ class Driver:
             self._guarded("ending an interval", self._end_interval)
         self._guarded("preparing an evaluation", self._arm)
 
-    def release(self) -> None:
-        """Leave the model as it was found and stop for good."""
+    def release(self, successor: Engine | None = None) -> None:
+        """Leave the model as it was found and stop for good, or until a successor takes over."""
         if self._order is not None:
             self._order.close()
             self._order = None
@@ -106,7 +106,7 @@ class Driver:
             self._modules = engine.modules
             engine.applier.release()
             try:
-                engine.evaluator.close()
+                engine.evaluator.close(successor.evaluator if successor else None)
                 self._past_controller_cpu_s += engine.evaluator.controller_cpu_s
             except Exception as error:
                 self._recorder.fault("closing the controller", error)
@@ -115,6 +115,8 @@ class Driver:
         """Return the state of everything that decides."""
         state: dict[str, Any] = {
             **self._clock.state_dict(),
+            "iteration_s": self._iteration_s,
+            "budget": self._judge.state_dict(),
             "losses": self._losses.read(),
             "engine": None,
         }
@@ -133,6 +135,7 @@ class Driver:
             StateError: it belongs to another model; nothing has changed then.
         """
         saved, losses = state["engine"], list(state["losses"])
+        budget, iteration_s = dict(state["budget"]), float(state["iteration_s"])
         clock = IntervalClock(1)
         clock.load_state_dict(state)
         if saved is None:
@@ -150,10 +153,11 @@ class Driver:
             engine = self._builder.build(modules)
             engine.policy.load_state_dict(saved["policy"])
             engine.evaluator.load_state_dict(saved["evaluator"])
-            self.release()
+            self.release(engine)
             self._engine = engine
             engine.applier.restore(engine.policy.frozen)
-        self._clock = clock
+        self._judge.load_state_dict(budget)
+        self._clock, self._iteration_s = clock, iteration_s
         self._recorder.step = clock.num_steps
         self._losses.restore(losses)
         self._guarded("preparing an evaluation", self._arm)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from egeria.config import Config
-from egeria.controller import Controller, Report, Request, Result, SteppedBack, Ticket
+from egeria.controller import Controller, Refreshed, Report, Request, Result, SteppedBack, Ticket
 from egeria.events import ReadingDropped
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
@@ -75,7 +75,7 @@ class Evaluator:
     @property
     def is_waiting(self) -> bool:
         """Tell whether the controller has something under way."""
-        return self._controller.is_waiting
+        return self._controller.is_waiting and not self.has_given_up
 
     @property
     def controller_cpu_s(self) -> float:
@@ -106,45 +106,46 @@ class Evaluator:
             self._tap.close()
             self._tap = None
 
-    def refresh(self, evaluation: int) -> None:
-        """Bring the reference up to date with the training weights."""
+    def refresh(self, evaluation: int) -> bool:
+        """Bring the reference up to date with the training weights; return False where it could not take them yet."""
         watch = Stopwatch()
         calibration = None if self.batch is None else self._batch(self.batch)
-        self._controller.refresh(evaluation, self._model, calibration)
+        if not self._controller.refresh(evaluation, self._model, calibration):
+            return False
         self._evaluations_since_refresh = 0
         self._refresh_cost = RefreshCost(*watch.read())
         self._take_in(self._controller.poll())
-
-    def refresh_if_due(self, evaluation: int, period: int) -> bool:
-        """Refresh after `period` evaluations, or at once what was never made; return whether it was due."""
-        age = self._evaluations_since_refresh
-        if age is not None and age < period:
-            return False
-        self.refresh(evaluation)
         return True
 
-    def evaluate(self, step: int, evaluation: int, index: int, module: LayerModule) -> None:
-        """Ask the controller for the plasticity of one layer module on the batch kept for it."""
+    def refresh_if_due(self, evaluation: int, period: int) -> bool:
+        """Refresh after `period` evaluations, or at once what was never made; return whether it was done."""
+        age = self._evaluations_since_refresh
+        is_due = age is None or age >= period
+        return is_due and not self.has_given_up and self.refresh(evaluation)
+
+    def evaluate(self, step: int, evaluation: int, index: int, module: LayerModule) -> bool:
+        """Ask the controller for the plasticity of a layer module on the batch kept for it; whether that went."""
         ticket = Ticket(evaluation=evaluation, step=step, module=index, tap=module.tap)
         if self._evaluations_since_refresh is None:
             self._write_dropped(evaluation, index, "there is no reference yet")
-            return
+            return False
         if self._armed is None or (self._tap is not None and self._armed != index):
-            return  # it became the monitored one at this very step: nothing was kept for it
+            return False  # it became the monitored one at this very step: nothing was kept for it
         self._evaluations_since_refresh += 1
         if self.batch is None:
             self._write_dropped(evaluation, index, "run.model was not called in training mode before this step")
             self._note_failure("the loop does not call run.model in training mode; call it in place of the model")
-            return
+            return False
         watch = Stopwatch()
         activation = self._activation(module)
         if activation is None:
             self._write_dropped(evaluation, index, f"{module.tap} gave no floating-point tensor of two dimensions")
             self._note_failure(f"layer module {module.name} gives no tensor to judge it by")
-            return
+            return False
         self.evaluated = self._batch(self.batch)
         self._controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
         self._costs[evaluation] = watch.read()
+        return True
 
     def poll(self) -> list[Evaluated]:
         """Return the finished readings; what cannot be used is journaled and left out."""
@@ -160,11 +161,12 @@ class Evaluator:
         """Journal a reading of a layer module that is not monitored any more."""
         self._write_dropped(reading.evaluation, reading.module, "it came late: the layer module is no longer monitored")
 
-    def close(self) -> None:
-        """Let go of everything held."""
+    def close(self, successor: Evaluator | None = None) -> None:
+        """Let go of everything held, but for a controller that the successor goes on with."""
         self.disarm()
         self.evaluated = None
-        self._controller.close()
+        if successor is None or successor._controller is not self._controller:
+            self._close_controller()
 
     def state_dict(self) -> dict[str, object]:
         """Return what a resumed run needs to read the same values."""
@@ -178,7 +180,8 @@ class Evaluator:
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on from a saved state."""
         self._needs_whole_batch = bool(state["needs_whole_batch"])
-        self._num_failures = int(state["num_failures"])  # type: ignore[call-overload]
+        # One that had given up gets another chance: it may be on another machine now.
+        self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)  # type: ignore[call-overload]
         can_go_on = self._controller.load_state_dict(state["controller"], self._model)  # type: ignore[arg-type]
         age = state["evaluations_since_refresh"] if can_go_on else None
         self._evaluations_since_refresh = age  # type: ignore[assignment]
@@ -211,13 +214,21 @@ class Evaluator:
                 self._take_in_result(report)
             else:
                 tell(self._recorder, report, self._refresh_cost)
-                if isinstance(report, SteppedBack) and report.final:
-                    self._num_failures = FAILURES_BEFORE_GIVING_UP
+                self._draw_conclusions(report)
+
+    def _draw_conclusions(self, report: Report) -> None:
+        if isinstance(report, Refreshed) and report.error:
+            self._evaluations_since_refresh = None
+            self._note_failure(f"the reference cannot be refreshed: {report.error}")
+        elif isinstance(report, SteppedBack) and report.final:
+            self._num_failures = FAILURES_BEFORE_GIVING_UP
+            self._close_controller()
 
     def _take_in_result(self, result: Result) -> None:
         wall_s, cpu_s = self._costs.pop(result.evaluation, (0.0, 0.0))
-        if result.lost or result.evaluation < self._voided_before:
-            reason = result.lost or "it came late: everything thawed meanwhile"
+        if result.lost or self.has_given_up or result.evaluation < self._voided_before:
+            late = "judging has ended" if self.has_given_up else "everything thawed meanwhile"
+            reason = result.lost or f"it came late: {late}"
             self._write_dropped(result.evaluation, result.module, reason)
         elif result.value is None or not math.isfinite(result.value):
             reason = result.error or f"the value is {result.value}"
@@ -238,3 +249,11 @@ class Evaluator:
         self._num_failures += 1
         if self._num_failures == FAILURES_BEFORE_GIVING_UP:
             self._recorder.decline("judging plasticity", reason)
+            self._close_controller()
+
+    def _close_controller(self) -> None:
+        """End the controller; what it had not handed over, or not finished, is journaled as dropped."""
+        for report in self._controller.close():
+            if isinstance(report, Result):
+                reason = report.lost or report.error or "the run ended before it was judged"
+                self._write_dropped(report.evaluation, report.module, reason)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from egeria.config import Config
 from egeria.events import ComputeProfiled, IntervalChanged, PlasticityRead
@@ -36,15 +37,15 @@ class Judge:
             return
         self._profile(engine)
         watch = Stopwatch()
-        engine.evaluator.evaluate(clock.num_steps, clock.evaluation, monitored, engine.modules[monitored])
-        wall_s, _ = watch.read()
-        self._budget.note_evaluation(wall_s)
+        asked = engine.evaluator.evaluate(clock.num_steps, clock.evaluation, monitored, engine.modules[monitored])
+        if asked and iteration_s > 0:
+            self._budget.note_evaluation(watch.read()[0] / iteration_s)
         self.take_in_readings(engine)
         watch = Stopwatch()
-        if engine.evaluator.refresh_if_due(clock.evaluation, self._refresh_evaluations or engine.policy.window):
-            wall_s, _ = watch.read()
-            self._budget.note_refresh(wall_s)
-        self._keep_to_the_budget(clock, iteration_s)
+        period = self._refresh_evaluations or engine.policy.window
+        if engine.evaluator.refresh_if_due(clock.evaluation, period) and iteration_s > 0:
+            self._budget.note_refresh(watch.read()[0] / iteration_s, period)
+        self._keep_to_the_budget(clock)
 
     def take_in_readings(self, engine: Engine) -> None:
         """Judge what the controller has finished, at this evaluation or since an earlier one."""
@@ -76,9 +77,17 @@ class Judge:
         )
         return judgement.decisions
 
-    def _keep_to_the_budget(self, clock: IntervalClock, iteration_s: float) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the budget knows."""
+        return self._budget.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._budget.load_state_dict(state)
+
+    def _keep_to_the_budget(self, clock: IntervalClock) -> None:
         before = clock.interval_steps
-        longer = self._budget.review(before, iteration_s)
+        longer = self._budget.review(before)
         if longer is not None:
             clock.interval_steps, reason = longer
             event = IntervalChanged(step=clock.num_steps, before=before, after=clock.interval_steps, reason=reason)

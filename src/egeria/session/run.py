@@ -108,10 +108,12 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        frozen = self.frozen
+        self._driver.release()
         self._recorder.write(
             RunClosed(
                 step=self._driver.num_steps,
-                frozen=self.frozen,
+                frozen=frozen,
                 overhead_wall_s=self._driver.pace.overhead_wall_s,
                 overhead_cpu_s=self._driver.pace.overhead_cpu_s,
                 controller_cpu_s=self._driver.controller_cpu_s,

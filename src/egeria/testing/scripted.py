@@ -37,10 +37,11 @@ class ScriptedController:
     def warm_up(self) -> None:
         """Do nothing."""
 
-    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> None:
+    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
         """Do what the script does at a refresh."""
         self._refreshing(model)
         self._reports.append(Refreshed(evaluation=evaluation, builder="script"))
+        return True
 
     def submit(self, request: Request) -> None:
         """Note the request and read the script."""
@@ -54,9 +55,10 @@ class ScriptedController:
         reports, self._reports = self._reports, []
         return reports
 
-    def close(self) -> None:
+    def close(self) -> list[Report]:
         """Note that the run let go."""
         self.closed = True
+        return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the script is its own state."""
