@@ -176,6 +176,12 @@ def trust_at(clock, **limits):
 def test_silence_is_suffered_for_so_long_and_work_ten_times_as_long():
     clock = [0.0]
     trust = trust_at(clock)
+    clock[0] = 90
+    assert not trust.is_lost, "it has not come up yet"
+    trust.hear_up()
+    assert trust.is_lost
+    clock[0] = 0.0
+    trust.hear()
     clock[0] = 9
     assert not trust.is_lost
     clock[0] = 11

@@ -173,7 +173,7 @@ class ProcessController:
             self._child = Child(orders, [entry for entries in descriptors.values() for entry in entries])
         except Exception as error:
             raise ControllerError(f"the controller process cannot be started ({brief(error)})") from error
-        self._trust.hear()
+        self._trust.begin()
 
     def _send(self, message: messages.ToController) -> None:
         """Send; where that fails `poll` replaces the process."""
@@ -226,7 +226,7 @@ class ProcessController:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._pending or self._num_refreshing) or not self._trust.was_ready
+        return bool(self._pending or self._num_refreshing) or not self._trust.is_up
 
     def _hear(self, message: messages.FromController) -> None:
         if isinstance(message, messages.Alive):
@@ -234,7 +234,7 @@ class ProcessController:
             return
         self._trust.hear()
         if isinstance(message, messages.Ready):
-            self._trust.was_ready = True
+            self._trust.hear_up()
         elif isinstance(message, messages.Emptied):
             if message.queue != "model":  # kept for a process that replaces this one
                 self._queues[message.queue].release(message.slot)

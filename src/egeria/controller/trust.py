@@ -38,13 +38,23 @@ class Trust:
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
-        self.was_ready = False
-        """Whether a process has ever come up."""
+        self.is_up = False
+        """Whether the process has come up."""
         self.num_restarts = 0
         self._limits = limits
         self._clock = clock
         self._heard_at_s = self._worked_at_s = clock()
         self._num_mute = 0
+        self._was_up = False
+
+    def begin(self) -> None:
+        """Note that a process was started."""
+        self.is_up = False
+        self.hear()
+
+    def hear_up(self) -> None:
+        """Note that it has imported what it needs."""
+        self.is_up = self._was_up = True
 
     def hear(self) -> None:
         """Note that it has done something, or that there was nothing to do."""
@@ -62,12 +72,13 @@ class Trust:
     def is_lost(self) -> bool:
         """Tell whether it has been silent, or without a result, for too long, given that it has work."""
         now, limit_s = self._clock(), self._limits.timeout_s
-        return now - self._heard_at_s > limit_s or now - self._worked_at_s > LONGEST_WORK * limit_s
+        silence_s = limit_s if self.is_up else LONGEST_WORK * limit_s  # it cannot speak before it is up
+        return now - self._heard_at_s > silence_s or now - self._worked_at_s > LONGEST_WORK * limit_s
 
     @property
     def has_proved_impossible(self) -> bool:
         """Tell whether no process has come up, however often it was tried."""
-        return not self.was_ready and self._num_mute == RESTARTS_WITHOUT_A_READING
+        return not self._was_up and self._num_mute == RESTARTS_WITHOUT_A_READING
 
     def allow_restart(self) -> bool:
         """Count a restart; return False where it would be one too many, in the run or without a reading between."""
