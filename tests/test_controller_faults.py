@@ -143,11 +143,11 @@ def test_a_controller_that_dies_again_and_again_is_given_up(tmp_path):
 def test_a_controller_that_never_says_a_word_is_given_up_sooner(tmp_path, monkeypatch):
     training = Training(tmp_path)
     training.until_read()
-    for _ in range(4):
+    for _ in range(11):
         pid = training.pid
         os.kill(pid, signal.SIGKILL)
         training.until(lambda pid=pid: training.pid != pid, pause_s=0)
-    assert "it ended 4 times" in training.told(Declined)[0].reason
+    assert "it ended 11 times" in training.told(Declined)[0].reason
     training.finish()
 
 

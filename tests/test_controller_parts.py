@@ -195,7 +195,9 @@ def test_silence_is_suffered_for_so_long_and_work_ten_times_as_long():
 
 def test_restarts_are_bounded_in_a_run_and_without_a_reading_between():
     trust = trust_at([0.0], restarts=5)
-    assert [trust.allow_restart() for _ in range(4)] == [True, True, True, False]
+    assert [trust.allow_restart() for _ in range(6)] == [True] * 5 + [False]
+    trust = trust_at([0.0], restarts=50)
+    assert [trust.allow_restart() for _ in range(11)] == [True] * 10 + [False]
     trust = trust_at([0.0], restarts=5)
     allowed = []
     for _ in range(6):

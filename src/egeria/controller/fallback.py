@@ -40,6 +40,11 @@ class FallbackController:
         return bool(self._reports) or self._current.is_waiting
 
     @property
+    def is_apart(self) -> bool:
+        """Tell whether there is a process to look after."""
+        return self._current.is_apart
+
+    @property
     def cpu_s(self) -> float:
         """CPU seconds spent outside the training process so far."""
         return self._process.cpu_s

@@ -20,6 +20,7 @@ class InlineController:
     """
 
     is_waiting = False
+    is_apart = False
     cpu_s = 0.0
 
     def __init__(self, assessor: Assessor) -> None:

@@ -75,6 +75,11 @@ class ProcessController:
         return bool(self._pending or self._reports or self._num_refreshing)
 
     @property
+    def is_apart(self) -> bool:
+        """Tell whether there is a process to look after: one that dies while idle is replaced before it is needed."""
+        return self._child is not None
+
+    @property
     def cpu_s(self) -> float:
         """CPU seconds of the controller processes so far."""
         return self._past_cpu_s + self._child_cpu_s

@@ -132,6 +132,11 @@ class Controller(Protocol):
         ...
 
     @property
+    def is_apart(self) -> bool:
+        """Tell whether it lives beside the training, and is to be polled at every step to see that it does."""
+        ...
+
+    @property
     def cpu_s(self) -> float:
         """CPU seconds spent outside the training process so far."""
         ...

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-RESTARTS_WITHOUT_A_READING = 3
+RESTARTS_WITHOUT_A_READING = 10
+ATTEMPTS_TO_START = 3
 LONGEST_WORK = 10
 
 
@@ -78,7 +79,7 @@ class Trust:
     @property
     def has_proved_impossible(self) -> bool:
         """Tell whether no process has come up, however often it was tried."""
-        return not self._was_up and self._num_mute == RESTARTS_WITHOUT_A_READING
+        return not self._was_up and self._num_mute == ATTEMPTS_TO_START
 
     def allow_restart(self) -> bool:
         """Count a restart; return False where it would be one too many, in the run or without a reading between."""

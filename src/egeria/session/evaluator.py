@@ -74,8 +74,8 @@ class Evaluator:
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether the controller has something under way."""
-        return self._controller.is_waiting and not self.has_given_up
+        """Tell whether the controller has something under way, or is to be looked after."""
+        return (self._controller.is_waiting or self._controller.is_apart) and not self.has_given_up
 
     @property
     def controller_cpu_s(self) -> float:

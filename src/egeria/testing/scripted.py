@@ -21,6 +21,7 @@ class ScriptedController:
     """
 
     is_waiting = False
+    is_apart = False
     cpu_s = 0.0
 
     def __init__(
