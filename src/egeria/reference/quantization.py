@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -127,6 +128,7 @@ class Toolkit:
     def convert(self, prepared: fx.GraphModule) -> fx.GraphModule:
         """Return the module in int8."""
         converted: fx.GraphModule = self._quantize_fx.convert_fx(prepared, backend_config=self._backend)
+        _move_in_int8(converted)
         return converted
 
     def weighted(self, converted: fx.GraphModule) -> dict[str, nn.Module]:
@@ -174,6 +176,36 @@ def _hide_weights(graph: fx.GraphModule) -> list[str]:
             module.__class__ = type(type(module).__name__, (type(module),), {"__module__": "torch.nn.float32"})
             names.append(name)
     return names
+
+
+def _move_in_int8(converted: fx.GraphModule) -> None:
+    """Let what only picks values, or puts zeros beside them, do so in int8, with the range its input has.
+
+    torch leaves slices and padding in float32, between two changes of format.
+    """
+    for node in converted.graph.nodes:
+        moving = node.args[0] if node.target is torch.quantize_per_tensor else None
+        if not isinstance(moving, fx.Node) or not (_is_slice(moving) or _is_zero_padding(moving)):
+            continue
+        floating: Any = moving.args[0]
+        if floating.op == "call_method" and floating.target == "dequantize":
+            with converted.graph.inserting_before(node):
+                arguments = (floating.args[0], *moving.args[1:])
+                moved = converted.graph.call_function(moving.target, arguments, moving.kwargs)  # type: ignore[arg-type]
+            node.replace_all_uses_with(moved)
+    converted.graph.eliminate_dead_code()
+    converted.recompile()
+
+
+def _is_slice(node: fx.Node) -> bool:
+    if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
+        return False
+    return all(isinstance(index, slice) for index in node.args[1])
+
+
+def _is_zero_padding(node: fx.Node) -> bool:
+    is_padding = node.target is functional.pad and len(node.args) == 2
+    return is_padding and node.kwargs.get("mode", "constant") == "constant" and not node.kwargs.get("value")
 
 
 def _backend_config() -> Any:
