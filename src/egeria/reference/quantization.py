@@ -33,6 +33,21 @@ _IN_FLOAT32 = re.compile(
 
 
 @contextmanager
+def _no_stack_traces() -> Iterator[None]:
+    """Keep a trace from noting where each node comes from: to look that up would import the whole compiler."""
+    settings: Any = fx.config
+    before = getattr(settings, "do_not_emit_stack_traces", None)
+    if before is None:  # older releases have no such setting
+        yield
+        return
+    try:
+        settings.do_not_emit_stack_traces = True
+        yield
+    finally:
+        settings.do_not_emit_stack_traces = before
+
+
+@contextmanager
 def engine() -> Iterator[None]:
     """Use our kernels for the block, and the user's choice of engine again behind it."""
     before = torch.backends.quantized.engine
@@ -112,7 +127,8 @@ class Toolkit:
         mapping.set_global(self._make_config(activation=self._observers[full_range], weight=self._weights))
         for name in _hide_weights(graph):
             mapping.set_module_name(name, None)
-        prepared: fx.GraphModule = self._quantize_fx.prepare_fx(graph, mapping, (), backend_config=self._backend)
+        with _no_stack_traces():
+            prepared: fx.GraphModule = self._quantize_fx.prepare_fx(graph, mapping, (), backend_config=self._backend)
         return prepared
 
     def ranges(self, prepared: fx.GraphModule) -> dict[str, tuple[Tensor, Tensor]]:

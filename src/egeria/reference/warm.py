@@ -11,7 +11,7 @@ from egeria.reference.survey import in_fp32
 
 
 def warm_up() -> None:
-    """Import and use once whatever building a reference on the CPU needs: one to two seconds in a new process."""
+    """Import and use once whatever building a reference on the CPU needs."""
     with torch.random.fork_rng(devices=[]):
         layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)]
         model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 4), nn.Linear(4, 4))
