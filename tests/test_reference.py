@@ -359,14 +359,21 @@ def test_seven_bits_without_vnni():
 # Weights move on
 
 
-@pytest.mark.parametrize("precision", ["int8", "int8-dynamic", "bf16", "fp32"])
-@pytest.mark.parametrize("build", [resnet, lambda: (Mlp(), batch_of(torch.randn(8, 32)))], ids=["conv", "linear"])
+def mlp():
+    return Mlp(), batch_of(torch.randn(8, 32))
+
+
+@pytest.mark.parametrize(
+    ("build", "precision"),
+    [
+        *((resnet, precision) for precision in ("int8", "bf16", "fp32")),
+        *((mlp, precision) for precision in ("int8", "int8-dynamic", "bf16", "fp32")),
+    ],
+)
 def test_weights_taken_over_in_place_equal_a_new_build(build, precision):
     torch.manual_seed(0)
     model, batch = build()
     taps = taps_of(model)
-    if precision == "int8-dynamic" and isinstance(model, type(resnet()[0])):
-        pytest.skip("a residual net has one linear layer")
     kept = built(model, batch, precision=precision, machine=BF16)
     first = activations(kept, taps, batch)
     kept.refresh(moved(model))
