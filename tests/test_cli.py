@@ -17,7 +17,7 @@ from egeria import attach, events
 from egeria.cli import demo, digits, doctor, main
 from egeria.testing import ScriptedController
 
-VERBS = ("demo", "modules", "report", "replay", "doctor")
+VERBS = ("demo", "modules", "report", "replay", "cache", "doctor")
 
 
 @pytest.fixture(autouse=True)

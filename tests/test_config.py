@@ -36,7 +36,20 @@ DEFAULTS = {
     },
     "freezing": {"enabled": True, "tolerance_share": 0.2, "tolerance_readings": 3, "tied": "keep"},
     "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
-    "cache": {"enabled": False},
+    "cache": {
+        "enabled": False,
+        "views": None,
+        "directory": None,
+        "limit_bytes": None,
+        "limit_share": 0.5,
+        "storage": "native",
+        "id_column": None,
+        "minimum_epochs": 2.0,
+        "gate": "auto",
+        "verify_batches": 200,
+        "inference": True,
+        "compile": False,
+    },
 }
 NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
 SHARE = "a number above 0 and at most 1"
@@ -79,6 +92,17 @@ CONTRACTS = [
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
     ("unfreezing.minimum_window", "a whole number of at least 2", (*no_count(2), None)),
     ("cache.enabled", "true or false", ("false", 0, None)),
+    ("cache.views", "a whole number of at least 0", no_count(0)),
+    ("cache.directory", "a name", ("", 3, True)),
+    ("cache.limit_bytes", "a whole number of at least 1", no_count()),
+    ("cache.limit_share", "a number above 0 and at most 1", (0, -0.5, 1.5, math.nan, "0.5", None, True)),
+    ("cache.storage", "one of 'fp16', 'int8', 'native'", ("fp8", None, 16)),
+    ("cache.id_column", "a name", ("", 3, True)),
+    ("cache.minimum_epochs", "a finite number, 0 or above", (-1, math.nan, math.inf, "2", None, True)),
+    ("cache.gate", "one of 'auto', 'open'", ("closed", None, True)),
+    ("cache.verify_batches", "a whole number of at least 1", (*no_count(), None)),
+    ("cache.inference", "true or false", ("false", 0, None)),
+    ("cache.compile", "true or false", ("false", 0, None)),
 ]
 REFUSED = [(setting, contract, value) for setting, contract, values in CONTRACTS for value in values]
 
@@ -140,7 +164,7 @@ def test_a_group_must_be_of_its_own_kind(value):
     [
         ({"plasticty": {}}, ["the configuration knows", "'plasticty'", "plasticity", "Check the spelling"]),
         ({"plasticity": {"windw": 3}}, ["[plasticity] knows", "'windw'", "window", "Check the spelling"]),
-        ({"cache": {"a": 1, "b": 2}}, ["[cache] knows enabled", "'a', 'b'"]),
+        ({"cache": {"a": 1, "b": 2}}, ["[cache] knows compile", "'a', 'b'"]),
         ({1: {}, "x": {}}, ["the configuration knows", "'x'", "1"]),
         ({"freezing": False}, ["[freezing] must be a table", "found False", "Write it as [freezing]"]),
         ({"freezing": None}, ["[freezing] must be a table", "found None"]),
@@ -243,7 +267,17 @@ configs = st.builds(
         drop_factor=st.none() | st.floats(1, exclude_min=True, allow_infinity=False),
         minimum_window=st.integers(2, 10**6),
     ),
-    cache=st.builds(Cache, enabled=st.booleans()),
+    cache=st.builds(
+        Cache,
+        enabled=st.booleans(),
+        views=st.none() | st.integers(0, 10**6),
+        directory=st.none() | texts.filter(bool),
+        limit_bytes=st.none() | counts,
+        storage=st.sampled_from(["native", "fp16", "int8"]),
+        minimum_epochs=st.floats(0, allow_nan=False, allow_infinity=False),
+        gate=st.sampled_from(["auto", "open"]),
+        verify_batches=counts,
+    ),
 )
 
 

@@ -69,6 +69,27 @@ EXAMPLES = [
     events.RungTaken(step=43, before="int8-static", after="fp32", reason="too coarse"),
     events.FidelityChecked(step=43, tap="layer1", rung="bf16", error=1e-9, plasticity=1e-6, outcome="kept"),
     events.IntervalChanged(step=43, before=4, after=20, reason="over the budget"),
+    events.CacheDecided(
+        step=43, boundary="layer1", generation=1, mode="stored", reason="it pays", numbers={"prefix_s": 0.1}
+    ),
+    events.CacheUsed(
+        step=43,
+        boundary="layer1",
+        generation=1,
+        hits=10,
+        misses=2,
+        mismatches=1,
+        batches=3,
+        stalls=1,
+        stall_s=0.1,
+        bytes_read=100,
+        bytes_written=200,
+        size_bytes=300,
+        dropped_writes=0,
+        checks=1,
+        largest_error=1e-7,
+        thread_cpu_s=0.2,
+    ),
     events.Resumed(step=44, frozen=1, stage="knowledge-guided"),
     events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
 ]

@@ -12,6 +12,7 @@ import torch
 from benchmarks.micro import attach_overhead, frozen_iteration
 from benchmarks.micro.interleaved import Comparison, compare
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
 
@@ -37,7 +38,8 @@ def test_readme_code_runs(code):
         "egeria": egeria,
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loader": [(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))] * 4,
+        "loader": DataLoader(TensorDataset(torch.ones(12, 4), torch.zeros(12, dtype=torch.long)), batch_size=3),
+        "steps": 12,
         "epochs": 3,
         "criterion": nn.functional.cross_entropy,
     }

@@ -187,8 +187,8 @@ def test_a_wrapped_model_is_left_alone_with_the_reason(wrapper, tmp_path):
     run.close()
 
 
-def test_asking_for_the_cache_is_declined(tmp_path):
-    with pytest.warns(EgeriaWarning, match=r"cache\.enabled = false"):
+def test_a_cache_without_a_loader_is_declined(tmp_path):
+    with pytest.warns(EgeriaWarning, match="pass the DataLoader that the batches come from"):
         egeria.attach(*model_and_optimizer(), config={"cache": {"enabled": True}}, directory=tmp_path).close()
 
 

@@ -28,5 +28,9 @@ class ReferenceModelError(EgeriaError):
     """The reference model could not be made or run; training goes on without a reading."""
 
 
+class UncacheableError(EgeriaError):
+    """The frozen layers cannot be skipped; the message is the reason, in one sentence for the user."""
+
+
 class ControllerError(EgeriaError):
     """A controller process cannot be had here; evaluations are made in the training process."""

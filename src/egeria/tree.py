@@ -6,6 +6,7 @@ which is carried along untouched.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 Tree = Any
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_DEEPEST = 12
 
 
 def leaves(tree: Tree) -> Iterator[Tensor]:
@@ -25,6 +29,47 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
     elif isinstance(tree, (tuple, list)):
         for value in tree:
             yield from leaves(value)
+
+
+def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield what `leaves` does, in the same order, each with the way to it: ".kwargs.mask", ".args.0"."""
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_leaves(value, f"{name}.{key}")
+    elif isinstance(tree, (tuple, list)):
+        for index, value in enumerate(tree):
+            yield from named_leaves(value, f"{name}.{index}")
+
+
+def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield tensors and plain values of a tree and of the objects in it, each with the way to it.
+
+    Unlike the other functions this one looks into objects of any class, such as the key-value caches of
+    `transformers`; modules, classes and functions are passed over.
+    """
+    yield from _contents(value, name, frozenset())
+
+
+def _contents(value: Any, name: str, inside: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Tensor, *_PLAIN)):
+        yield name, value
+        return
+    if id(value) in inside or len(inside) > _DEEPEST or isinstance(value, (type, torch.nn.Module)) or callable(value):
+        return
+    inside = inside | {id(value)}
+    for key, entry in _entries(value):
+        yield from _contents(entry, f"{name}.{key}", inside)
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (tuple, list, deque)):
+        return list(enumerate(value))
+    slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).items(), *((s, getattr(value, s)) for s in slots if hasattr(value, s))]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
@@ -80,6 +125,11 @@ def take_rows(tree: Tree, count: int) -> Tree:
     if rows is None or rows <= count:
         return tree
     return map_tensors(lambda tensor: tensor[:count], tree)
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is a number, a string or the like: compared by value, without anything inside."""
+    return isinstance(value, _PLAIN)
 
 
 def device_of(tree: Tree) -> torch.device | None:

@@ -1,5 +1,8 @@
-"""Skipping the frozen forward pass: stored boundary tensors, by sample (paper §4.3).
+"""Stored activations: what a frozen front puts out, kept by sample and read back ahead of its use (paper §4.3)."""
 
-The store, its plan and the prefetcher live here. This version has none yet: `cache.enabled` is
-answered with one warning and an event, and training goes on without.
-"""
+from egeria.cache.cache import ActivationCache
+from egeria.cache.decision import Outlook
+from egeria.cache.samples.feed import NoSamplesError, SampleFeed
+from egeria.cache.store.directory import CacheDirectory
+
+__all__ = ["ActivationCache", "CacheDirectory", "NoSamplesError", "Outlook", "SampleFeed"]

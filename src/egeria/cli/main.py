@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import egeria
-from egeria.cli import demo, doctor, modules, replay, report
+from egeria.cli import cache, demo, doctor, modules, replay, report
 from egeria.errors import EgeriaError
 
 
@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
     verb.add_argument("--config", type=Path, help="TOML file with the settings to try")
     verb.set_defaults(run=replay.run)
+
+    verb = verbs.add_parser("cache", help="list, check and prune the stored activations in a cache directory")
+    verb.add_argument("directory", type=Path, metavar="DIR", help="the cache directory")
+    verb.add_argument("--verify", action="store_true", help="read every stored row and compare its checksum")
+    verb.add_argument("--prune", action="store_true", help="remove what no running process holds")
+    verb.set_defaults(run=cache.run)
 
     verb = verbs.add_parser("doctor", help="show what this machine offers: threads, quantization, disk, torch")
     verb.add_argument("--directory", type=Path, default=Path(), help="where to measure the disk (default: here)")

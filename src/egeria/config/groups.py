@@ -169,10 +169,45 @@ class Cache:
     """Skipping the frozen forward pass (paper §4.3)."""
 
     enabled: bool = False
-    """True asks for stored activations. This version has no store yet: it says so and trains on without."""
+    """True stores what the frozen front puts out and skips it, where that pays. Needs the loader in `attach`."""
+    views: int | None = None
+    """Augmentation variants of a sample that are stored: 1 is the paper's fixed augmentation, 0 leaves augmentation
+    free and stores nothing. None: 1 where inputs repeat, 2 where they are random, 4 where there is room and time."""
+    directory: str | None = None
+    """Where activations are stored, best on a fast local disk. None: in the directory of the run."""
+    limit_bytes: int | None = None
+    """Largest size on disk. None: `limit_share` of what is free."""
+    limit_share: float = 0.5
+    """Share of the free disk space that may be used. Our choice: leave as much again to others."""
+    storage: str = "native"
+    """'native' keeps the number format, exactly; 'fp16' halves float32; 'int8', one scale a channel, quarters it."""
+    id_column: str | None = None
+    """Key of the batch that names its samples, where the loader cannot. None looks for the usual names."""
+    minimum_epochs: float = 2.0
+    """Epochs that must be ahead before the boundary can move, or nothing is stored. Our choice."""
+    gate: str = "auto"
+    """'auto' stores only where it pays, by what was measured; 'open' stores wherever it can."""
+    verify_batches: int = 200
+    """Batches from the store between two checks against the computed activations."""
+    inference: bool = True
+    """Where nothing can be stored, run the frozen front with its normalisation folded into its convolutions."""
+    compile: bool = False
+    """Compile that folded front with `torch.compile`."""
 
     def __post_init__(self) -> None:
-        require_flag("cache.enabled", self.enabled)
+        for name in ("enabled", "inference", "compile"):
+            require_flag(f"cache.{name}", getattr(self, name))
+        for name in ("directory", "id_column"):
+            value = getattr(self, name)
+            require(value is None or (isinstance(value, str) and bool(value)), f"cache.{name}", "a name", value)
+        require_count("cache.views", self.views, at_least=0, optional=True)
+        require_count("cache.limit_bytes", self.limit_bytes, optional=True)
+        require_share("cache.limit_share", self.limit_share)
+        require_choice("cache.storage", self.storage, ("native", "fp16", "int8"))
+        epochs = is_number(self.minimum_epochs) and self.minimum_epochs >= 0
+        require(epochs, "cache.minimum_epochs", "a finite number, 0 or above", self.minimum_epochs)
+        require_choice("cache.gate", self.gate, ("auto", "open"))
+        require_count("cache.verify_batches", self.verify_batches)
 
 
 def _compiles(pattern: object) -> bool:

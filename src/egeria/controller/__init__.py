@@ -1,7 +1,7 @@
 """Who evaluates: takes activations of the training model, gives back plasticity readings."""
 
 from egeria.controller.assessor import Assessor, Plan
-from egeria.controller.choice import Choice, choose, controller_maker
+from egeria.controller.choice import Choice, choose, controller_maker, spare_cores
 from egeria.controller.fallback import FallbackController
 from egeria.controller.inline import InlineController
 from egeria.controller.process import ProcessController
@@ -39,4 +39,5 @@ __all__ = [
     "Ticket",
     "choose",
     "controller_maker",
+    "spare_cores",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def undisturbed(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
+def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool = False) -> Iterator[None]:
     """Put the model in inference mode for the block and leave no trace behind.
 
     Restored afterwards, also when the block raises: the attributes of every submodule, its mode
@@ -27,15 +27,17 @@ def undisturbed(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
     Args:
         model: the model to run.
         gradients: whether the block records an autograd graph.
+        keeps_modes: leave modes and fused paths as they are, so that the model is called as in training.
     """
     modules = list(model.modules())
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    learning = _learning_buffers(modules) if keeps_modes else set()
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
+        torch.backends.mha.set_fastpath_enabled(fused and keeps_modes)
         for module in modules:
-            module.__dict__["training"] = False
+            module.__dict__["training"] = module.training and keeps_modes
             module.__dict__["_forward_hooks"] = OrderedDict()
         with kept_random_state(model), torch.set_grad_enabled(gradients):
             yield
@@ -46,7 +48,9 @@ def undisturbed(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
             _restore(module._buffers, own_buffers)
         with torch.no_grad():
             for buffer, version, saved in buffers:
-                if buffer._version != version:
+                if id(buffer) in learning:
+                    buffer.data.copy_(saved)  # `data`: a graph of the user's that waits for its backward saved it
+                elif buffer._version != version:
                     buffer.copy_(saved)
 
 
@@ -79,6 +83,30 @@ class RandomState:
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
         torch.set_rng_state(self.of_torch)
+
+
+def seed_random_state(model: nn.Module, seed: int) -> None:
+    """Begin all random numbers anew: those of Python, numpy and torch, on the CPU and the model's devices alone."""
+    random.seed(seed)
+    np.random.seed(seed)
+    for generator in _generators(model):
+        generator.manual_seed(seed)
+
+
+def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
+    """Return a value that changes with every random number that Python, numpy or torch draw."""
+    of_numpy: Any = np.random.get_state(legacy=False)
+    of_torch = tuple(generator.get_state().numpy().tobytes() for generator in _generators(model))
+    return (random.getstate(), of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], *of_torch)
+
+
+def _generators(model: nn.Module) -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in _accelerators(model))]
+
+
+def _learning_buffers(modules: list[nn.Module]) -> set[int]:
+    """Return the buffers of modules in training mode: batch normalisation moves its own without counting versions."""
+    return {id(buffer) for module in modules if module.training for buffer in module._buffers.values()}
 
 
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from egeria.report.cache import cache_section
 from egeria.report.history import History
 from egeria.report.markup import figure, paragraph, section, text
 from egeria.report.pictures import draw_pictures
@@ -37,6 +38,7 @@ def render_page(history: History, summary: Summary) -> str:
         + events_section(history)
         + modules_section(summary)
         + reference_section(history)
+        + cache_section(history)
         + metrics_section(summary)
         + settings_section(summary)
         + glossary_section()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from egeria.events import (
+    CacheDecided,
     ControllerChosen,
     ControllerRestarted,
     Declined,
@@ -35,6 +36,7 @@ GLOSSARY = (
     ("knowledge-guided stage", "After bootstrapping: a module freezes once its plasticity has stopped changing."),
     ("stationary", "The plasticity of a module has a slope below the tolerance."),
     ("thaw", "All modules train again, because the learning rate has moved far enough since the first freeze."),
+    ("boundary", "The output of the last frozen layer module, which the cache stores."),
     ("interval", "The steps between two evaluations."),
     ("time saved", "Unfrozen minus found iteration time, times steps, less egeria's overhead. An estimate."),
 )
@@ -198,6 +200,7 @@ def _saved_tile(label: str, share: float | None, seconds: float | None) -> tuple
 _LINES: dict[type[Event], Callable[[Any], tuple[str, str, str]]] = {
     ControllerChosen: lambda event: ("controller", event.controller, event.reason),
     ControllerRestarted: lambda event: ("controller", f"replaced, {event.count} so far", event.reason),
+    CacheDecided: lambda event: ("frozen forward", event.mode, event.reason),
     IntervalChanged: lambda event: ("interval", f"{event.before} to {event.after} steps", event.reason),
     RungTaken: lambda event: ("reference", event.after, event.reason),
     ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),

@@ -26,9 +26,10 @@ from egeria.session.checks import check_model, check_optimizers, check_total_ste
 from egeria.session.driver import Driver
 from egeria.session.engine import EngineBuilder
 from egeria.session.handle import ModelHandle
-from egeria.session.pace import Stopwatch
+from egeria.session.pace import Pace, Stopwatch
 from egeria.session.recorder import Recorder
 from egeria.session.run import Run
+from egeria.session.skipping import begin_skipping
 
 RUNS = Path("egeria_runs")
 
@@ -53,7 +54,8 @@ def attach(
     Args:
         model: the model in training; call `run.model` in its place.
         optimizer: the optimizer, or all of them; never changed.
-        loader: the training loader; only its length and the number of its workers are read, never a batch.
+        loader: the training loader; only its length and the number of its workers are read. With
+            `cache.enabled` its samples are followed, and `run.close()` gives it back as it was.
         scheduler: the learning-rate scheduler; its kind picks the rule for thawing. Never stepped.
         total_steps: optimizer steps of the whole run; sets how often to evaluate.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
@@ -105,11 +107,31 @@ def attach(
             **(builder.describe(modules) if modules else {"modules": [], "trainable": [], "deepest_freeze": 0}),
         )
     )
-    _say_what_is_left_out(recorder, settings, refusal)
+    if refusal:
+        recorder.decline("freezing", refusal)
     if modules:
         recorder.write(ControllerChosen(step=0, controller=choice.kind, reason=choice.reason))
         logging.getLogger("egeria").info("the controller runs %s: %s", choice.kind, choice.reason)
-    driver = Driver(builder=builder, modules=modules, interval_steps=interval_steps, recorder=recorder)
+    pace = Pace()
+    skipping = None
+    if settings.cache.enabled and modules:
+        skipping = begin_skipping(
+            model,
+            builder.handle,
+            loader,
+            config=settings,
+            total_steps=total_steps,
+            recorder=recorder,
+            spend=pace.take_out,
+        )
+    driver = Driver(
+        builder=builder,
+        modules=modules,
+        interval_steps=interval_steps,
+        recorder=recorder,
+        pace=pace,
+        skipping=skipping,
+    )
     driver.pace.add_overhead(*watch.read())
     return Run(builder.handle, driver, recorder)
 
@@ -171,13 +193,6 @@ def _cut(builder: EngineBuilder) -> tuple[tuple[LayerModule, ...], str | None]:
         return builder.parse(), None
     except UnsupportedModelError as error:
         return (), str(error)
-
-
-def _say_what_is_left_out(recorder: Recorder, settings: Config, refusal: str | None) -> None:
-    if refusal:
-        recorder.decline("freezing", refusal)
-    if settings.cache.enabled:
-        recorder.decline("the activation cache", "this version has none; set cache.enabled = false")
 
 
 def _environment(model: nn.Module, loader: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from egeria.session.judge import Judge
 from egeria.session.losses import Losses
 from egeria.session.pace import Pace
 from egeria.session.recorder import Recorder
+from egeria.session.skipping import Skipping
 
 FAULTS_BEFORE_GIVING_UP = 3
 
@@ -31,6 +32,8 @@ class Driver:
         modules: the cut of the model; empty for one that is only watched.
         interval_steps: `n`.
         recorder: where everything is told.
+        pace: measures the iterations.
+        skipping: skips the frozen forward pass; None leaves it as it is.
     """
 
     def __init__(
@@ -40,13 +43,16 @@ class Driver:
         modules: tuple[LayerModule, ...],
         interval_steps: int,
         recorder: Recorder,
+        pace: Pace,
+        skipping: Skipping | None = None,
     ) -> None:
         self._clock = IntervalClock(interval_steps)
         self._builder = builder
         self._engine: Engine | None = builder.build(modules) if modules else None
         self._order = builder.watch_order(modules) if modules else None
         self._recorder = recorder
-        self.pace = Pace()
+        self.pace = pace
+        self._skipping = skipping
         self._iteration_s = 0.0
         self._judge = Judge(builder.config, recorder)
         self._past_controller_cpu_s = 0.0
@@ -95,6 +101,14 @@ class Driver:
         if ends_interval:
             self._guarded("ending an interval", self._end_interval)
         self._guarded("preparing an evaluation", self._arm)
+        self._guarded("moving the boundary of the cache", self._follow_boundary)
+
+    def close(self) -> None:
+        """Leave the model and the loader as they were found, for good."""
+        self.release()
+        if self._skipping is not None:
+            skipping, self._skipping = self._skipping, None
+            self._guarded("closing the cache", skipping.close)
 
     def release(self, successor: Engine | None = None) -> None:
         """Leave the model as it was found and stop for good, or until a successor takes over."""
@@ -104,6 +118,8 @@ class Driver:
         if self._engine is not None:
             engine, self._engine = self._engine, None
             self._modules = engine.modules
+            if self._skipping is not None:
+                self._guarded("leaving the boundary of the cache", self._skipping.rest)
             engine.applier.release()
             try:
                 engine.evaluator.close(successor.evaluator if successor else None)
@@ -161,6 +177,7 @@ class Driver:
         self._recorder.step = clock.num_steps
         self._losses.restore(losses)
         self._guarded("preparing an evaluation", self._arm)
+        self._guarded("moving the boundary of the cache", self._follow_boundary)
 
     def _guarded(self, where: str, action: Callable[[], None]) -> None:
         """Run one of our own steps; its failure is ours to bear."""
@@ -249,6 +266,10 @@ class Driver:
             reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
             self._recorder.decline("freezing while the loss is not finite", reason)
         return Interval(step=self.num_steps, evaluation=evaluation, loss=loss, learning_rate=rate)
+
+    def _follow_boundary(self) -> None:
+        if self._skipping is not None and self._engine is not None:
+            self._skipping.follow(self._engine, self.num_steps, self._clock.interval_steps)
 
     def _take_in_readings(self) -> None:
         if self._engine is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class ModelHandle(nn.Module):
         self.__dict__["_bare"] = model
         self.__dict__["_target"] = model
         self.__dict__["_keep"] = None
+        self.__dict__["_skip"] = None
 
     @property
     def training(self) -> bool:
@@ -42,6 +44,10 @@ class ModelHandle(nn.Module):
         """Hand the arguments of coming training forwards to `keep`; None stops that."""
         self.__dict__["_keep"] = keep
 
+    def skip_with(self, skip: Callable[[Callable[[], Any], Batch], Any] | None) -> None:
+        """Let `skip` make the training forwards: it is given the call and its arguments; None stops that."""
+        self.__dict__["_skip"] = skip
+
     def call_instead(self, target: nn.Module) -> None:
         """Forward calls to `target` from now on: the model, or a wrapper around it."""
         self.__dict__["_target"] = target
@@ -49,11 +55,15 @@ class ModelHandle(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         bare: nn.Module = self.__dict__["_bare"]
-        keep = self.__dict__["_keep"]
-        if keep is not None and bare.training and torch.is_grad_enabled():
-            device = next((parameter.device.type for parameter in bare.parameters()), "cpu")
-            keep(Batch.of_call(args, kwargs, device))
-        return self.__dict__["_target"](*args, **kwargs)
+        keep, skip = self.__dict__["_keep"], self.__dict__["_skip"]
+        if (keep is None and skip is None) or not bare.training or not torch.is_grad_enabled():
+            return self.__dict__["_target"](*args, **kwargs)
+        device = next((parameter.device.type for parameter in bare.parameters()), "cpu")
+        batch = Batch.of_call(args, kwargs, device)
+        if keep is not None:
+            keep(batch)
+        call = partial(self.__dict__["_target"], *args, **kwargs)
+        return call() if skip is None else skip(call, batch)
 
     def train(self, mode: bool = True) -> ModelHandle:
         """Set the mode of the model."""

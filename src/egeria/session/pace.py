@@ -56,6 +56,13 @@ class Pace:
         self.overhead_wall_s += wall_s
         self.overhead_cpu_s += cpu_s
 
+    def take_out(self, wall_s: float, cpu_s: float) -> None:
+        """Count seconds that egeria took in the midst of the user's iteration, and take them out of that."""
+        self.add_overhead(wall_s, cpu_s)
+        if self._outside is not None:
+            self._outside.wall += wall_s
+            self._outside.cpu += cpu_s
+
     def take_medians(self) -> tuple[float, float]:
         """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for none."""
         walls, self._walls = self._walls, []

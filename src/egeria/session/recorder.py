@@ -44,7 +44,7 @@ class Recorder:
         """Journal that the library will not do something, and say so, the first time."""
         if what not in self._warned:
             self.write(Declined(step=self.step, what=what, reason=reason))
-        self.warn(what, f"egeria: {what}: {reason}. Training goes on without it.")
+        self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training goes on without it.")
 
     def fault(self, where: str, error: Exception) -> int:
         """Journal a failure of ours, warn the first time, and return how many there were in this place."""

@@ -109,7 +109,7 @@ class Run:
             return
         self._closed = True
         frozen = self.frozen
-        self._driver.release()
+        self._driver.close()
         self._recorder.write(
             RunClosed(
                 step=self._driver.num_steps,
@@ -131,5 +131,5 @@ class Run:
 
 
 def _release(driver: Driver, recorder: Recorder) -> None:
-    driver.release()
+    driver.close()
     recorder.journal.close()

@@ -1,4 +1,4 @@
-"""Segmentation networks from the literature: DeepLabv3 and U-Net."""
+"""Segmentation networks from the literature: DeepLabv3, DeepLabv3+ and U-Net."""
 
 from __future__ import annotations
 
@@ -78,6 +78,40 @@ def deeplabv3(num_classes: int = 11, backbone: Literal["resnet50"] = "resnet50",
     if backbone != "resnet50":
         raise ConfigError(f"backbone must be 'resnet50', found {backbone!r}. No other one is defined here.")
     return DeepLabV3(num_classes, width)
+
+
+class DeepLabV3Plus(nn.Module):
+    """DeepLabv3 with a decoder that joins the pyramid with the output of the backbone's first stage."""
+
+    def __init__(self, num_classes: int, width: int) -> None:
+        super().__init__()
+        self.backbone = ResNetTrunk(width, dilated=True)
+        channels = 4 * width
+        self.pyramid = AtrousPyramid(self.backbone.out_channels, channels, rates=(12, 24, 36))
+        self.reduce = conv_bn_relu(channels, 3 * width // 4, 1)
+        self.decoder = nn.Sequential(
+            conv_bn_relu(channels + 3 * width // 4, channels, 3),
+            nn.Conv2d(channels, num_classes, 1),
+        )
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images [B, 3, H, W] to logits [B, classes, H, W]."""
+        trunk = self.backbone
+        fine = trunk.layer1(trunk.maxpool(functional.relu(trunk.bn1(trunk.conv1(x)))))
+        coarse = self.pyramid(trunk.layer4(trunk.layer3(trunk.layer2(fine))))
+        coarse = functional.interpolate(coarse, size=fine.shape[2:], mode="bilinear", align_corners=False)
+        logits = self.decoder(torch.cat([coarse, self.reduce(fine)], dim=1))
+        return functional.interpolate(logits, size=x.shape[2:], mode="bilinear", align_corners=False)
+
+
+def deeplabv3plus(num_classes: int = 11, width: int = 64) -> DeepLabV3Plus:
+    """Build DeepLabv3+ on a dilated ResNet-50.
+
+    Source: Chen et al., "Encoder-Decoder with Atrous Separable Convolution for Semantic Image
+    Segmentation", ECCV 2018 (there: separable convolutions, on Xception).
+    """
+    return DeepLabV3Plus(num_classes, width)
 
 
 class DoubleConv(nn.Module):

@@ -1,0 +1,270 @@
+"""One generation: the stored activations of one boundary, and the training forwards that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria.cache.layout import Layouts
+from egeria.cache.prefetch.buffers import BufferPool
+from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, Held
+from egeria.cache.prefetch.writer import Writer
+from egeria.cache.samples.feed import Drawn, SampleFeed
+from egeria.cache.samples.fingerprint import agree, fingerprints, true_lengths
+from egeria.cache.store.disk import DiskStore
+from egeria.cache.store.rows import Floats, Integers, Mask
+from egeria.cache.ways import Call, Payback, StaleError
+from egeria.errors import EgeriaError
+from egeria.events import CacheUsed
+from egeria.layers.batch import Batch
+from egeria.layers.skipping.outcome import tolerance
+from egeria.layers.skipping.prefix import Prefix
+from egeria.layers.sources import Sources
+
+ROUNDING = {"native": 0.0, "fp16": 1e-3, "int8": 2e-2}
+"""Relative error that a storage format adds, of the largest value; twice what was measured on residual nets."""
+LEAST_ROWS = 16
+"""Rows that are computed together at least: a matrix product of very few rows takes another way, to other last bits."""
+STRANGE_BATCHES = 3
+"""Batches in a row, most of them stored for other inputs, that end a generation."""
+NUM_COMPARED = 3
+"""Frozen weights that are compared by value before every forward."""
+
+
+class ChangedInputsError(StaleError):
+    """Samples do not come with the inputs that they were stored for."""
+
+
+@dataclass(slots=True)
+class Use:
+    """What a generation did so far; samples, but for the batches."""
+
+    hits: int = 0
+    misses: int = 0
+    mismatches: int = 0
+    batches: int = 0
+    stalls: int = 0
+    checks: int = 0
+    largest_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """What the rows of a batch are known by."""
+
+    positions: Integers
+    """[B] in the store."""
+    prints: Floats
+    """[B, 2] of the model's input."""
+    lengths: Integers | None
+    """[B] without padding, where rows have lengths."""
+
+    def of(self, rows: Integers) -> _Keys:
+        """Return those of some rows [b]."""
+        return _Keys(self.positions[rows], self.prints[rows], None if self.lengths is None else self.lengths[rows])
+
+
+class Generation:
+    """Serves training forwards from a store, and fills it.
+
+    Args:
+        prefix: the frozen front.
+        layouts: how what it puts out is laid out in the store.
+        store: the rows; closed with the generation.
+        feed: knows the samples of the next batches.
+        number: of the generation.
+        boundary: name of the last frozen layer module.
+        num_views: augmentation variants of a sample.
+        is_viewed: whether only batches with fixed augmentation are of use.
+        verify_batches: batches from the store between two checks.
+        iteration_s: what an iteration took before; 0 where that is not known.
+        device: of the model.
+    """
+
+    mode = "stored"
+
+    def __init__(
+        self,
+        prefix: Prefix,
+        layouts: Layouts,
+        store: DiskStore,
+        feed: SampleFeed,
+        *,
+        number: int,
+        boundary: str,
+        num_views: int,
+        is_viewed: bool,
+        verify_batches: int,
+        iteration_s: float,
+        device: torch.device,
+    ) -> None:
+        self.use = Use()
+        self.writer = Writer(store)
+        self.fetcher = Fetcher(
+            store,
+            BufferPool(layouts.stored, pinned=device.type == "cuda"),
+            device=device,
+            pending=self.writer.pending,
+        )
+        self._prefix = prefix
+        self._layouts = layouts
+        self._store = store
+        self._feed = feed
+        self._number, self._boundary = number, boundary
+        self._num_views = num_views
+        self._verify_batches = verify_batches
+        self._device = device
+        self._is_viewed = is_viewed
+        self._sources = Sources(prefix.weights(), num_compared=NUM_COMPARED)
+        self._failure: Exception | None = None
+        self._payback = Payback(iteration_s)
+        self._until_check = 0
+        self._strange_in_a_row = 0
+
+    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
+        """Make a training forward: replayed where the store has the samples, computed and recorded where not.
+
+        Args:
+            call: the user's forward of the model.
+            batch: its arguments.
+            drawn: the samples of the batch; None where they are not known.
+
+        Raises:
+            EgeriaError: nothing stored can be used any more. What the call itself raises passes through.
+        """
+        self._check()
+        if drawn is None or drawn.viewed != self._is_viewed:
+            return call(plain=True)
+        prints = fingerprints(batch.args, batch.kwargs, len(drawn.samples))
+        if np.isnan(prints).any():  # the model is called with something else than the batch
+            return call(plain=True)
+        lengths = true_lengths(batch.kwargs, len(drawn.samples)) if self._layouts.has_length else None
+        keys = _Keys(self.positions(drawn), prints, lengths)
+        padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
+        held = self.fetcher.take(drawn.number, keys.positions, padded_length)
+        self.fetcher.ahead([(entry.number, self.positions(entry)) for entry in self._feed.upcoming(DEPTH + 2)])
+        hits = self._judge(held, keys)
+        self._payback.note(bool(hits.all()))
+        if not hits.any() or not self._can_replay(batch, held, hits):
+            return self._record(call, drawn.number, keys)
+        self._complete(held, hits, batch, keys)
+        rows = held.rows
+        self._verify(batch, rows, hits, keys.lengths)
+        self.fetcher.keep(drawn.number, keys.positions, rows, keys.prints, keys.lengths)
+        self.use.hits += int(hits.sum())
+        self.use.misses += int((~hits).sum())
+        with self._prefix.replaying(self._layouts.from_store(rows), batch):
+            return call()
+
+    @property
+    def num_damaged(self) -> int:
+        """Stored rows that were found damaged; they are computed again."""
+        return self._store.num_damaged
+
+    def why_it_does_not_pay(self) -> str:
+        """Return why the store is not worth its while, by the iterations that it served; empty if it is."""
+        return self._payback.complaint()
+
+    def positions(self, drawn: Drawn) -> Integers:
+        """Return the rows of the store that the samples of a batch have [B]."""
+        return np.asarray(drawn.samples * self._num_views + drawn.views)
+
+    def used(self, step: int) -> CacheUsed:
+        """Return what it did so far, for the journal."""
+        return CacheUsed(
+            step=step,
+            boundary=self._boundary,
+            generation=self._number,
+            **asdict(self.use),
+            stall_s=self.fetcher.waited_s,
+            bytes_read=self.fetcher.num_bytes_read,
+            bytes_written=self.writer.num_bytes_written,
+            size_bytes=self._store.size_bytes,
+            damaged=self.num_damaged,
+            dropped_writes=self.writer.num_dropped,
+            thread_cpu_s=self.fetcher.cpu_s + self.writer.cpu_s,
+        )
+
+    def close(self) -> None:
+        """Stop the threads and delete the store; more than once is no error."""
+        ended = self.writer.close()
+        if self.fetcher.close() and ended:
+            self._store.close(remove=True)
+
+    def _judge(self, held: Held, keys: _Keys) -> Mask:
+        """Return which rows are there and stem from this very input; notice when inputs have changed."""
+        self.use.batches += 1
+        self.use.stalls += held.waited_s > 0
+        same = agree(held.fingerprints, keys.prints)
+        if keys.lengths is not None:
+            same &= held.lengths == keys.lengths
+        strange = held.mask & ~same
+        self.use.mismatches += int(strange.sum())
+        self._strange_in_a_row = self._strange_in_a_row + 1 if strange.sum() > len(same) / 2 else 0
+        if self._strange_in_a_row >= STRANGE_BATCHES:
+            raise ChangedInputsError("samples come with other inputs than those that their activations were stored for")
+        return np.asarray(held.mask & same)
+
+    def _can_replay(self, batch: Batch, held: Held, hits: Mask) -> bool:
+        if not hits.all() and not self._prefix.can_split:
+            return False
+        if not self._prefix.knows(batch):
+            self._prefix.learn(batch)
+        return self._prefix.fits(batch, self._layouts.from_store(held.rows))
+
+    def _complete(self, held: Held, hits: Mask, batch: Batch, keys: _Keys) -> None:
+        """Compute the rows that were not there, put them in their places, and store them."""
+        missing = np.flatnonzero(~hits)
+        if len(missing):
+            padded = np.resize(missing, max(len(missing), min(len(hits), LEAST_ROWS)))  # repeats them
+            found = self._prefix.compute(batch, torch.from_numpy(padded))
+            computed = self._layouts.to_store([leaf[: len(missing)] for leaf in found])
+            held.fill(missing, computed)
+            self._store_rows(keys.of(missing), computed)
+
+    def _record(self, call: Call, number: int, keys: _Keys) -> Any:
+        """Let the user's forward run as it is, and store what it computed."""
+        self.use.misses += len(keys.positions)
+        with self._prefix.recording() as recording:
+            output = call(plain=True)
+        try:
+            rows = self._layouts.to_store(recording.rows())
+            if self._layouts.fits_store(rows):
+                self._store_rows(keys, rows)
+                self.fetcher.keep(number, keys.positions, rows, keys.prints, keys.lengths)
+        except Exception as error:  # the forward is done and right; the next one will not be recorded
+            self._failure = error
+        return output
+
+    def _store_rows(self, keys: _Keys, rows: Sequence[Tensor]) -> None:
+        self.fetcher.invalidate(keys.positions)
+        self.writer.put(keys.positions, rows, keys.prints, keys.lengths)
+
+    def _verify(self, batch: Batch, rows: Sequence[Tensor], hits: Mask, lengths: Integers | None) -> None:
+        """Now and then, compare what is about to be replayed with what the prefix computes."""
+        self._until_check -= 1
+        if self._until_check > 0 or not hits.all():
+            return
+        self._until_check = self._verify_batches
+        known = None if lengths is None else lengths.tolist()
+        error = self._prefix.error(batch, self._layouts.from_store(rows), known)
+        self.use.checks += 1
+        self.use.largest_error = max(self.use.largest_error, error)
+        limit = tolerance(batch, self._device) + max(ROUNDING[layout.storage] for layout in self._layouts.stored)
+        if not error <= limit:
+            raise StaleError(f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}")
+
+    def _check(self) -> None:
+        """Raise what has failed since the last forward, in a thread or behind a recorded forward."""
+        failure = self._failure or self.fetcher.failure or self.writer.failure
+        if failure is not None:
+            raise failure if isinstance(failure, EgeriaError) else StaleError(str(failure)) from failure
+        if self._sources.have_changed:
+            raise StaleError("the weights of the frozen layers were changed, or train again")
+        if self._prefix.is_hooked():
+            raise StaleError("a forward hook was put on a frozen layer, and would not be called where that is skipped")

@@ -1,0 +1,78 @@
+"""In which order the dimensions of a leaf are stored: that of its memory, so that rows come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from egeria.cache.store.rows import RowLayout
+from egeria.layers.skipping.crossing import Leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """How the leaves that cross a boundary become rows of a store, and back.
+
+    A feature map in channels_last is stored with its channels last: a convolution that gets it back in
+    another order of memory would take another way, to other last bits, and more slowly.
+    """
+
+    stored: tuple[RowLayout, ...]
+    orders: tuple[tuple[int, ...], ...]
+    """For each leaf the dimensions of a batch [B, ...] from the outermost in memory to the innermost."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf], rows: Sequence[Tensor], *, storage: str, longest: int | None) -> Layouts:
+        """Lay out what crosses.
+
+        Args:
+            leaves: what crosses.
+            rows: an example of each [B, ...].
+            storage: 'native', 'fp16' or 'int8'.
+            longest: the greatest padded length seen so far; None where samples have no length.
+        """
+        orders = tuple(_order(tensor) for tensor in rows)
+        stored = []
+        for leaf, tensor, order in zip(leaves, rows, orders, strict=True):
+            shape = list(tensor.shape[1:])
+            if leaf.length_axis is not None and longest is not None:
+                shape[leaf.length_axis] = max(shape[leaf.length_axis], longest)
+            axis = None if leaf.length_axis is None else order.index(leaf.length_axis + 1) - 1
+            shuffled = tuple(shape[dimension - 1] for dimension in order[1:])
+            stored.append(RowLayout(shape=shuffled, dtype=tensor.dtype, storage=storage, length_axis=axis))
+        return cls(tuple(stored), orders)
+
+    @property
+    def has_length(self) -> bool:
+        """Whether rows are cut to the lengths of their samples."""
+        return any(layout.length_axis is not None for layout in self.stored)
+
+    def fits_store(self, rows: Sequence[Tensor]) -> bool:
+        """Tell whether rows [B, ...] in the order of the store are of these layouts, but for their length."""
+        return len(rows) == len(self.stored) and all(map(_fits, self.stored, rows))
+
+    def to_store(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of rows [B, ...] in the order of the store."""
+        return [tensor.permute(order) for tensor, order in zip(rows, self.orders, strict=True)]
+
+    def from_store(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of stored rows in the order of the model [B, ...]."""
+        return [
+            tensor.permute([order.index(dimension) for dimension in range(len(order))])
+            for tensor, order in zip(rows, self.orders, strict=True)
+        ]
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions by falling stride, the batch first."""
+    strides = tensor.stride()
+    return (0, *sorted(range(1, tensor.dim()), key=lambda dimension: -strides[dimension]))
+
+
+def _fits(layout: RowLayout, tensor: Tensor) -> bool:
+    shape = list(tensor.shape[1:])
+    if layout.length_axis is not None and len(shape) > layout.length_axis:
+        shape[layout.length_axis] = layout.shape[layout.length_axis]
+    return tensor.dtype == layout.dtype and tuple(shape) == layout.shape

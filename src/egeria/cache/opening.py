@@ -1,0 +1,104 @@
+"""Opening a generation: from the cheapest question to the dearest, up to the first no."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from egeria.cache.decision import Outlook, Surveyor, foresee, weigh
+from egeria.cache.generation import Generation
+from egeria.cache.samples.feed import Drawn, SampleFeed
+from egeria.cache.store.directory import CacheDirectory
+from egeria.cache.ways import Watching
+from egeria.config.groups import Cache
+from egeria.layers.batch import Batch
+from egeria.layers.modules import LayerModule
+from egeria.layers.skipping.prefix import Prefix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sight:
+    """What was seen behind a boundary when it is decided."""
+
+    batch: Batch
+    """A training batch."""
+    drawn: Drawn
+    """Its samples."""
+    watched: Watching
+    """The pace of the iterations before it."""
+    outlook: Outlook
+    longest: int | None
+    """The greatest padded length so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """A generation, or None; why, and the numbers that decided."""
+
+    generation: Generation | None
+    reason: str
+    numbers: dict[str, float]
+
+
+def open_generation(
+    model: nn.Module,
+    modules: Sequence[LayerModule],
+    feed: SampleFeed,
+    settings: Cache,
+    *,
+    sight: Sight,
+    place: Callable[[], CacheDirectory],
+    number: int,
+    repeating: bool,
+) -> Opening:
+    """Return a generation for the frozen layer modules where storing pays.
+
+    Args:
+        model: the model in training.
+        modules: its frozen layer modules, front to back.
+        feed: the loader.
+        settings: of the cache.
+        sight: what was seen.
+        place: makes or returns where stores go.
+        number: of the generation.
+        repeating: whether a sample comes with the same input each time.
+
+    Raises:
+        UncacheableError: the front cannot be skipped.
+        StoreError: the disk cannot be used.
+    """
+    batch, drawn, watched = sight.batch, sight.drawn, sight.watched
+    prospects = foresee(
+        batch, drawn, feed, outlook=sight.outlook, iteration_s=watched.iteration_s, prefix_s=watched.prefix_s
+    )
+    verdict = weigh(prospects, settings)
+    if not verdict.pays:
+        return Opening(generation=None, reason=verdict.reason, numbers=prospects.to_dict())
+    prefix = Prefix.find(model, modules, batch, len(drawn.samples))
+    boundary = modules[-1].name
+    decision = Surveyor(prefix, batch, drawn, feed, settings).survey(
+        place(), prospects, number=number, boundary=boundary, repeating=repeating, longest=sight.longest
+    )
+    numbers, opened = decision.prospects.to_dict(), decision.opened
+    if opened is None:
+        return Opening(generation=None, reason=decision.verdict.reason, numbers=numbers)
+    if not repeating and not feed.use_views(opened.num_views):
+        opened.store.close(remove=True)
+        reason = feed.views_refusal or "the augmentation of a sample cannot be fixed"
+        return Opening(generation=None, reason=reason, numbers=numbers)
+    generation = Generation(
+        prefix,
+        opened.layouts,
+        opened.store,
+        feed,
+        number=number,
+        boundary=boundary,
+        num_views=opened.num_views,
+        is_viewed=not repeating,
+        verify_batches=settings.verify_batches,
+        iteration_s=watched.iteration_s,
+        device=next(model.parameters()).device,
+    )
+    return Opening(generation=generation, reason=decision.verdict.reason, numbers=numbers)

@@ -1,0 +1,219 @@
+"""The ways to do the forward pass of a frozen front; the stored one is a `Generation`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from egeria.cache.samples.feed import Drawn
+from egeria.errors import EgeriaError
+from egeria.layers.batch import Batch
+from egeria.layers.inference.fast_prefix import FastPrefix
+from egeria.layers.modules import LayerModule
+from egeria.layers.undisturbed import RandomState
+
+WATCHED_FORWARDS = 8
+"""Training forwards behind a new boundary whose pace is measured before anything is decided."""
+REVIEWED_BATCHES = 50
+"""Batches from the store after which it is asked again whether it pays."""
+PATIENCE = 4
+"""Times as many are waited for one whose samples are known."""
+
+
+class StaleError(EgeriaError):
+    """What was prepared does not fit the training any more; the message is the reason."""
+
+
+class Call:
+    """The user's forward of the model, and whether it ran with something of ours in the model."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self.was_called = False
+        self.was_plain = False
+        """Whether the last call ran the model as it is."""
+
+    def __call__(self, *, plain: bool = False) -> Any:
+        """Make the forward."""
+        self.was_called, self.was_plain = True, plain
+        return self._function()
+
+
+class Undo:
+    """What a forward pass changes beside what it returns: random states, and buffers of layers in training mode.
+
+    Args:
+        model: the model in training.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [module for module in model.modules() if module._buffers]
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._random: RandomState | None = None
+
+    def note(self) -> None:
+        """Take note of them before a pass."""
+        self._random = RandomState.current()
+        tables = [module._buffers for module in self._modules if module.training]
+        buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+    def undo(self) -> None:
+        """Give them their values from before the pass, so that it can be made again."""
+        if self._random is not None:
+            self._random.set()
+        for buffer, before in self._buffers:
+            buffer.data.copy_(before)
+
+
+class Way(Protocol):
+    """How training forwards are made."""
+
+    mode: str
+    """Its name in the journal."""
+
+    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
+        """Make one; `drawn` are its samples, None where they are not known."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class Computed:
+    """The forward pass as it is."""
+
+    mode = "computed"
+
+    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
+        """Call the model."""
+        return call(plain=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Watching(Computed):
+    """The forward pass as it is, timed until there is enough to decide by.
+
+    Args:
+        roots: the submodules of the frozen front.
+        enough: forwards to watch.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module] = (), enough: int = WATCHED_FORWARDS) -> None:
+        self._roots = tuple(roots)
+        self._enough = enough
+        self._num_seen = 0
+        self._last: float | None = None
+        self._durations: list[float] = []
+        self._spans: list[float] = []
+
+    @property
+    def iteration_s(self) -> float:
+        """Median seconds from one forward to the next; 0 where nothing was timed."""
+        return statistics.median(self._durations) if self._durations else 0.0
+
+    @property
+    def prefix_s(self) -> float:
+        """Median seconds from the beginning of the frozen front to its end; 0 where nothing was timed."""
+        return statistics.median(self._spans) if self._spans else 0.0
+
+    def has_seen_enough(self, knows_samples: bool) -> bool:
+        """Count a forward; tell whether to decide before it is made."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._durations.append(now - self._last)
+        self._last, seen = now, self._num_seen
+        self._num_seen += 1
+        return seen >= self._enough and (knows_samples or seen >= PATIENCE * max(1, self._enough))
+
+    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
+        """Call the model, and time the frozen front in it."""
+        moments: list[float] = []
+        handles = [root.register_forward_pre_hook(partial(_note_time, moments)) for root in self._roots]
+        handles += [root.register_forward_hook(partial(_note_time, moments)) for root in self._roots]
+        try:
+            return call(plain=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+            if moments:
+                self._spans.append(moments[-1] - moments[0])
+
+
+class Payback:
+    """Whether iterations with batches from the store are shorter than those before, once there are enough of them.
+
+    Args:
+        iteration_s: of the iterations before; 0 where that is not known, and then nothing is said.
+    """
+
+    def __init__(self, iteration_s: float) -> None:
+        self._iteration_s = iteration_s
+        self._last: float | None = None
+        self._durations: list[float] = []
+
+    def note(self, is_served: bool) -> None:
+        """Take note of a forward that begins; only those between two that were served whole count."""
+        now = time.perf_counter()
+        if self._last is not None and is_served:
+            self._durations.append(now - self._last)
+        self._last = now if is_served else None
+
+    def complaint(self) -> str:
+        """Return, once in so many batches, that they are no shorter; empty if they are."""
+        if self._iteration_s <= 0 or len(self._durations) < REVIEWED_BATCHES:
+            return ""
+        found, self._durations = statistics.median(self._durations), []
+        if found < self._iteration_s:
+            return ""
+        return (
+            f"an iteration with stored activations takes {1e3 * found:.1f} ms, "
+            f"and took {1e3 * self._iteration_s:.1f} ms with computed ones"
+        )
+
+
+class Inference:
+    """The frozen front as inference, with its normalisation folded into its convolutions."""
+
+    mode = "inference"
+
+    def __init__(self, fast: FastPrefix) -> None:
+        self._fast = fast
+
+    @classmethod
+    def build(
+        cls, model: nn.Module, modules: Sequence[LayerModule], batch: Batch, *, compile: bool
+    ) -> Inference | None:
+        """Return it, or None where nothing is gained."""
+        roots = [name for module in modules for name in module.submodules]
+        fast = FastPrefix.build(model, roots, batch, compile=compile)
+        return None if fast is None else cls(fast)
+
+    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
+        """Call the model with the fast front in it."""
+        if self._fast.is_stale():
+            raise StaleError("the frozen layers were changed, so their folded form is of no use any more")
+        with self._fast.running():
+            return call()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# A function of this file, not a closure: some models copy themselves in their forward pass.
+
+
+def _note_time(moments: list[float], module: nn.Module, *_: Any) -> None:
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.is_cuda:  # in a few forwards behind each boundary only
+        torch.cuda.synchronize(parameter.device)
+    moments.append(time.perf_counter())

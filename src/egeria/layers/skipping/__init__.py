@@ -1,0 +1,1 @@
+"""Skipping the frozen front of a model: what crosses from it to the rest, recorded and given back."""

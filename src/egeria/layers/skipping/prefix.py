@@ -1,0 +1,291 @@
+"""Skipping the frozen front of a model: what it hands over, recorded once and given back later (paper §4.3)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from egeria.errors import UncacheableError
+from egeria.layers.batch import Batch
+from egeria.layers.modules import LayerModule
+from egeria.layers.skipping.crossing import Crossing, Leaf, replay_difference, stub_template
+from egeria.layers.skipping.outcome import difference, tolerance
+from egeria.layers.skipping.probe import Probe
+from egeria.layers.skipping.recording import Recording, watch
+from egeria.layers.skipping.refusals import called, check_batch, check_prefix, check_run, refusing, require
+from egeria.layers.skipping.replay import Place, Replay, Template, stubbed
+from egeria.layers.skipping.rows import RowProbe, cut_padding, cuttable_axes
+from egeria.layers.skipping.signature import RowArguments, signature
+
+MOST_SIGNATURES = 512
+"""Kinds of batches that are remembered, such as lengths to which sentences are padded."""
+MOST_KEPT_BYTES = 256 * 2**20
+"""Memory for what is the same for every sample, over all kinds of batches."""
+
+
+class Prefix:
+    """The frozen front of one model, and what it hands to the rest. Made by `find`."""
+
+    def __init__(self, probe: Probe, arguments: RowArguments, leaves: Sequence[Leaf], *, can_split: bool) -> None:
+        self.leaves = tuple(sorted(leaves, key=lambda leaf: leaf.axis is None))
+        self.row_leaves = tuple(leaf for leaf in self.leaves if leaf.axis is not None)
+        self.can_split = can_split
+        """Whether the frozen layers run on some rows of a batch alone."""
+        self._probe, self._arguments = probe, arguments
+        self._templates: OrderedDict[Hashable, Template] = OrderedDict()
+        kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
+        named = [(f"{name}.{key}".strip("."), m) for name, r in probe.roots.items() for key, m in r.named_modules()]
+        self._modules = tuple({id(module): module for _, module in named}.values())
+        self._modes = tuple((name, module) for name, module in named if isinstance(module, kinds))
+
+    @classmethod
+    def find(cls, model: nn.Module, modules: Sequence[LayerModule], batch: Batch, num_rows: int) -> Prefix:
+        """Find out what crosses, and prove that it can be stored by sample and given back.
+
+        Leaves no trace in the model; takes some ten forward passes, more where more than the last output crosses.
+
+        Args:
+            model: the model, without wrappers around it.
+            modules: its frozen layer modules, front to back.
+            batch: arguments of a call in training.
+            num_rows: how many samples these hold.
+
+        Raises:
+            UncacheableError: the frozen layers cannot be skipped; the message is the reason.
+        """
+        with refusing():
+            roots = _roots(model, modules)
+            check_batch(batch)
+            check_prefix(model, modules, roots)
+            require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
+            arguments = RowArguments.find(batch, num_rows)
+            limit = tolerance(batch, next(model.parameters()).device)
+            probe = Probe(model, roots)
+            other = arguments.take(batch, torch.arange(num_rows).roll(1))
+            crossing = Crossing(probe, batch, limit)
+            places = crossing.find(modules[-1].tap, other)
+            values = crossing.values(places)
+            rows = RowProbe(
+                probe=probe, batch=batch, num_rows=num_rows, arguments=arguments, values=values, limit=limit
+            )
+            rows.check_function(other)
+            axes, can_split = rows.find_axes()
+            require(any(axis is not None for axis in axes.values()), "nothing that crosses belongs to a sample")
+            crossing.check_gradients(values)
+            lengths = cuttable_axes(rows, axes, crossing.differs) if can_split else {}
+            leaves = [Leaf.of(place, axis, values[place], lengths.get(place)) for place, axis in axes.items()]
+            prefix = cls(probe, arguments, leaves, can_split=can_split)
+            prefix._keep_constants(crossing.template, values)
+            prefix._check(other, crossing.template)
+            prefix._remember(batch, crossing.template)
+            return prefix
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that it is the front of."""
+        return self._probe.model
+
+    def weights(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
+        """Return where the frozen layers keep each of their parameters and buffers: a table, and the name in it."""
+        tables: list[Mapping[str, Tensor | None]] = []
+        for module in self._modules:
+            tables += [module._parameters, module._buffers]
+        return [(table, name) for table in tables for name in table]
+
+    def is_hooked(self) -> bool:
+        """Tell whether a forward hook was put on a frozen layer since, which replaying would leave out."""
+        return any(module._forward_hooks for module in self._modules)
+
+    def fits(self, batch: Batch, rows: Sequence[Tensor]) -> bool:
+        """Tell whether rows [B, ...] have the shapes that a batch of a known kind needs."""
+        template = self._templates.get(_key(batch))
+        if template is None or len(rows) != len(self.row_leaves):
+            return False
+        forms = [template.forms[leaf.place].shape for leaf in self.row_leaves]
+        wanted = [_axis_first(shape, leaf.axis or 0) for shape, leaf in zip(forms, self.row_leaves, strict=True)]
+        return [tuple(stored.shape) for stored in rows] == wanted
+
+    def knows(self, batch: Batch) -> bool:
+        """Tell whether a batch of this kind was tried out, so that stubs know their shapes."""
+        return _key(batch) in self._templates
+
+    def learn(self, batch: Batch) -> None:
+        """Try out a batch of another kind: its shapes, and that replaying gives what computing gives.
+
+        Raises:
+            UncacheableError: it does not.
+        """
+        if self.knows(batch):
+            return
+        with refusing():
+            check_batch(batch)
+            num_rows = self._arguments.count(batch)
+            trial = self._probe.run(batch, keeps={leaf.root for leaf in self.leaves})
+            check_run(trial)
+            template, _ = stub_template(trial, tuple(self._probe.roots))
+            known = next(iter(self._templates.values()))
+            for root in {*known.roots} ^ {*template.roots}:
+                raise UncacheableError(f"{called(trial, root)} in another kind of batch, and not so at first")
+            for leaf in self.leaves:
+                self._check_form(leaf, template, num_rows)
+            template.materialised = known.materialised
+            values = {leaf.place: trial.seen.value(leaf.place) for leaf in self.leaves}
+            self._keep_constants(template, values)
+            self._check(batch, template)
+            if num_rows > 1 and self._has_constants(template):
+                self._check(self._arguments.take(batch, torch.arange(num_rows).roll(1)), template)
+            self._remember(batch, template)
+
+    @contextmanager
+    def recording(self, batch: Batch | None = None) -> Iterator[Recording]:
+        """Watch the user's own forward pass in the block; `Recording.rows` has then what crossed.
+
+        Args:
+            batch: arguments of that pass; a pass of another kind than those tried out may be recorded too.
+        """
+        known = None if batch is None else self._templates.get(_key(batch))
+        template = known or next(reversed(self._templates.values()))
+        recording = Recording(self.row_leaves, template, self._modes)
+        handles = []
+        try:
+            for root in template.roots:
+                handles.append(watch(recording, root, self._probe.roots[root]))
+            yield recording
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def compute(self, batch: Batch, rows: Tensor | None = None) -> list[Tensor]:
+        """Run the frozen layers alone, without a trace.
+
+        Args:
+            batch: arguments of a call; left as they are.
+            rows: numbers of the rows to compute [b], or None for all.
+
+        Returns:
+            What crosses, one tensor [b, ...] for each of `row_leaves`.
+
+        Raises:
+            UncacheableError: they did not run as they did when they were tried out.
+        """
+        with refusing():
+            some = rows is not None and self.can_split
+            part = self._arguments.take(batch, rows) if some and rows is not None else batch
+            places = [leaf.place for leaf in self.row_leaves]
+            with self._probe.session():  # with gradients on, as in training: some layers (LSTM) run another way without
+                trial = self._probe.outputs(part, places)
+            if trial.error is not None:
+                raise trial.error
+            for leaf in self.row_leaves:
+                require(trial.seen.calls.get(leaf.root) == 1, f"{called(trial, leaf.root)}, and once when tried out")
+            found = [trial.seen.value(leaf.place).movedim(leaf.axis or 0, 0) for leaf in self.row_leaves]
+            return found if some or rows is None else [value[rows.to(value.device)] for value in found]
+
+    @contextmanager
+    def replaying(self, rows: Sequence[Tensor], batch: Batch) -> Iterator[Replay]:
+        """Let the next forward pass of the model, in the block, skip the frozen layers.
+
+        Args:
+            rows: what crosses, one tensor [B, ...] for each of `row_leaves`, on any device; copied.
+            batch: arguments of that pass, of a known kind.
+
+        Raises:
+            UncacheableError: the batch is of an unknown kind, the rows do not fit it, or a frozen layer was not
+                called once; in the last case the pass is over, and its output not to be trusted.
+        """
+        key = _key(batch)
+        template = self._templates.get(key)
+        require(template is not None, "a batch of this kind was never tried out")
+        assert template is not None
+        self._templates.move_to_end(key)
+        with stubbed(self._probe.model, template, self._in_place(rows, template)) as replay:
+            yield replay
+        replay.check()
+
+    def error(self, batch: Batch, rows: Sequence[Tensor], lengths: Sequence[int] | None = None) -> float:
+        """Return the largest difference between stored rows and what the frozen layers compute now.
+
+        Relative to the largest value of each tensor; infinite where shapes differ or one is not finite.
+
+        Args:
+            batch: arguments of a call.
+            rows: what crosses, one tensor [B, ...] for each of `row_leaves`.
+            lengths: of the samples [B], where rows have lengths: what is behind them does not count.
+        """
+        largest = 0.0
+        for leaf, stored, computed in zip(self.row_leaves, rows, self.compute(batch), strict=True):
+            pair = [stored.to(computed.device, computed.dtype), computed]
+            if lengths is not None and leaf.length_axis is not None and stored.shape == computed.shape:
+                pair = [cut_padding(side, leaf.length_axis, lengths) for side in pair]
+            largest = max(largest, difference(*pair))
+        return largest
+
+    def _in_place(self, rows: Sequence[Tensor], template: Template) -> dict[Place, Tensor]:
+        """Return copies of rows in the form that computing gives them."""
+        values = {}
+        for leaf, stored in zip(self.row_leaves, rows, strict=True):
+            value = template.forms[leaf.place].empty()
+            target = value.movedim(leaf.axis or 0, 0)
+            require(
+                stored.shape == target.shape,
+                f"rows for {leaf.root} must have the shape {tuple(target.shape)}, found {tuple(stored.shape)}",
+            )
+            target.copy_(stored, non_blocking=True)
+            values[leaf.place] = value
+        return values
+
+    def _check(self, batch: Batch, template: Template) -> None:
+        """Make sure that a whole pass with replayed outputs does what a computed one does."""
+        trial = self._probe.run(batch, keeps={leaf.root for leaf in self.row_leaves})
+        check_run(trial)
+        assert trial.outcome is not None
+        values = {leaf.place: trial.seen.value(leaf.place) for leaf in self.row_leaves}
+        limit = tolerance(batch, next(self._probe.model.parameters()).device)
+        differing = replay_difference(self._probe, batch, template, values, trial.outcome, limit=limit)
+        require(not differing, f"with the outputs of the frozen layers replayed, {differing} differs in another batch")
+
+    def _check_form(self, leaf: Leaf, template: Template, num_rows: int) -> None:
+        form = template.forms.get(leaf.place)
+        fits = form is not None and form.dtype == leaf.dtype
+        if fits and form is not None and leaf.axis is not None:
+            fits = len(form.shape) == len(leaf.shape) + 1 and form.shape[leaf.axis] == num_rows
+        require(fits, f"{leaf.root} gives something of another kind in another kind of batch")
+
+    def _has_constants(self, template: Template) -> bool:
+        """Tell whether anything but rows comes from the batch that was tried out."""
+        return len(self.leaves) > len(self.row_leaves) or template.has_integers
+
+    def _keep_constants(self, template: Template, values: Mapping[Place, Tensor]) -> None:
+        for leaf in self.leaves:
+            if leaf.axis is None:
+                template.keep(leaf.place, values[leaf.place])
+
+    def _remember(self, batch: Batch, template: Template) -> None:
+        self._templates[_key(batch)] = template
+        while len(self._templates) > 1 and (
+            len(self._templates) > MOST_SIGNATURES
+            or sum(known.kept_bytes for known in self._templates.values()) > MOST_KEPT_BYTES
+        ):
+            self._templates.popitem(last=False)
+
+
+def _axis_first(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (shape[axis], *shape[:axis], *shape[axis + 1 :])
+
+
+def _roots(model: nn.Module, modules: Sequence[LayerModule]) -> dict[str, nn.Module]:
+    """Return the submodules of layer modules by name, each once."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name in (name for module in modules for name in module.submodules):
+        root = model.get_submodule(name)
+        found.setdefault(id(root), (name, root))
+    return dict(found.values())
+
+
+def _key(batch: Batch) -> Hashable:
+    """Return what batches of one kind have in common."""
+    return signature(batch.args, batch.kwargs), batch.autocast

@@ -1,0 +1,102 @@
+"""What the tests of forward skipping share: two equal models, one of which skips its frozen front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria import tree
+from egeria.layers.batch import Batch
+from egeria.layers.freezer import Freezer
+from egeria.layers.modules import LayerModule
+from egeria.layers.order import OrderRecorder
+from egeria.layers.parse import parse_modules
+from egeria.layers.skipping.prefix import Prefix
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def copies(arguments: Arguments) -> Arguments:
+    return tree.map_tensors(torch.clone, arguments)
+
+
+def batch_of(arguments: Arguments) -> Batch:
+    args, kwargs = copies(arguments)
+    return Batch.of_call(args, kwargs, "cpu")
+
+
+def num_rows(arguments: Arguments) -> int:
+    return next(tree.leaves(arguments)).shape[0]
+
+
+@dataclass
+class Frozen:
+    """A model whose front is frozen, on a training loop of single steps; equal seeds give equal ones."""
+
+    build: Callable[[], nn.Module]
+    example: Arguments
+    depth: int = 0
+    freeze_tied: bool = False
+    modules: tuple[LayerModule, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.build().train()
+        names = [name for module in parse_modules(self.model) for name in module.submodules]
+        args, kwargs = copies(self.example)
+        with OrderRecorder(self.model, names) as recorder:
+            self.model(*args, **kwargs)
+        self.modules = parse_modules(self.model, order=recorder.order)
+        self.freezer = Freezer(self.model, self.modules, freeze_tied=self.freeze_tied)
+        self.freezer.freeze_to(self.depth)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def find(self) -> Prefix:
+        return Prefix.find(self.model, self.modules[: self.depth], batch_of(self.example), num_rows(self.example))
+
+    def step(self, arguments: Arguments, seed: int) -> dict[str, Any]:
+        """Train one step, and return all that came of it."""
+        torch.manual_seed(seed)
+        self.model.train()
+        args, kwargs = copies(arguments)
+        given = self.model(*args, **kwargs)
+        outputs = {name: value for name, value in tree.contents(given, "output") if isinstance(value, Tensor)}
+        parts = [(value.double() - 1).square().mean() for value in outputs.values() if value.requires_grad]
+        torch.stack(parts).sum().backward()
+        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        random = {"random": torch.get_rng_state()}
+        return {**outputs, **gradients, **buffers, **random, "argument": next(tree.leaves(args or kwargs))}
+
+
+def unequal(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Return the names of what is not equal to the last bit."""
+    assert first.keys() == second.keys()
+
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+
+    return [name for name, value in first.items() if not same(value, second[name])]
+
+
+def assert_replay_is_computing(plain: Frozen, skipping: Frozen, prefix: Prefix, arguments: Arguments) -> None:
+    """Law 3: a step with replayed activations is a computed step, in every bit, and recording changes nothing."""
+    with prefix.recording() as recording:
+        recorded = skipping.step(arguments, seed=1)
+    assert unequal(plain.step(arguments, seed=1), recorded) == []
+    rows = recording.rows()
+    assert [len(row) for row in rows] == [num_rows(arguments)] * len(prefix.row_leaves)
+    computed = plain.step(arguments, seed=2)
+    with prefix.replaying(rows, batch_of(arguments)):
+        replayed = skipping.step(arguments, seed=2)
+    assert unequal(computed, replayed) == []
+    assert prefix.error(batch_of(arguments), rows) < 1e-5
+    some = torch.tensor([num_rows(arguments) - 1, 0])
+    for row, part in zip(rows, prefix.compute(batch_of(arguments), some), strict=True):
+        assert part.shape[0] == 2 and torch.allclose(part, row[some], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,179 @@
+"""Training loops as users write them, with stored activations and without: the same, to the last bit."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import islice
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import egeria
+from cached import Pictures, freezes_up_to, small_resnet
+from egeria.events import CacheDecided, CacheUsed, Declined
+from egeria.layers.batch import Autocast, Batch
+from egeria.layers.inference.fast_prefix import FastPrefix
+from egeria.session import EgeriaWarning
+from egeria.testing import ScriptedController
+from loops import FAST, differences
+
+
+def shuffled(dataset, **options):
+    return DataLoader(dataset, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1), **options)
+
+
+class Trained:
+    """One training by a loop of its own."""
+
+    def __init__(self, loop, directory, *, cached, build=small_resnet, num_samples=80, loader=None):
+        torch.manual_seed(0)
+        self.model = build()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        self.dataset = Pictures(num_samples)
+        self.loader = loader or shuffled(self.dataset)
+        self.losses = []
+        self.seen = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EgeriaWarning)
+            with egeria.attach(
+                self.model,
+                self.optimizer,
+                self.loader,
+                directory=directory,
+                controller=ScriptedController(freezes_up_to(1)),
+                config={**FAST, "cache": {"enabled": cached, "gate": "open", "inference": False}},
+            ) as self.run:
+                loop(self)
+        self.journal = egeria.read_journal(directory)
+
+    def epoch(self, batches=None, call=lambda network, images: network(images)):
+        self.run.model.train()
+        for images, labels in batches or self.loader:
+            loss = cross_entropy(call(self.run.model, images), labels)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.run.step(loss)
+            self.losses.append(loss.item())
+
+    @property
+    def everything(self):
+        losses = torch.tensor(self.losses, dtype=torch.float64)
+        return {**self.model.state_dict(), "losses": losses, "seen": torch.tensor(self.seen)}
+
+    @property
+    def num_hits(self):
+        return sum({event.generation: event.hits for event in self.journal.of(CacheUsed)}.values())
+
+    @property
+    def reasons(self):
+        return [event.reason for event in self.journal.of(CacheDecided)]
+
+
+def both(loop, directory, **changes):
+    """Train with the cache and without; check that nobody can tell, and return the one with the cache."""
+    stored = Trained(loop, directory / "stored", cached=True, **changes)
+    computed = Trained(loop, directory / "computed", cached=False, **changes)
+    assert differences(stored.everything, computed.everything) == []
+    return stored
+
+
+def test_a_loop_that_leaves_its_epochs_early(tmp_path):
+    def loop(training):
+        for _ in range(8):
+            training.epoch(islice(training.loader, 7))
+
+    assert both(loop, tmp_path).num_hits > 200
+
+
+def multilayer():
+    layers = [nn.Sequential(nn.Linear(192, 64), nn.ReLU()), *(nn.Sequential(nn.Linear(64, 64)) for _ in range(4))]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize("build", [small_resnet, multilayer])
+@pytest.mark.parametrize("rest", [1, 2, 3])
+def test_epochs_that_end_with_very_few_rows(build, rest, tmp_path):
+    def loop(training):
+        for _ in range(9):
+            training.epoch()
+
+    stored = both(loop, tmp_path, build=build, num_samples=40 + rest)
+    assert stored.num_hits > 150
+    assert stored.journal.of(Declined) == []
+
+
+def thaw(training):
+    training.model.requires_grad_(True)
+
+
+def hook(training):
+    training.model.conv1.register_forward_hook(lambda module, args, output: training.seen.append(output.mean().item()))
+
+
+def write_through_data(training):
+    for parameter in training.model.parameters():
+        parameter.data.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(thaw, "train again"), (hook, "forward hook"), (write_through_data, "were changed")]
+)
+def test_what_a_loop_does_to_frozen_layers_counts_from_the_next_batch_on(change, reason, tmp_path):
+    def loop(training):
+        for _ in range(4):
+            training.epoch()
+        change(training)
+        for _ in range(3):
+            training.epoch()
+
+    stored = both(loop, tmp_path)
+    assert stored.num_hits > 100
+    assert any(reason in found for found in stored.reasons)
+
+
+def test_a_whole_model_under_activation_checkpointing(tmp_path):
+    def loop(training):
+        for _ in range(5):
+            training.epoch(call=lambda network, images: checkpoint(network, images, use_reentrant=False))
+
+    stored = both(loop, tmp_path)
+    assert stored.num_hits == 0
+    assert "checkpointing" in stored.reasons[0]
+
+
+def test_a_loader_made_anew_each_epoch_is_told_to_the_user(tmp_path):
+    def loop(training):
+        for epoch in range(6):
+            training.epoch(training.loader if epoch == 0 else shuffled(training.dataset))
+
+    stored = both(loop, tmp_path)
+    assert "does not hand out the batches" in stored.reasons[0]
+    assert [event.reason for event in stored.journal.of(Declined)] == stored.reasons[:1]
+
+
+def test_the_decision_of_a_second_run_on_one_loader_has_the_true_reason(tmp_path):
+    def loop(training):
+        for _ in range(3):
+            training.epoch()
+
+    loader = shuffled(Pictures())
+    model = small_resnet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    with egeria.attach(model, optimizer, loader, directory=tmp_path / "first", config={"cache": {"enabled": True}}):
+        second = Trained(loop, tmp_path / "second", cached=True, loader=loader)
+    assert "another run already watches this loader" in second.reasons[0]
+
+
+def test_a_folded_front_is_stale_once_its_weights_were_written_through_data():
+    model = small_resnet().eval().requires_grad_(False)
+    batch = Batch(args=(Pictures().images[:8],), kwargs={}, autocast=Autocast.current("cpu"))
+    fast = FastPrefix.build(model, ["conv1", "bn1"], batch)
+    assert fast is not None and not fast.is_stale()
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+    assert fast.is_stale()

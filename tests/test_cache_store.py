@@ -1,0 +1,874 @@
+"""The store of activations: what comes back, what does not, and what becomes of it when the disk fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import egeria
+from egeria.cache.store.disk import DiskStore, RowLayout, Rows, StoreError, bytes_per_position
+from egeria.cache.store.memory import MemoryStore
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(egeria.__file__).parent.parent)}
+CAPACITY = 40
+PLAIN = RowLayout(shape=(3, 5), dtype=torch.float32)
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+]
+
+
+@pytest.fixture(params=["disk", "memory"])
+def make(request, tmp_path):
+    """Make stores of either kind."""
+    made = []
+
+    def make_store(*layouts, capacity=CAPACITY):
+        if request.param == "disk":
+            made.append(DiskStore.create(tmp_path / f"store{len(made)}", layouts, capacity))
+        else:
+            made.append(MemoryStore(layouts, capacity))
+        return made[-1]
+
+    yield make_store
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A store on the disk with a float and a bfloat16 leaf, half full."""
+    store = DiskStore.create(tmp_path / "store", [PLAIN, RowLayout(shape=(7,), dtype=torch.bfloat16)], CAPACITY)
+    store.write(np.arange(20), leaves(np.arange(20)), prints(np.arange(20)))
+    yield store
+    store.close()
+
+
+def leaves(values):
+    """Rows of the two leaves of `disk`, each full of one value."""
+    values = torch.as_tensor(np.asarray(values), dtype=torch.float32)
+    return [values[:, None, None].repeat(1, 3, 5), values[:, None].repeat(1, 7).bfloat16()]
+
+
+def prints(values):
+    values = np.asarray(values, dtype=np.float32)
+    return np.stack([values, -values], axis=1)
+
+
+def empty(store, count, length=None):
+    """Tensors to read into, full of what must not be left there."""
+    shapes = (layout.shape if length is None else layout.shape_at(length) for layout in store.layouts)
+    return [torch.ones(count, *shape, dtype=layout.dtype) for shape, layout in zip(shapes, store.layouts, strict=True)]
+
+
+def read(store, positions, **kwargs):
+    out = empty(store, len(positions), kwargs.pop("length", None))
+    return store.read(positions, out, **kwargs), out
+
+
+def random_rows(count, layout):
+    torch.manual_seed(count)
+    rows = torch.randn(count, *layout.shape) * 50
+    return (rows > 0) if layout.dtype == torch.bool else rows.abs().to(layout.dtype)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(4, 3, 2), (6,), ()], ids=str)
+def test_native_rows_come_back_to_the_last_bit(dtype, shape, make):
+    layout = RowLayout(shape=shape, dtype=dtype)
+    store = make(layout)
+    rows = random_rows(8, layout)
+    positions = np.array([5, 0, 39, 17, 3, 4, 30, 31])
+    assert store.write(positions, [rows], prints(positions)) == 8
+    mask, (out,) = read(store, positions)
+    assert mask.tolist() == [True] * 8 and torch.equal(out, rows)
+
+
+def test_special_values_are_kept_natively(make):
+    store = make(RowLayout(shape=(5,), dtype=torch.float32))
+    row = torch.tensor([[float("nan"), float("inf"), -0.0, 1e-45, -float("inf")]])
+    assert store.write([1], [row], prints([1])) == 1
+    assert read(store, [1])[1][0].view(torch.int32).equal(row.view(torch.int32))
+
+
+def test_several_leaves_travel_together(make):
+    store = make(PLAIN, RowLayout(shape=(7,), dtype=torch.bfloat16))
+    store.write([3, 1], leaves([3, 1]), prints([3, 1]))
+    mask, out = read(store, [1, 2, 3])
+    assert mask.tolist() == [True, False, True]
+    assert out[0][[0, 2]].equal(leaves([1, 3])[0]) and out[1][[0, 2]].equal(leaves([1, 3])[1])
+
+
+@pytest.mark.parametrize("storage", ["native", "fp16", "int8"])
+def test_rows_go_into_tensors_of_any_order_of_memory(storage, make):
+    layout = RowLayout(shape=(4, 6, 5), dtype=torch.float32, storage=storage)
+    store = make(layout)
+    rows = torch.randn(3, 4, 6, 5).to(memory_format=torch.channels_last)
+    store.write([0, 1, 2], [rows], prints([0, 1, 2]))
+    _, (plain,) = read(store, [0, 1, 2])
+    other = torch.full_like(rows, 9.0)
+    assert store.read([0, 1, 2], [other]).all() and other.equal(plain)
+    assert other.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(other, rows, atol=0.02, rtol=1e-3)
+
+
+def test_rows_may_come_from_the_autograd_graph_and_go_into_it(make):
+    store = make(PLAIN)
+    rows = torch.randn(2, 3, 5, requires_grad=True) * 2
+    store.write([0, 1], [rows], prints([0, 1]))
+    assert read(store, [0, 1])[1][0].equal(rows)
+
+
+def test_lookup_tells_what_there_is(make):
+    store = make(PLAIN)
+    store.write([3, 7], [torch.zeros(2, 3, 5)], prints([3, 7]))
+    known = store.lookup(np.array([7, 4, 3, -1, CAPACITY, 10**12]))
+    assert known.valid.tolist() == [True, False, True, False, False, False]
+    assert known.fingerprints[[0, 2]].tolist() == [[7, -7], [3, -3]]
+
+
+def test_positions_outside_are_neither_stored_nor_served(make):
+    store = make(PLAIN)
+    positions = [-1, 0, CAPACITY - 1, CAPACITY, 10**12]
+    assert store.write(positions, [torch.ones(5, 3, 5)], prints([0] * 5)) == 2
+    mask, _ = read(store, positions)
+    assert mask.tolist() == [False, True, True, False, False]
+    store.advise(positions)
+
+
+def test_the_last_of_several_rows_for_one_position_counts(make):
+    store = make(PLAIN, RowLayout(shape=(7,), dtype=torch.bfloat16))
+    assert store.write([4, 2, 4, 4, 2, 9], leaves([1, 2, 3, 4, 5, 6]), prints([1, 2, 3, 4, 5, 6])) == 3
+    mask, (out, _) = read(store, [4, 2, 4, 9])
+    assert mask.all() and out[:, 0, 0].tolist() == [4, 5, 4, 6]
+
+
+def test_a_row_can_be_replaced(make):
+    store = make(PLAIN)
+    for value in (1.0, 2.0):
+        store.write([6], [torch.full((1, 3, 5), value)], prints([value]))
+    mask, (out,) = read(store, [6])
+    assert mask.all() and out.eq(2).all() and store.lookup([6]).fingerprints.tolist() == [[2, -2]]
+
+
+def test_a_row_replaced_since_it_was_looked_up_is_not_served(make):
+    store = make(PLAIN)
+    store.write([1, 2], [torch.ones(2, 3, 5)], prints([1, 2]))
+    known = store.lookup([1, 2, 3])
+    assert read(store, [1, 2, 3], known=known)[0].tolist() == [True, True, False]
+    store.write([2, 3], [torch.zeros(2, 3, 5)], prints([8, 3]))
+    assert read(store, [1, 2, 3], known=known)[0].tolist() == [True, False, False]
+    assert read(store, [1, 2, 3])[0].all()
+
+
+def test_an_input_without_a_number_for_a_fingerprint_never_matches(make):
+    store = make(PLAIN)
+    store.write([1], [torch.ones(1, 3, 5)], [[float("nan"), 0]])
+    assert not read(store, [1], known=store.lookup([1]))[0].any()
+
+
+def test_an_empty_batch_is_fine(make):
+    store = make(PLAIN)
+    assert store.write([], [torch.ones(0, 3, 5)], np.zeros((0, 2))) == 0
+    assert read(store, [])[0].tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_kinds_agree_with_a_dictionary(seed, tmp_path):
+    layouts = [RowLayout(shape=(6, 2), dtype=torch.float32, length_axis=0), RowLayout(shape=(3,), dtype=torch.int32)]
+    stores = [DiskStore.create(tmp_path / "store", layouts, 12), MemoryStore(layouts, 12)]
+    rng, model = np.random.default_rng(seed), {}
+    for _ in range(60):
+        positions = rng.integers(-2, 14, 5)
+        lengths, values = rng.integers(1, 9, 5), rng.integers(0, 1000, 5)
+        rows = [torch.tensor(values).float()[:, None, None].repeat(1, 8, 2), torch.tensor(values).int()[:, None]]
+        rows[1] = rows[1].repeat(1, 3)
+        num = {store.write(positions, rows, prints(values), lengths) for store in stores}
+        fits = {int(p): (int(v), int(n)) for p, v, n in zip(positions, values, lengths, strict=True)}
+        fits = {p: entry for p, entry in fits.items() if 0 <= p < 12 and entry[1] <= 6}
+        model.update(fits)
+        assert num == {len(fits)}
+        for store in stores:
+            mask, (floats, integers) = read(store, np.arange(12), length=6)
+            assert mask.tolist() == [p in model for p in range(12)]
+            for position, (value, length) in model.items():
+                assert floats[position, :length].eq(value).all() and floats[position, length:].eq(0).all()
+                assert integers[position].eq(value).all()
+    for store in stores:
+        store.close()
+
+
+# How it is kept
+
+
+def test_fp16_halves_the_size_and_rounds(make):
+    layout = RowLayout(shape=(8, 16), dtype=torch.float32, storage="fp16")
+    store = make(layout)
+    rows = random_rows(6, layout)
+    assert store.write(np.arange(6), [rows], prints(np.arange(6))) == 6
+    _, (out,) = read(store, np.arange(6))
+    assert store.row_bytes == 8 * 16 * 2 and out.equal(rows.half().float())
+
+
+@pytest.mark.parametrize("storage", ["fp16", "int8"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e6])
+def test_rows_that_the_storage_cannot_hold_are_left_out_and_counted(storage, value, make):
+    store = make(RowLayout(shape=(4, 4), dtype=torch.float32, storage=storage))
+    rows = torch.randn(3, 4, 4)
+    rows[1, 2, 3] = value
+    holds = storage == "int8" and value == 1e6
+    assert store.write([0, 1, 2], [rows], prints([0, 1, 2])) == (3 if holds else 2)
+    assert read(store, [0, 1, 2])[0].tolist() == [True, holds, True]
+    assert store.num_unstorable == (0 if holds else 1)
+
+
+def test_a_row_that_cannot_be_held_leaves_the_one_before_with_its_fingerprint(make):
+    store = make(RowLayout(shape=(4,), dtype=torch.float32, storage="fp16"))
+    store.write([0], [torch.ones(1, 4)], prints([0]))
+    store.write([0], [torch.full((1, 4), 1e9)], prints([1]))
+    assert store.lookup([0]).fingerprints.tolist() == [[0, 0]] and read(store, [0])[1][0].eq(1).all()
+
+
+def test_int8_keeps_a_scale_for_each_channel(make):
+    store = make(RowLayout(shape=(4, 8, 8), dtype=torch.float32, storage="int8"))
+    rows = torch.randn(5, 4, 8, 8) * torch.tensor([1e-3, 1.0, 1e3, 0.0])[:, None, None]
+    store.write(np.arange(5), [rows], prints(np.arange(5)))
+    _, (out,) = read(store, np.arange(5))
+    largest = rows.abs().amax(dim=(2, 3), keepdim=True)
+    assert store.row_bytes == 4 * 64 + 4 * 4
+    assert ((out - rows).abs() <= largest / 254 * 1.001).all() and out[:, 3].eq(0).all()
+
+
+def test_int8_of_a_vector_has_one_scale(make):
+    store = make(RowLayout(shape=(16,), dtype=torch.bfloat16, storage="int8"))
+    assert store.row_bytes == 16 + 4
+    rows = torch.randn(2, 16).bfloat16()
+    store.write([0, 1], [rows], prints([0, 1]))
+    assert (read(store, [0, 1])[1][0] - rows).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [(torch.int64, "int8"), (torch.bool, "fp16"), (torch.bfloat16, "fp16"), (torch.float16, "fp16")],
+)
+def test_what_would_not_shrink_is_kept_natively(dtype, storage, make):
+    layout = RowLayout(shape=(4, 3), dtype=dtype, storage=storage)
+    store = make(layout)
+    rows = random_rows(2, layout)
+    store.write([0, 1], [rows], prints([0, 1]))
+    assert store.row_bytes == 12 * dtype.itemsize and read(store, [0, 1])[1][0].equal(rows)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"storage": "zip"}, {"length_axis": 2}, {"length_axis": -1}],
+    ids=str,
+)
+def test_a_layout_is_checked(arguments):
+    with pytest.raises(StoreError, match="must be one of"):
+        RowLayout(shape=(3, 4), dtype=torch.float32, **arguments)
+
+
+# Rows of different lengths
+
+
+@pytest.mark.parametrize("storage", ["native", "fp16", "int8"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("padded", [8, 10, 16])
+def test_rows_are_stored_at_their_true_length_and_padded_anew(storage, axis, padded, make):
+    shape = [4, 6, 3]
+    shape[axis] = 12
+    layout = RowLayout(shape=tuple(shape), dtype=torch.float32, storage=storage, length_axis=axis)
+    store = make(layout)
+    lengths = np.array([3, 8, 1, 3])
+    rows = torch.randn(4, *layout.shape_at(9))
+    rows.transpose(1, axis + 1)[2, 1:] = float("nan")  # what lies in the padding does not matter
+    assert store.write(np.arange(4), [rows], prints(np.arange(4)), lengths) == 4
+    assert store.lookup(np.arange(4)).lengths.tolist() == lengths.tolist()
+    mask, (out,) = read(store, np.arange(4), length=padded)
+    assert mask.all() and not out.isnan().any()
+    for row, length in enumerate(lengths):
+        stored, given = (tensor[row].transpose(0, axis) for tensor in (out, rows))
+        torch.testing.assert_close(stored[:length], given[:length], atol=0.03, rtol=1e-3)
+        assert storage != "native" or stored[:length].equal(given[:length])
+        assert stored[length:].eq(0).all()
+
+
+def test_a_row_longer_than_its_slot_is_not_stored(make):
+    store = make(RowLayout(shape=(4, 2), dtype=torch.float32, length_axis=0))
+    lengths = [4, 5, 6, 0, -3]
+    assert store.write(np.arange(5), [torch.ones(5, 5, 2)], prints(np.arange(5)), lengths) == 1
+    assert store.lookup(np.arange(5)).valid.tolist() == [True, False, False, False, False]
+
+
+def test_a_row_longer_than_the_batch_is_not_served(make):
+    store = make(RowLayout(shape=(8, 2), dtype=torch.float32, length_axis=0))
+    store.write([0, 1], [torch.ones(2, 8, 2)], prints([0, 1]), [8, 3])
+    assert read(store, [0, 1], length=4)[0].tolist() == [False, True]
+    assert read(store, [0, 1], length=8)[0].all()
+
+
+def test_without_lengths_rows_are_as_long_as_they_are(make):
+    store = make(RowLayout(shape=(8, 2), dtype=torch.float32, length_axis=0))
+    store.write([0], [torch.ones(1, 5, 2)], prints([0]))
+    assert store.lookup([0]).lengths.tolist() == [5]
+
+
+def test_a_leaf_without_a_length_is_kept_whole_beside_one_with(make):
+    store = make(
+        RowLayout(shape=(8, 2), dtype=torch.float32, length_axis=0), RowLayout(shape=(3,), dtype=torch.float32)
+    )
+    rows = [torch.ones(2, 8, 2), torch.full((2, 3), 7.0)]
+    store.write([0, 1], rows, prints([0, 1]), [2, 8])
+    mask, (first, second) = read(store, [0, 1], length=8)
+    assert mask.all() and first.sum(dim=(1, 2)).tolist() == [4, 16] and second.eq(7).all()
+
+
+# Contracts
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [torch.ones(2, 3, 4)],
+        [torch.ones(2, 3)],
+        [torch.ones(2, 3, 5).double()],
+        [torch.ones(3, 3, 5)],
+        [torch.ones(2, 3, 5), torch.ones(2, 3, 5)],
+        [],
+        [torch.tensor(1.0)],
+    ],
+    ids=["shape", "dimensions", "dtype", "rows", "leaves", "none", "scalar"],
+)
+def test_rows_of_another_boundary_are_refused(rows, make):
+    store = make(PLAIN)
+    with pytest.raises(StoreError, match="must"):
+        store.write([0, 1], rows, prints([0, 1]))
+    with pytest.raises(StoreError, match="must"):
+        store.read([0, 1], rows)
+    assert not store.lookup([0, 1]).valid.any()
+
+
+def test_a_closed_store_refuses(make):
+    store = make(PLAIN)
+    store.write([0], [torch.ones(1, 3, 5)], prints([0]))
+    store.close()
+    store.close()
+    for action in (lambda: store.read([0], empty(store, 1)), lambda: store.write([0], empty(store, 1), prints([0]))):
+        with pytest.raises(StoreError, match="closed"):
+            action()
+
+
+# On the disk
+
+
+def test_closing_removes_the_files_and_may_leave_them(disk):
+    paths = sorted(path.name for path in disk.directory.iterdir())
+    assert paths == ["index.bin", "leaf-0.bin", "leaf-1.bin", "manifest.json"]
+    other = DiskStore.join(disk.directory)
+    other.close()  # only who made it removes it
+    disk.close(remove=False)
+    assert len(list(disk.directory.iterdir())) == 4
+    disk.close()
+    assert not disk.directory.exists()
+
+
+def test_closing_leaves_what_is_not_ours(disk):
+    (disk.directory / "mine.txt").touch()
+    disk.close()
+    assert [path.name for path in disk.directory.iterdir()] == ["mine.txt"]
+
+
+def test_the_files_have_all_their_blocks_from_the_start(tmp_path):
+    layout = RowLayout(shape=(1024,), dtype=torch.float32)
+    store = DiskStore.create(tmp_path / "store", [layout], 300)
+    files = [path.stat() for path in (tmp_path / "store").glob("*.bin")]
+    assert all(file.st_blocks * 512 >= file.st_size for file in files)
+    assert sum(file.st_size for file in files) == store.size_bytes
+    assert store.row_bytes == 4096 and bytes_per_position([layout]) == 4112
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "store").iterdir())
+    store.close()
+
+
+def test_a_store_that_nobody_closed_gives_its_files_back(disk, tmp_path):
+    held = DiskStore.join(disk.directory)
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else 0
+    del held
+    gc.collect()
+    assert not before or len(list(Path("/proc/self/fd").iterdir())) == before - 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc")
+def test_no_file_is_mapped_so_that_truncating_one_cannot_kill(disk):
+    check_rows(disk, [])
+    disk.verify()
+    assert str(disk.directory) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+def test_another_process_sees_rows_before_and_after_it_joins(disk):
+    other = DiskStore.join(disk.directory)
+    assert read(other, np.arange(25))[0].tolist() == [True] * 20 + [False] * 5
+    disk.write([22, 3], leaves([22, 50]), prints([22, 50]))
+    known = other.lookup([22, 3])
+    assert not read(other, [22, 3], known=known)[0].any()  # one it does not know, one that changed
+    other.advise([22, 3])
+    mask, (out, _) = read(other, [22, 3])
+    assert mask.all() and out[:, 0, 0].tolist() == [22, 50] and other.num_damaged == 0
+    other.write([30], leaves([30]), prints([30]))
+    assert not disk.lookup([30]).valid.any()
+    disk.advise([30])
+    assert read(disk, [30])[0].all()
+    other.close()
+
+
+def test_forgetting_in_one_process_is_seen_in_the_other(disk):
+    other = DiskStore.join(disk.directory)
+    flip(disk.directory / "leaf-0.bin", 5 * 60)
+    assert not read(other, [5])[0].any() and other.num_damaged == 1
+    disk.advise([5])
+    assert not disk.lookup([5]).valid.any() and disk.lookup([4]).valid.all()
+    other.close()
+
+
+# Faults
+
+
+def flip(path, offset):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes):
+    """Files of this process cannot grow beyond this: as on a full disk, for real."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def check_rows(store, missing):
+    """Whatever is served is right; nothing but `missing` is not."""
+    mask, (first, second) = read(store, np.arange(20))
+    assert set(np.flatnonzero(~mask)) == set(missing)
+    expected = leaves(np.arange(20))
+    assert first[mask].equal(expected[0][mask]) and second[mask].equal(expected[1][mask])
+
+
+@pytest.mark.parametrize("name", ["leaf-0.bin", "leaf-1.bin"])
+def test_a_flipped_bit_anywhere_in_a_row_is_noticed(name, disk):
+    size = 60 if name == "leaf-0.bin" else 14
+    for position, byte in enumerate(range(0, size, max(1, size // 10))):
+        flip(disk.directory / name, position * size + byte)
+    damaged = range(len(range(0, size, max(1, size // 10))))
+    assert disk.verify() == (20, len(damaged))
+    check_rows(disk, damaged)
+    assert disk.num_damaged == len(damaged) and not disk.lookup(np.arange(len(damaged))).valid.any()
+    assert disk.verify() == (20 - len(damaged), 0)
+    disk.write(np.arange(20), leaves(np.arange(20)), prints(np.arange(20)))
+    check_rows(disk, [])
+
+
+@pytest.mark.parametrize("byte", range(16))
+def test_a_flipped_bit_in_the_index_is_noticed(byte, disk):
+    flip(disk.directory / "index.bin", 64 + 7 * 16 + byte)
+    other = DiskStore.join(disk.directory)
+    assert other.verify() == (20, 1)
+    check_rows(other, [7])
+    other.close()
+
+
+@pytest.mark.parametrize("name", ["leaf-0.bin", "leaf-1.bin"])
+def test_a_truncated_file_costs_the_rows_that_are_gone(name, disk):
+    path = disk.directory / name
+    os.truncate(path, path.stat().st_size // CAPACITY * 12 + 3)
+    check_rows(disk, range(12, 20))
+    assert disk.num_damaged == 8
+    with pytest.raises(StoreError, match=r"must have \d+ bytes, found"):
+        DiskStore.join(disk.directory)
+    disk.write([15], leaves([15]), prints([15]))
+    check_rows(disk, {*range(12, 20)} - {15})
+
+
+def test_a_truncated_index_harms_nobody(disk):
+    other = DiskStore.join(disk.directory)
+    os.truncate(disk.directory / "index.bin", 64 + 16 * 5)
+    check_rows(disk, [])
+    other.advise(np.arange(20))
+    check_rows(other, range(20))
+    disk.write([3, 17], leaves([3, 17]), prints([3, 17]))
+    check_rows(disk, [])
+    other.close()
+
+
+def test_deleted_files_are_served_as_long_as_they_are_open(disk):
+    for path in disk.directory.iterdir():
+        path.unlink()
+    check_rows(disk, [])
+    with pytest.raises(StoreError, match="There is no store"):
+        DiskStore.join(disk.directory)
+
+
+@pytest.mark.parametrize("name", ["index.bin", "leaf-0.bin", "leaf-1.bin", "manifest.json"])
+def test_a_store_that_lacks_a_file_cannot_be_joined(name, disk):
+    (disk.directory / name).unlink()
+    with pytest.raises(StoreError, match=r"cannot be joined|There is no store"):
+        DiskStore.join(disk.directory)
+
+
+@pytest.mark.parametrize("name", ["index.bin", "leaf-0.bin"])
+def test_a_link_in_place_of_a_file_is_not_followed(name, disk, tmp_path):
+    path = disk.directory / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="cannot be joined"):
+        DiskStore.join(disk.directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: "no json",
+        lambda record: json.dumps([]),
+        lambda record: json.dumps({**record, "schema_version": 99}),
+        lambda record: json.dumps({**record, "capacity": 39}),
+        lambda record: json.dumps({**record, "capacity": "many"}),
+        lambda record: json.dumps({**record, "layouts": [{**record["layouts"][0], "dtype": "nn"}]}),
+        lambda record: json.dumps({**record, "layouts": [{**record["layouts"][0], "dtype": "float99"}]}),
+        lambda record: json.dumps({**record, "layouts": [{**record["layouts"][0], "storage": "zip"}]}),
+        lambda record: json.dumps({**record, "layouts": [{**record["layouts"][0], "shape": [3, 6]}]}),
+    ],
+)
+def test_a_damaged_manifest_is_refused(change, disk):
+    path = disk.directory / "manifest.json"
+    path.write_text(change(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+    with pytest.raises(StoreError, match="must"):
+        DiskStore.join(disk.directory)
+
+
+def test_a_foreign_index_is_refused(disk):
+    flip(disk.directory / "index.bin", 0)
+    with pytest.raises(StoreError, match="must begin with"):
+        DiskStore.join(disk.directory)
+
+
+def test_where_files_cannot_grow_no_store_is_made_and_nothing_is_left(tmp_path):
+    layouts = [RowLayout(shape=(16,), dtype=torch.float32), RowLayout(shape=(4096,), dtype=torch.float32)]
+    with file_size_limit(2**20), pytest.raises(StoreError, match="cannot be made"):
+        DiskStore.create(tmp_path / "new", layouts, 100)
+    assert not (tmp_path / "new").exists()
+
+
+def test_on_a_full_disk_no_store_is_made_and_nothing_is_left(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match="No space left"):
+        DiskStore.create(tmp_path / "new", [PLAIN], 100)
+    assert not (tmp_path / "new").exists()
+
+
+def test_where_the_system_cannot_preallocate_zeros_are_written(tmp_path, monkeypatch):
+    def unknown(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unknown)
+    store = DiskStore.create(tmp_path / "new", [RowLayout(shape=(1 << 16,), dtype=torch.float32)], 9)
+    assert (tmp_path / "new" / "leaf-0.bin").stat().st_size == 9 * 2**18
+    store.write([8], [torch.ones(1, 1 << 16)], prints([8]))
+    assert read(store, [8])[0].all()
+    store.close()
+
+
+@pytest.mark.parametrize("place", ["", "store"], ids=["a file in the way", "below a file"])
+def test_a_directory_that_cannot_be_used_is_refused(place, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be made"):
+        DiskStore.create(tmp_path / "file" / place, [PLAIN], 10)
+    assert (tmp_path / "file").is_file()
+
+
+def refuse(*_, **__):
+    """What a directory without rights answers; to root it would not."""
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_without_rights_no_store_is_made_and_nothing_is_left(call, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        with pytest.raises(StoreError, match="Permission denied"):
+            DiskStore.create(tmp_path / "store", [PLAIN], 10)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_that_may_not_be_read_cannot_be_joined(disk, monkeypatch):
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreError, match="Permission denied"):
+        DiskStore.join(disk.directory)
+
+
+def test_a_second_store_in_one_place_is_refused_and_harms_nothing(disk):
+    with pytest.raises(StoreError, match="File exists"):
+        DiskStore.create(disk.directory, [PLAIN], 10)
+    check_rows(disk, [])
+    DiskStore.join(disk.directory).close()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 7, 60])
+def test_a_disk_that_fails_while_writing_leaves_no_torn_row(calls, disk, monkeypatch):
+    real, count = os.pwrite, [0]
+
+    def failing(descriptor, block, offset):
+        count[0] += 1
+        if count[0] > calls:
+            real(descriptor, bytes(block)[: len(block) // 2], offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, block, offset)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(StoreError, match="No space left"):
+        disk.write(np.arange(0, 40, 2), leaves(np.arange(100, 120)), prints(np.arange(100, 120)))
+    monkeypatch.undo()
+    check_rows(disk, range(0, 20, 2))
+    other = DiskStore.join(disk.directory)  # it may find rows that were not touched yet
+    check_rows(other, np.flatnonzero(~read(other, np.arange(20))[0]))
+    for store in (disk, other):
+        assert read(store, np.arange(1, 20, 2))[0].all() and not read(store, np.arange(20, 40))[0].any()
+    assert other.num_damaged <= 1, "an entry may have been written by half"
+    other.close()
+
+
+def test_a_disk_that_fails_while_reading_is_a_store_error(disk, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    for action in (lambda: read(disk, [1]), lambda: disk.advise([1]), disk.verify):
+        with pytest.raises(StoreError, match="cannot be read"):
+            action()
+    assert disk.lookup([1]).valid.all()
+    monkeypatch.undo()
+    check_rows(disk, [])
+
+
+def test_short_reads_and_writes_are_taken_up_again(disk, monkeypatch):
+    read_really, write_really = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda fd, blocks, offset: read_really(fd, [blocks[0][:5]], offset))
+    monkeypatch.setattr(os, "pwrite", lambda fd, block, offset: write_really(fd, block[:7], offset))
+    disk.write([2, 30], leaves([2, 30]), prints([2, 30]))
+    check_rows(disk, [])
+    assert read(disk, [30])[0].all()
+    DiskStore.join(disk.directory).close()
+
+
+@pytest.mark.parametrize("name", ["posix_fadvise", "posix_fallocate"])
+def test_it_works_where_the_system_takes_no_advice(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("egeria.cache.store.files._CAN_ADVISE", False)
+    monkeypatch.delattr(os, name, raising=False)
+    store = DiskStore.create(tmp_path / "store", [PLAIN], 10)
+    store.write([1], [torch.ones(1, 3, 5)], prints([1]))
+    store.advise([1])
+    assert read(store, [1])[0].all()
+    store.close()
+
+
+# Threads and processes
+
+
+def test_a_writer_and_readers_share_a_store(tmp_path):
+    layouts = [RowLayout(shape=(2048,), dtype=torch.float32), RowLayout(shape=(64,), dtype=torch.float32)]
+    store = DiskStore.create(tmp_path / "store", layouts, 64)
+    stop, served, wrong = threading.Event(), [0, 0], []
+
+    def overwrite():
+        rng = np.random.default_rng(0)
+        while not stop.is_set():
+            positions, values = rng.permutation(64)[:16], rng.integers(1, 2**20, 16)
+            column = torch.from_numpy(values).float()[:, None]
+            store.write(positions, [column.repeat(1, 2048), column.repeat(1, 64)], np.stack([values, positions], 1))
+
+    def check(which):
+        rng = np.random.default_rng(which)
+        while not stop.is_set():
+            num, bad = inspect_rows(store, rng.permutation(64)[:16])
+            served[which] += num
+            wrong.extend(bad)
+
+    threads = [threading.Thread(target=overwrite), *(threading.Thread(target=check, args=(k,)) for k in range(2))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while min(served) < 1500 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert min(served) >= 1500 and not wrong and store.num_damaged == 0
+    store.close()
+
+
+def test_closing_waits_for_those_who_read(tmp_path):
+    for attempt in range(5):
+        store = DiskStore.create(tmp_path / f"store{attempt}", [RowLayout(shape=(4096,), dtype=torch.float32)], 64)
+        store.write(np.arange(64), [torch.ones(64, 4096)], prints(np.arange(64)))
+        ends = []
+
+        def reading(store=store, ends=ends):
+            try:
+                while True:
+                    mask, (out,) = read(store, np.arange(64))
+                    assert mask.all() and out.eq(1).all()
+            except Exception as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=reading) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.02)
+        store.close()
+        for thread in threads:
+            thread.join(30)
+        assert [type(end) for end in ends] == [StoreError] * 3 and not (tmp_path / f"store{attempt}").exists()
+
+
+@pytest.mark.parametrize("patience_s", [60, 0.2])
+def test_files_stay_open_under_a_slow_reader(patience_s, disk, monkeypatch):
+    real, started, released, masks = os.preadv, threading.Event(), threading.Event(), []
+
+    def slow(*arguments):
+        started.set()
+        assert released.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr("egeria.cache.store.disk.CLOSE_TIMEOUT_S", patience_s)
+    monkeypatch.setattr(os, "preadv", slow)
+    reader = threading.Thread(target=lambda: masks.append(read(disk, [1])[0]))
+    reader.start()
+    assert started.wait(60)
+    closer = threading.Thread(target=disk.close)
+    closer.start()
+    closer.join(1)
+    assert closer.is_alive() == (patience_s > 1), "it waits, but not for ever"
+    released.set()
+    closer.join(60)
+    reader.join(60)
+    assert masks[0].all() and not disk.directory.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_leaves_the_files_alone(disk):
+    script = f"""
+import os
+from pathlib import Path
+from egeria.cache.store.disk import DiskStore, RowLayout
+import torch
+path = Path({str(disk.directory)!r}).parent / "forked"
+store = DiskStore.create(path, [RowLayout(shape=(4,), dtype=torch.float32)], 8)
+child = os.fork()
+if not child:
+    store.close()
+    os._exit(0)
+os.waitpid(child, 0)
+assert (path / "leaf-0.bin").exists()
+store.write([0], [torch.ones(1, 4)], [[0, 0]])
+store.close()
+assert not path.exists()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100, env=ENVIRONMENT)
+
+
+OVERWRITER = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np, torch
+from egeria.cache.store.disk import DiskStore
+
+def overwrite(seed):
+    store, rng = DiskStore.join(Path(sys.argv[1])), np.random.default_rng(seed)
+    sizes = [layout.shape[0] for layout in store.layouts]
+    while True:
+        positions, values = rng.permutation(store.capacity)[:32], rng.integers(1, 2**20, 32)
+        column = torch.from_numpy(values).float()[:, None]
+        store.write(positions, [column.repeat(1, size) for size in sizes], np.stack([values, positions], 1))
+
+torch.set_num_threads(1)
+for kill in range(int(sys.argv[2])):
+    child = os.fork()
+    if not child:
+        overwrite(kill)
+    time.sleep(0.05 + 0.013 * (kill % 7))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
+"""
+
+
+def inspect_rows(store, positions):
+    """Read rows of one value each; return how many were served, and those that were not whole."""
+    store.advise(positions)
+    known = store.lookup(positions)
+    mask, out = read(store, positions, known=known)
+    wrong = []
+    for row in np.flatnonzero(mask):
+        value, position = known.fingerprints[row]
+        if position != positions[row] or any((leaf[row] != value).any() for leaf in out):
+            wrong.append(int(positions[row]))
+    return int(mask.sum()), wrong
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("num_kills", "num_rows"), [(8, 10_000), pytest.param(100, 200_000, marks=pytest.mark.slow)])
+def test_writers_that_are_killed_leave_no_torn_row(num_kills, num_rows, tmp_path):
+    layouts = [RowLayout(shape=(4096,), dtype=torch.float32), RowLayout(shape=(1024,), dtype=torch.float32)]
+    store = DiskStore.create(tmp_path / "store", layouts, 96)
+    command = [sys.executable, "-c", OVERWRITER, str(store.directory), str(num_kills)]
+    served, wrong, rng = 0, [], np.random.default_rng(0)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        deadline = time.monotonic() + 200
+        while (process.poll() is None or served < num_rows) and time.monotonic() < deadline:
+            num, bad = inspect_rows(store, rng.permutation(96)[:32])
+            served += num
+            wrong += bad
+            if process.poll() not in (None, 0):
+                break
+        process.wait(30)
+        assert process.stdout.read().count("killed") == num_kills
+    assert served >= num_rows and not wrong
+    assert store.verify()[1] == 0, "each row is whole, or known not to be there"
+    store.close()
+
+
+def test_rows_is_a_plain_record(disk):
+    known = disk.lookup([1])
+    assert isinstance(known, Rows) and known.lengths.dtype == np.int64 and known.fingerprints.dtype == np.float32
