@@ -1,30 +1,11 @@
-"""Everything a run can say, one frozen record per kind of event.
-
-The journal writes them, the report and the replay read them; nothing else passes between the
-parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
-Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process; those of
-the controller process say so.
-"""
+"""The course of a run: readings, decisions, refusals and faults."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """What all events share."""
-
-    kind: ClassVar[str] = ""
-    step: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, the kind of event first."""
-        return {"event": self.kind, **dataclasses.asdict(self)}
+from egeria.events.event import Event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,53 +192,6 @@ class IntervalChanged(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CacheDecided(Event):
-    """How the frozen forward pass is done from here on, and the numbers that decided."""
-
-    kind: ClassVar[str] = "cache"
-    boundary: str
-    """Name of the last frozen layer module; empty while nothing is frozen."""
-    generation: int
-    mode: str
-    """'stored' (activations from the disk), 'inference' (computed, with folded normalisation) or 'computed'."""
-    reason: str
-    numbers: dict[str, float]
-    """What the gate weighed: seconds of a mini-batch, bytes, epochs; empty where it was not asked."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheUsed(Event):
-    """What became of one generation of stored activations, from its beginning to this step."""
-
-    kind: ClassVar[str] = "cache_used"
-    boundary: str
-    generation: int
-    hits: int
-    """Samples that came from the store."""
-    misses: int
-    """Samples whose activations were computed."""
-    mismatches: int
-    """Of these, the ones stored for another input: a changed data set or transform."""
-    batches: int
-    stalls: int
-    """Batches that had to wait for the disk."""
-    stall_s: float
-    bytes_read: int
-    bytes_written: int
-    size_bytes: int
-    dropped_writes: int
-    """Batches that were not stored because the disk had not finished with those before."""
-    checks: int
-    """Batches whose stored activations were compared with computed ones."""
-    largest_error: float
-    """Of those checks, relative."""
-    damaged: int = 0
-    """Stored samples that were found damaged; they count as misses."""
-    thread_cpu_s: float
-    """CPU seconds of the reading and writing threads; they are part of the process's own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Declined(Event):
     """The library chose not to act, and why; training goes on without that part."""
 
@@ -303,32 +237,3 @@ class RunClosed(Event):
     overhead_cpu_s: float
     controller_cpu_s: float = 0.0
     """CPU seconds of the controller process, beside the training."""
-
-
-EVENT_TYPES: dict[str, type[Event]] = {
-    event.kind: event
-    for event in (
-        RunStarted,
-        ControllerChosen,
-        ControllerRestarted,
-        ModulesOrdered,
-        ComputeProfiled,
-        IntervalMeasured,
-        PlasticityRead,
-        ReadingDropped,
-        StageChanged,
-        ModuleFrozen,
-        Thawed,
-        ReferenceRefreshed,
-        RungTaken,
-        FidelityChecked,
-        IntervalChanged,
-        CacheDecided,
-        CacheUsed,
-        Declined,
-        FaultCaught,
-        MetricLogged,
-        Resumed,
-        RunClosed,
-    )
-}
