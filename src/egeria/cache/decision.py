@@ -164,18 +164,21 @@ class Surveyor:
             reason = verdict.reason if not verdict.pays else f"{place.path.parent} has no room for a single sample"
             return Decision(verdict=Verdict(pays=False, reason=reason), prospects=prospects)
         store = place.create(number, layouts.stored, capacity, boundary=boundary)
+        return self._try_out(Opened(store=store, layouts=layouts, num_views=views), prospects)
+
+    def _try_out(self, opened: Opened, prospects: Prospects) -> Decision:
+        """Measure the disk, and close the store again where it is too slow."""
         try:
-            fill_s, read_s, read_cpu_s = self._time_store(store, layouts, views)
+            fill_s, read_s, read_cpu_s = self._time_store(opened.store, opened.layouts, opened.num_views)
         except BaseException:
-            store.close(remove=True)
+            opened.store.close(remove=True)
             raise
         prospects = replace(prospects, fill_s=fill_s, read_s=read_s, read_cpu_s=read_cpu_s)
         verdict = weigh(prospects, self._settings)
-        if not verdict.pays:
-            store.close(remove=True)
-            return Decision(verdict=verdict, prospects=prospects)
-        opened = Opened(store=store, layouts=layouts, num_views=views)
-        return Decision(verdict=verdict, prospects=prospects, opened=opened)
+        if verdict.pays:
+            return Decision(verdict=verdict, prospects=prospects, opened=opened)
+        opened.store.close(remove=True)
+        return Decision(verdict=verdict, prospects=prospects)
 
     def _choose_views(self, epochs_ahead: float, repeating: bool, row_bytes: int, room_bytes: int) -> int:
         if self._settings.views is not None:

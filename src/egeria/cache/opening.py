@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from egeria.cache.decision import Outlook, Surveyor, foresee, weigh
+from egeria.cache.gate import Prospects
 from egeria.cache.generation import Generation
 from egeria.cache.samples.feed import Drawn, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
@@ -31,6 +32,11 @@ class Sight:
     outlook: Outlook
     longest: int | None
     """The greatest padded length so far."""
+
+    def prospects(self, feed: SampleFeed) -> Prospects:
+        """Return what it promises, before anything is tried out."""
+        times = {"iteration_s": self.watched.iteration_s, "prefix_s": self.watched.prefix_s}
+        return foresee(self.batch, self.drawn, feed, outlook=self.outlook, **times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +75,8 @@ def open_generation(
         UncacheableError: the front cannot be skipped.
         StoreError: the disk cannot be used.
     """
-    batch, drawn, watched = sight.batch, sight.drawn, sight.watched
-    prospects = foresee(
-        batch, drawn, feed, outlook=sight.outlook, iteration_s=watched.iteration_s, prefix_s=watched.prefix_s
-    )
+    batch, drawn = sight.batch, sight.drawn
+    prospects = sight.prospects(feed)
     verdict = weigh(prospects, settings)
     if not verdict.pays:
         return Opening(generation=None, reason=verdict.reason, numbers=prospects.to_dict())
@@ -81,12 +85,12 @@ def open_generation(
     decision = Surveyor(prefix, batch, drawn, feed, settings).survey(
         place(), prospects, number=number, boundary=boundary, repeating=repeating, longest=sight.longest
     )
-    numbers, opened = decision.prospects.to_dict(), decision.opened
-    if opened is None:
-        return Opening(generation=None, reason=decision.verdict.reason, numbers=numbers)
-    if not repeating and not feed.use_views(opened.num_views):
+    reason, opened = decision.verdict.reason, decision.opened
+    if opened is not None and not repeating and not feed.use_views(opened.num_views):
         opened.store.close(remove=True)
-        reason = feed.views_refusal or "the augmentation of a sample cannot be fixed"
+        reason, opened = feed.views_refusal or "the augmentation of a sample cannot be fixed", None
+    numbers = decision.prospects.to_dict()
+    if opened is None:
         return Opening(generation=None, reason=reason, numbers=numbers)
     generation = Generation(
         prefix,
@@ -98,7 +102,7 @@ def open_generation(
         num_views=opened.num_views,
         is_viewed=not repeating,
         verify_batches=settings.verify_batches,
-        iteration_s=watched.iteration_s,
+        iteration_s=sight.watched.iteration_s,
         device=next(model.parameters()).device,
     )
-    return Opening(generation=generation, reason=decision.verdict.reason, numbers=numbers)
+    return Opening(generation=generation, reason=reason, numbers=numbers)
