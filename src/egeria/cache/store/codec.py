@@ -7,6 +7,7 @@ does not know or stores otherwise, travel as bytes, so that a natively kept row 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -152,15 +153,15 @@ class Codec:
             yield int(length), np.flatnonzero(lengths == length)
 
 
-class Landing:
+class Landing(ABC):
     """Where the bytes of one leaf of a batch arrive, and how they become rows."""
 
     blocks: list[memoryview]
     """[b] to be filled with the bytes of each row."""
 
+    @abstractmethod
     def settle(self, good: Mask) -> None:
         """Make rows of the blocks that were filled; the others may hold anything."""
-        raise NotImplementedError
 
 
 class _InPlace(Landing):
