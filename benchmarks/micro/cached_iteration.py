@@ -1,7 +1,8 @@
 """CPU time of an epoch with the front of a model frozen: computed, run as inference, and from the activation cache.
 
     python -m benchmarks.micro.cached_iteration [--data DIR] [--subjects resnet20,bert] [--samples 2048] [--rounds 12]
-                                                [--precision bf16] [--warm] [--profile] [--record RECORD]
+                                                [--precision bf16] [--layout nhwc] [--warm] [--profile]
+                                                [--record RECORD]
     python -m benchmarks.micro.cached_iteration --gate-overhead [--rounds 40] [--inference]
 
 Each way trains a model of its own in this process, an epoch at a time, in turn; 'for nothing' has a front that always
@@ -44,6 +45,7 @@ FLOOR = "for nothing"
 """The front gives the same answer to every batch: no cache can be faster."""
 TARGETS = {"resnet20": {"depth 1, cache": 0.50, "depth 2, cache": 0.25}, "bert": {"depth 3, cache": 0.35}}
 MOST_STALLS = 0.02
+LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
 HEADINGS = (
     "way",
     "CPU % of plain (quartiles)",
@@ -180,8 +182,8 @@ def describe(options: argparse.Namespace, results: dict[str, Any]) -> str:
         "",
         "A model with its front frozen, trained in one process in turn with a plain one, by epoch; CPU time of all "
         "threads, reader and writer included, against the plain epoch of the same round: median and quartiles. bf16 "
-        f"where nothing else is said, {options.threads} torch thread(s), channels_last. Stored activations come from "
-        "the disk, not from the page cache, unless the command says `--warm`. "
+        f"and channels_last where nothing else is said, {options.threads} torch thread(s). Stored activations come "
+        "from the disk, not from the page cache, unless the command says `--warm`. "
         "The first epoch behind the freeze, which fills the store, is told apart; it holds everything done to find out "
         "what can be stored.",
         "",
@@ -242,6 +244,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bert-samples", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="nhwc", help="of images: channels last, or first")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--directory", type=Path, help="for the stores, on the disk to measure (default: a temporary)")
     parser.add_argument("--warm", action="store_true", help="leave what is stored in the page cache")
@@ -269,8 +272,10 @@ def main() -> None:
             if name == "bert":
                 subject = bert(options.bert_samples, autocast=autocast)
             else:
-                subject = residual_net(20, options.data, options.samples, autocast=autocast)
-            label = name if autocast else f"{name} fp32"
+                subject = residual_net(
+                    20, options.data, options.samples, autocast=autocast, layout=LAYOUTS[options.layout]
+                )
+            label = " ".join([name, *([] if autocast else ["fp32"]), *(["nchw"] if options.layout == "nchw" else [])])
             subjects[label] = measure(subject, depths, options, Path(place))
             show(f"{label}, CPU time of an epoch", HEADINGS, rows(label, subjects[label]))
             print("\n".join(facts(label, subjects[label])), flush=True)

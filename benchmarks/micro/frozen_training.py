@@ -224,7 +224,9 @@ def cache_settings(**changes: Any) -> Cache:
     return Config.from_dict({"cache": {"enabled": True, **changes}}).cache
 
 
-def residual_net(depth: int, data: Path | None, samples: int, *, autocast: bool) -> Subject:
+def residual_net(
+    depth: int, data: Path | None, samples: int, *, autocast: bool, layout: torch.memory_format = torch.channels_last
+) -> Subject:
     """Return a residual net on CIFAR-10 without augmentation, or on noise of that shape.
 
     Args:
@@ -232,6 +234,7 @@ def residual_net(depth: int, data: Path | None, samples: int, *, autocast: bool)
         data: where CIFAR-10 is; None takes noise.
         samples: of an epoch.
         autocast: whether to train in bf16.
+        layout: of weights and images in memory.
     """
     generator = torch.Generator().manual_seed(0)
     if data is None:
@@ -245,12 +248,17 @@ def residual_net(depth: int, data: Path | None, samples: int, *, autocast: bool)
         shuffling = torch.Generator().manual_seed(1)
         dataset = Cifar10(images, labels)
         return DataLoader(
-            dataset, batch_size=128, shuffle=True, drop_last=True, generator=shuffling, collate_fn=lambda batch: batch
+            dataset,
+            batch_size=128,
+            shuffle=True,
+            drop_last=True,
+            generator=shuffling,
+            collate_fn=lambda batch: (batch[0].contiguous(memory_format=layout), batch[1]),
         )
 
     return Subject(
         name=f"resnet{depth}",
-        build=lambda: cifar_resnet(depth).to(memory_format=torch.channels_last),
+        build=lambda: cifar_resnet(depth).to(memory_format=layout),
         loader=loader,
         loss=lambda network, batch: functional.cross_entropy(network(batch[0]), batch[1]),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4),

@@ -82,9 +82,9 @@ def _numbers(uses: tuple[CacheUse, ...]) -> str:
 
 def _traffic(uses: tuple[CacheUse, ...]) -> str:
     columns = (
-        ("frozen up to", ""), ("hits", "number"), ("hit share", "number"), ("mismatches", "number"), ("read", "number"),
-        ("written", "number"), ("on disk", "number"), ("stalls", "number"), ("waited", "number"), ("checks", "number"),
-        ("largest error", "number"),
+        ("frozen up to", ""), ("hits", "number"), ("hit share", "number"), ("mismatches", "number"),
+        ("damaged", "number"), ("read", "number"), ("written", "number"), ("on disk", "number"), ("stalls", "number"),
+        ("waited", "number"), ("checks", "number"), ("largest error", "number"),
     )  # fmt: skip
     lines = [
         (
@@ -92,6 +92,7 @@ def _traffic(uses: tuple[CacheUse, ...]) -> str:
             count(use.used.hits),
             percent(use.hit_share),
             count(use.used.mismatches),
+            count(use.used.damaged),
             _size(use.used.bytes_read),
             _size(use.used.bytes_written),
             _size(use.used.size_bytes),
