@@ -1,0 +1,69 @@
+"""What the bench trains: a model, its data, its recipe, and how the result is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+TIERS = ("smoke", "cpu", "gpu")
+"""'smoke' ends within a minute, a run of 'cpu' within eight on one core, 'gpu' has the paper's scale."""
+
+
+class MissingDataError(Exception):
+    """The data of a workload are not there; the message says what is missing, and where it was looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run is asked for."""
+
+    data: Path
+    """Holds a folder for each data set."""
+    tier: str
+    seed: int
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One run, ready to start; everything in it is new, and the same again for the same `Setting`."""
+
+    model: nn.Module
+    """On the device, in the memory layout it trains in."""
+    loader: DataLoader[Any]
+    """Batches as `loss` takes them; with a `len`. Shuffled by a generator of its own, from the seed."""
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    """Stepped once after each optimizer step."""
+    num_epochs: int
+    loss: Callable[[nn.Module, Any], Tensor]
+    """Takes the network and a batch; moves the batch to the device and sets autocast itself."""
+    evaluate: Callable[[nn.Module], dict[str, float]]
+    """Takes the network, in inference mode and without gradients; returns metrics on held-out data by name."""
+    clip_norm: float | None = None
+    """Norm that gradients are clipped to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training task in one recipe, in all tiers."""
+
+    name: str
+    """As the command line takes it, such as 'resnet8-cifar10' or 'resnet8-cifar10-cosine'."""
+    metric: str
+    """The name in `Training.evaluate` that decides."""
+    higher_is_better: bool
+    is_relative: bool
+    """Whether a loss of quality is judged in per cent of the plain value (perplexity, F1), or in points."""
+    paper: str
+    """What the paper reports for its kind, such as '+23 % (ResNet-56, CIFAR-10)'; empty where it has none."""
+    build: Callable[[Setting], Training]
+    """Makes a run. Raises: MissingDataError."""
