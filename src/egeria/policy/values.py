@@ -17,6 +17,12 @@ class Interval:
     loss: float | None
     """Mean of the finite training losses; None where there was none."""
     learning_rate: float
+    gradients: tuple[float | None, ...] | None = None
+    """For each layer module the L1 norm of its gradients, added up over the interval; None for one that is frozen.
+    None in all where the policy has no need of gradients."""
+    weight_changes: tuple[float | None, ...] | None = None
+    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None for one that is frozen, and in
+    the first interval. None in all where the policy has no need of weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

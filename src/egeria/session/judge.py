@@ -7,7 +7,8 @@ from typing import Any
 
 from egeria.config import Config
 from egeria.events import ComputeProfiled, IntervalChanged, PlasticityRead
-from egeria.policy import Decision
+from egeria.layers.batch import Batch
+from egeria.policy import PLASTICITY, Decision, Freeze
 from egeria.session.budget import Budget
 from egeria.session.clock import IntervalClock
 from egeria.session.engine import Engine
@@ -55,6 +56,13 @@ class Judge:
                 continue
             decisions = self._judge(engine, evaluated)
             engine.applier.apply(self._recorder.step, decisions, engine.evaluator.evaluated)
+
+    def batch_for(self, engine: Engine, decisions: Sequence[Decision]) -> Batch | None:
+        """Return a batch to rehearse freezes on that no reading led to; None where there are none."""
+        if PLASTICITY in engine.policy.needs or not any(isinstance(decision, Freeze) for decision in decisions):
+            return None
+        self._profile(engine)
+        return engine.evaluator.batch
 
     def _judge(self, engine: Engine, evaluated: Evaluated) -> Sequence[Decision]:
         reading = evaluated.reading
