@@ -22,8 +22,9 @@ class Policy:
     """Who decides what is frozen: the paper's rule, or a rival."""
 
     name: Any = "egeria"
-    """'egeria' (the paper), 'none', 'static', 'linear', 'freezeout', 'autofreeze', 'skipconv', 'weight_change',
-    'random', or any `egeria.policy.PolicyMaker`: a callable that makes an `egeria.policy.Policy`."""
+    """'egeria' (the paper), 'forecast' (ours, on trial), 'none', 'static', 'linear', 'freezeout', 'autofreeze',
+    'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a callable that makes an
+    `egeria.policy.Policy`."""
     schedule: str | None = None
     """'static': share of the training done : front layer modules frozen from then on, such as "0.54:2 0.9:0"."""
     start: float | None = None
@@ -41,6 +42,11 @@ class Policy:
     """'autofreeze': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze: 20."""
     seed: int = 0
     """'random': which times are drawn."""
+    limit: float = 5e-5
+    """'forecast': SP loss that a layer module may still come to by the end of the run and yet freeze. Measured on one
+    network so far."""
+    patience: int = 3
+    """'forecast': readings in a row under the limit that freeze. Our choice."""
 
     def __post_init__(self) -> None:
         named = isinstance(self.name, str) or callable(self.name)
@@ -56,6 +62,9 @@ class Policy:
         require(percentile, "policy.percentile", "a number from 0 to 100", self.percentile)
         require_count("policy.evaluations", self.evaluations, at_least=2)
         require_count("policy.seed", self.seed, at_least=0)
+        positive = is_number(self.limit) and self.limit > 0
+        require(positive, "policy.limit", "a finite number above 0", self.limit)
+        require_count("policy.patience", self.patience)
 
     def _check_schedule(self) -> None:
         example = 'text such as "0.54:2 0.79:3 0.9:0"'

@@ -15,6 +15,8 @@ GRADIENTS = "gradients"
 """`Interval.gradients`."""
 WEIGHTS = "weights"
 """`Interval.weight_changes`."""
+FORESIGHT = "foresight"
+"""`Interval.way_ahead`."""
 
 
 @runtime_checkable
@@ -26,7 +28,7 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which of 'plasticity', 'gradients' and 'weights' it decides by; nothing else is measured for it."""
+        """Which of 'plasticity', 'gradients', 'weights', 'foresight' it decides by; nothing else is measured for it."""
         ...
 
     @property

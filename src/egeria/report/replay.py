@@ -146,11 +146,12 @@ def _interval(event: IntervalMeasured) -> Interval:
         learning_rate=event.learning_rate,
         gradients=None if event.gradients is None else tuple(event.gradients),
         weight_changes=None if event.weight_changes is None else tuple(event.weight_changes),
+        way_ahead=event.way_ahead,
     )
 
 
 def _reading(event: PlasticityRead) -> Reading:
-    return Reading(step=event.step, evaluation=event.evaluation, module=event.module, value=event.value)
+    return Reading(step=event.step, evaluation=event.evaluation, module=event.module, value=event.value, age=event.age)
 
 
 def _decided(step: int, decisions: Sequence[EndBootstrapping | Freeze | Thaw]) -> list[ReplayedDecision]:

@@ -94,6 +94,7 @@ def attach(
         optimizers=optimizers,
         config=settings,
         rule=rule,
+        scheduler=scheduler,
         total_steps=total_steps,
         parallel=parallel or SingleProcess(),
         recorder=recorder,

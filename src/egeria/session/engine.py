@@ -20,7 +20,7 @@ from egeria.policy import PLASTICITY, Annealing, Policy, UnfreezeRule, find_poli
 from egeria.session.applier import Applier
 from egeria.session.evaluator import Evaluator
 from egeria.session.handle import ModelHandle
-from egeria.session.measures import Measures
+from egeria.session.measures import Foresight, Measures
 from egeria.session.rates import LayerRates, Wanted
 from egeria.session.recorder import Recorder
 
@@ -44,6 +44,7 @@ class EngineBuilder:
     optimizers: Sequence[Optimizer]
     config: Config
     rule: UnfreezeRule
+    scheduler: Any
     total_steps: int | None
     parallel: ParallelStrategy
     recorder: Recorder
@@ -118,7 +119,14 @@ class EngineBuilder:
 
     def measures(self, policy: Policy | None, spend: Callable[[float, float], None]) -> Measures:
         """Make what measures for a policy; None needs nothing."""
-        return Measures(self.model, self.optimizers, policy.needs if policy else (), self.recorder, spend)
+        return Measures(
+            self.model,
+            self.optimizers,
+            policy.needs if policy else (),
+            foresight=Foresight(self.scheduler, self.total_steps),
+            recorder=self.recorder,
+            spend=spend,
+        )
 
     def rates(
         self, policy: Policy | None, wanted: Callable[[], Wanted | None], spend: Callable[[float, float], None]

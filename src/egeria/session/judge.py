@@ -81,6 +81,7 @@ class Judge:
                 wall_s=evaluated.wall_s,
                 cpu_s=evaluated.cpu_s,
                 controller_cpu_s=evaluated.controller_cpu_s,
+                age=reading.age,
             )
         )
         return judgement.decisions

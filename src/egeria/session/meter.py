@@ -46,7 +46,7 @@ class IntervalMeter:
         wall_s, cpu_s = self._pace.take_medians()
         if not num_frozen:  # what evaluations may cost is measured against training without egeria
             self.iteration_s = wall_s
-        measured = self._measures.take(modules, num_frozen)
+        measured: dict[str, Any] = self._measures.take(clock.num_steps, rate, modules, num_frozen)
         self._recorder.write(
             IntervalMeasured(
                 step=clock.num_steps,
@@ -69,7 +69,9 @@ class IntervalMeter:
             evaluation=clock.evaluation,
             loss=loss,
             learning_rate=rate,
-            **{name: None if values is None else tuple(values) for name, values in measured.items()},
+            gradients=_fixed(measured["gradients"]),
+            weight_changes=_fixed(measured["weight_changes"]),
+            way_ahead=measured["way_ahead"],
         )
 
     def close(self) -> None:
@@ -89,3 +91,7 @@ class IntervalMeter:
         self.iteration_s = float(state["iteration_s"])
         self._losses.restore(list(state["losses"]))
         self._measures.load_state_dict(state.get("measures", {}))
+
+
+def _fixed(values: list[float | None] | None) -> tuple[float | None, ...] | None:
+    return None if values is None else tuple(values)

@@ -8,9 +8,9 @@ from typing import Any
 from egeria.config import Config
 from egeria.errors import ConfigError
 from egeria.policy.engine import EgeriaPolicy
+from egeria.policy.forecast import Forecast
 from egeria.policy.protocol import PolicyMaker
 from egeria.policy.rivals.autofreeze import AutoFreeze
-from egeria.policy.rivals.base import Rival
 from egeria.policy.rivals.freezeout import FreezeOut
 from egeria.policy.rivals.linear import LinearSchedule
 from egeria.policy.rivals.never import NeverFreeze
@@ -21,6 +21,7 @@ from egeria.policy.values import BOOTSTRAPPING, KNOWLEDGE_GUIDED
 
 POLICIES: dict[str, PolicyMaker] = {
     "egeria": EgeriaPolicy,
+    "forecast": Forecast,
     "none": NeverFreeze,
     "static": StaticSchedule,
     "linear": LinearSchedule,
@@ -60,7 +61,7 @@ def with_metric_of_policy(config: Config) -> Config:
 def first_stage(name: Any) -> str:
     """Return the stage in which a run under this policy begins; rivals that know no critical period are past it."""
     maker = POLICIES.get(name) if isinstance(name, str) else None
-    return KNOWLEDGE_GUIDED if isinstance(maker, type) and issubclass(maker, Rival) else BOOTSTRAPPING
+    return KNOWLEDGE_GUIDED if getattr(maker, "stage", None) == KNOWLEDGE_GUIDED else BOOTSTRAPPING
 
 
 def evaluations_of_policy(config: Config) -> int | None:
