@@ -237,7 +237,7 @@ def test_replay_with_other_settings_says_where_the_readings_run_out(run, command
     status, output, _ = command("replay", run, "--config", settings)
     assert status == 0, "another outcome is what one asks for"
     assert f"with{settings}" in unfolded(output)
-    assert f"From step {froze + 1} these settings wait for readings that the run no longer took" in output
+    assert f"From step {froze + 1} these settings wait for readings that the run did not take" in output
     assert "readings were of a module these settings were not waiting for" in output
     assert "agrees" not in output and "disagrees" not in output
     assert [replayed for _, _, replayed in table(output)] == ["knowledge-guided", "", "", ""]

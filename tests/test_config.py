@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 
 import egeria.config
 from egeria import Config, ConfigError
-from egeria.config import Bootstrapping, Cache, Controller, Freezing, Modules, Plasticity, Reference, Unfreezing
+from egeria.config import Bootstrapping, Cache, Controller, Freezing, Modules, Plasticity, Policy, Reference, Unfreezing
 
 DEFAULTS = {
+    "policy": {
+        "name": "egeria",
+        "schedule": None,
+        "start": None,
+        "level": 1.0,
+        "shape": "cubic",
+        "scaled": True,
+        "percentile": 50.0,
+        "evaluations": 20,
+        "seed": 0,
+    },
     "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},
     "bootstrapping": {"change_threshold": 0.1},
     "plasticity": {
@@ -63,6 +74,19 @@ def no_count(at_least=1):
 
 # Every field that has a contract: what must be said of it, and values outside it.
 CONTRACTS = [
+    ("policy.name", "the name of a policy or a callable that makes one", (3, None, ["none"])),
+    (
+        "policy.schedule",
+        'text such as "0.54:2 0.79:3 0.9:0"',
+        ("", "  ", 0.5, "0.5", "half:2", "0.5:-1", "0.5:1.5", "1.0:2", "0.5:1,0.6:2", "0.6:1 0.5:2", "0.5:1 0.5:2"),
+    ),
+    ("policy.start", "a number from 0 to below 1", (-0.1, 1, math.nan, "0.5", True)),
+    ("policy.level", SHARE, NO_SHARE),
+    ("policy.shape", "one of 'cubic', 'linear', 'squared'", ("round", None, 3)),
+    ("policy.scaled", "true or false", ("true", 1, None)),
+    ("policy.percentile", "a number from 0 to 100", (-1, 101, math.nan, "50", None, True)),
+    ("policy.evaluations", "a whole number of at least 2", (*no_count(2), None)),
+    ("policy.seed", "a whole number of at least 0", (*no_count(0), None)),
     ("modules.pattern", "a valid regular expression", ("(", "[", "a{99999999999999999999}", "(" * 5000, b"x", 3)),
     ("modules.target_share", SHARE, NO_SHARE),
     ("modules.minimum_share", SHARE, NO_SHARE),
@@ -129,6 +153,11 @@ def test_a_value_outside_its_contract_is_refused_with_contract_value_and_next_st
     assert message.endswith("Correct it where the configuration is built or in its TOML file.")
 
 
+def test_a_static_policy_without_a_schedule_is_refused():
+    with pytest.raises(ConfigError, match=r"policy\.schedule must be text such as .* where policy\.name is 'static'"):
+        Policy(name="static")
+
+
 def test_a_config_error_is_a_value_error():
     with pytest.raises(ValueError, match=r"plasticity\.window"):
         Plasticity(window=0)
@@ -136,6 +165,7 @@ def test_a_config_error_is_a_value_error():
 
 def test_edges_of_the_contracts_are_allowed():
     settings = Config(
+        policy=Policy(name=dict, schedule="0:1 .5:0", start=0, level=1, percentile=100, evaluations=2, seed=0),
         modules=Modules(pattern=r"layer[0-9]+", target_share=1, minimum_share=1e-9),
         bootstrapping=Bootstrapping(change_threshold=1.0),
         plasticity=Plasticity(metric=max, interval_steps=1, window=2, num_samples=2, mode="train", largest_map=1),
@@ -222,6 +252,18 @@ counts = st.integers(1, 10**12)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 configs = st.builds(
     Config,
+    policy=st.builds(
+        Policy,
+        name=texts.filter(lambda name: name != "static"),
+        schedule=st.none() | st.sampled_from(["0.5:2", " 0.25:1  0.5:0 "]),
+        start=st.none() | st.floats(0, 1, exclude_max=True),
+        level=shares,
+        shape=st.sampled_from(["linear", "squared", "cubic"]),
+        scaled=st.booleans(),
+        percentile=st.floats(0, 100),
+        evaluations=st.integers(2, 10**6),
+        seed=st.integers(0, 10**6),
+    ),
     modules=st.builds(
         Modules,
         pattern=st.none() | st.sampled_from(["", r"layer\d+", "a|\"b'", "\\\\", "é\n\t#", "[a-z]{2}"]),
@@ -310,6 +352,7 @@ class Rule:
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
+        (Config(policy=Policy(name=dict)), "policy.name"),
         (Config(unfreezing=Unfreezing(rule=Rule())), "unfreezing.rule"),
         (Config(plasticity=Plasticity(metric=max)), "plasticity.metric"),
     ],

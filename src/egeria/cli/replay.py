@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     console.print(_table(result, "with its own settings" if config is None else f"with {arguments.config}"))
     if result.waiting_since is not None:
         console.print(
-            f"From step {result.waiting_since} these settings wait for readings that the run no longer took: "
+            f"From step {result.waiting_since} these settings wait for readings that the run did not take: "
             f"what they would have decided after that cannot be known from this journal."
         )
     if result.num_unused:

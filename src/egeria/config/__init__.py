@@ -8,6 +8,7 @@ from egeria.config.groups import (
     Freezing,
     Modules,
     Plasticity,
+    Policy,
     Reference,
     Unfreezing,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "Freezing",
     "Modules",
     "Plasticity",
+    "Policy",
     "Reference",
     "Unfreezing",
 ]

@@ -28,6 +28,8 @@ class Config:
         ConfigError: a value is outside its contract; the message names the field.
     """
 
+    policy: groups.Policy = field(default_factory=groups.Policy)
+    """Who decides: the paper's rule, or a rival."""
     modules: groups.Modules = field(default_factory=groups.Modules)
     """How the model is cut into layer modules."""
     bootstrapping: groups.Bootstrapping = field(default_factory=groups.Bootstrapping)
@@ -119,6 +121,7 @@ class Config:
 
 def _groups() -> dict[str, type[Any]]:
     return {
+        "policy": groups.Policy,
         "modules": groups.Modules,
         "bootstrapping": groups.Bootstrapping,
         "plasticity": groups.Plasticity,

@@ -14,6 +14,65 @@ from egeria.config.checks import (
     require_flag,
     require_share,
 )
+from egeria.config.timetable import describe_fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Who decides what is frozen: the paper's rule, or a rival."""
+
+    name: Any = "egeria"
+    """'egeria' (the paper), 'forecast' (ours, on trial), 'none', 'static', 'linear', 'freezeout', 'autofreeze',
+    'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a callable that makes an
+    `egeria.policy.Policy`."""
+    schedule: str | None = None
+    """'static': share of the training done : front layer modules frozen from then on, such as "0.54:2 0.9:0"."""
+    start: float | None = None
+    """Share of the training before which nothing freezes. None: 0.5 for 'linear', 0.1 for 'random', and `t_0` = 0.8
+    for 'freezeout' (before it is squared or cubed), as in their sources; 'random' has none."""
+    level: float = 1.0
+    """'linear': share of the layer modules, the last one aside, that is frozen at the end. Composer: 1."""
+    shape: str = "cubic"
+    """'freezeout': 'linear', 'squared' or 'cubic' spacing of the layer modules. FreezeOut: cubic."""
+    scaled: bool = True
+    """'freezeout': a module that freezes early begins with a rate as much larger. FreezeOut: true."""
+    percentile: float = 50.0
+    """'autofreeze': of the changes of gradients; front modules that change less freeze. AutoFreeze: 50."""
+    evaluations: int = 20
+    """'autofreeze': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze: 20."""
+    seed: int = 0
+    """'random': which times are drawn."""
+    limit: float = 5e-5
+    """'forecast': SP loss that a layer module may still come to by the end of the run and yet freeze. Measured on one
+    network so far."""
+    patience: int = 3
+    """'forecast': readings in a row under the limit that freeze. Our choice."""
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.name, str) or callable(self.name)
+        require(named, "policy.name", "the name of a policy or a callable that makes one", self.name)
+        self._check_schedule()
+        if self.start is not None:
+            before = is_number(self.start) and 0 <= self.start < 1
+            require(before, "policy.start", "a number from 0 to below 1", self.start)
+        require_share("policy.level", self.level)
+        require_choice("policy.shape", self.shape, ("linear", "squared", "cubic"))
+        require_flag("policy.scaled", self.scaled)
+        percentile = is_number(self.percentile) and 0 <= self.percentile <= 100
+        require(percentile, "policy.percentile", "a number from 0 to 100", self.percentile)
+        require_count("policy.evaluations", self.evaluations, at_least=2)
+        require_count("policy.seed", self.seed, at_least=0)
+        positive = is_number(self.limit) and self.limit > 0
+        require(positive, "policy.limit", "a finite number above 0", self.limit)
+        require_count("policy.patience", self.patience)
+
+    def _check_schedule(self) -> None:
+        example = 'text such as "0.54:2 0.79:3 0.9:0"'
+        if self.schedule is not None:
+            fault = describe_fault(self.schedule)
+            require(not fault, "policy.schedule", f"{example}{fault}", self.schedule)
+        needed = self.schedule is not None or self.name != "static"
+        require(needed, "policy.schedule", f"{example} where policy.name is 'static'", self.schedule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """Who evaluates: takes activations of the training model, gives back plasticity readings."""
 
+from egeria.controller.absent import AbsentController
 from egeria.controller.assessor import Assessor, Plan
 from egeria.controller.choice import Choice, choose, controller_maker, spare_cores
 from egeria.controller.fallback import FallbackController
@@ -20,6 +21,7 @@ from egeria.controller.protocol import (
 from egeria.controller.trust import Limits
 
 __all__ = [
+    "AbsentController",
     "Assessor",
     "Choice",
     "Controller",

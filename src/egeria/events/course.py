@@ -46,7 +46,7 @@ class ComputeProfiled(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerChosen(Event):
-    """Where evaluations are made, 'process' or 'inline', and why."""
+    """Where evaluations are made, 'process' or 'inline', or 'none' where none are, and why."""
 
     kind: ClassVar[str] = "controller"
     controller: str
@@ -77,6 +77,12 @@ class IntervalMeasured(Event):
     iteration_wall_s: float
     """Median seconds from one step to the next, overhead of egeria excluded."""
     iteration_cpu_s: float
+    gradients: list[float | None] | None = None
+    """L1 norm of the gradients of each layer module, added up over the interval, where the policy needs it."""
+    weight_changes: list[float | None] | None = None
+    """Relative change of the weights of each layer module over the interval, where the policy needs it."""
+    way_ahead: float | None = None
+    """The learning rate added up over the steps still to come, where the policy needs it and it can be foreseen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +103,8 @@ class PlasticityRead(Event):
     cpu_s: float
     controller_cpu_s: float = 0.0
     """CPU seconds of the controller process."""
+    age: int | None = None
+    """Evaluations since the reference was taken from the training weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,16 @@
 """Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
 
 Start with `engine.EgeriaPolicy` (the stages and the frozen prefix); `history` judges one layer
-module (algorithm 1), `bootstrap` ends the critical period, `schedules` says when to thaw.
+module (algorithm 1), `bootstrap` ends the critical period, `schedules` says when to thaw. Other
+policies are in `rivals`; `protocol` is what any policy must be.
 """
 
 from egeria.policy.bootstrap import Bootstrap
-from egeria.policy.engine import EgeriaPolicy, Policy
+from egeria.policy.engine import EgeriaPolicy
 from egeria.policy.history import ModuleHistory, least_squares_slope
 from egeria.policy.interval import choose_interval
+from egeria.policy.protocol import FORESIGHT, GRADIENTS, PLASTICITY, WEIGHTS, Annealing, Foreseeing, Policy, PolicyMaker
+from egeria.policy.rivals import POLICIES, evaluations_of_policy, find_policy, first_stage, with_metric_of_policy
 from egeria.policy.schedules import RULES, Moment, ScheduleRule, UnfreezeRule, Verdict, find_rule, rule_for_schedule
 from egeria.policy.values import (
     BOOTSTRAPPING,
@@ -23,25 +26,37 @@ from egeria.policy.values import (
 
 __all__ = [
     "BOOTSTRAPPING",
+    "FORESIGHT",
+    "GRADIENTS",
     "KNOWLEDGE_GUIDED",
+    "PLASTICITY",
+    "POLICIES",
     "RULES",
+    "WEIGHTS",
+    "Annealing",
     "Bootstrap",
     "Decision",
     "EgeriaPolicy",
     "EndBootstrapping",
+    "Foreseeing",
     "Freeze",
     "Interval",
     "Judgement",
     "ModuleHistory",
     "Moment",
     "Policy",
+    "PolicyMaker",
     "Reading",
     "ScheduleRule",
     "Thaw",
     "UnfreezeRule",
     "Verdict",
     "choose_interval",
+    "evaluations_of_policy",
+    "find_policy",
     "find_rule",
+    "first_stage",
     "least_squares_slope",
     "rule_for_schedule",
+    "with_metric_of_policy",
 ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from egeria.config import Config
 from egeria.policy.bootstrap import Bootstrap
 from egeria.policy.history import ModuleHistory
+from egeria.policy.protocol import PLASTICITY
 from egeria.policy.schedules import Moment, UnfreezeRule, Verdict
 from egeria.policy.values import (
     BOOTSTRAPPING,
@@ -23,46 +24,6 @@ from egeria.policy.values import (
 )
 
 
-class Policy(Protocol):
-    """Decides what is frozen. The caller must apply every decision it is handed, in order."""
-
-    @property
-    def frozen(self) -> int:
-        """How many front layer modules are frozen."""
-        ...
-
-    @property
-    def stage(self) -> str:
-        """Either 'bootstrapping' or 'knowledge-guided'."""
-        ...
-
-    @property
-    def window(self) -> int:
-        """`W` as it stands now, in evaluations."""
-        ...
-
-    @property
-    def monitored(self) -> int | None:
-        """The layer module whose plasticity is wanted; None while none is."""
-        ...
-
-    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
-        """Take in the loss and the learning rate of one interval."""
-        ...
-
-    def observe_reading(self, reading: Reading) -> Judgement:
-        """Take in one reading; readings of a module no longer monitored change nothing."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain values."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        ...
-
-
 class EgeriaPolicy:
     """Algorithm 1 as `system.md` settles it: freezes from the front, thaws by the learning rate.
 
@@ -74,6 +35,8 @@ class EgeriaPolicy:
         total_steps: optimizer steps of the run, None where unknown.
         deepest_freeze: at most this many front modules freeze; the last one never does.
     """
+
+    needs = frozenset({PLASTICITY})
 
     def __init__(
         self,

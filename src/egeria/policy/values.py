@@ -17,6 +17,14 @@ class Interval:
     loss: float | None
     """Mean of the finite training losses; None where there was none."""
     learning_rate: float
+    gradients: tuple[float | None, ...] | None = None
+    """For each layer module the L1 norm of its gradients, added up over the interval; None for one that is frozen.
+    None in all where the policy has no need of gradients."""
+    weight_changes: tuple[float | None, ...] | None = None
+    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None for one that is frozen, and in
+    the first interval. None in all where the policy has no need of weights."""
+    way_ahead: float | None = None
+    """The learning rate added up over the steps still to come; None where it cannot be foreseen, or is not needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +35,8 @@ class Reading:
     evaluation: int
     module: int
     value: float
+    age: int | None = None
+    """Evaluations since the snapshot it was compared with was taken; None in old journals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

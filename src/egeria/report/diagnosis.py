@@ -16,6 +16,7 @@ from egeria.events import (
     StageChanged,
     Thawed,
 )
+from egeria.policy import KNOWLEDGE_GUIDED, POLICIES, first_stage
 from egeria.report.history import History
 
 
@@ -29,15 +30,21 @@ def why_nothing_froze(history: History) -> str | None:
     declined = next((event.reason for event in history.of(Declined) if event.what == "freezing"), None)
     if declined is not None:
         return f"Nothing was frozen: the library declined to. {declined}"
-    reason = _setting_reason(start) or _stage_reason(history, start) or _reading_reason(history, start)
+    reason = _setting_reason(history, start) or _stage_reason(history, start) or _reading_reason(history, start)
     return f"Nothing was frozen: {reason}{_declined(history)}"
 
 
-def _setting_reason(start: RunStarted) -> str | None:
+def _setting_reason(history: History, start: RunStarted) -> str | None:
     if _setting(start, "freezing", "enabled") is False:
         return "freezing is switched off (freezing.enabled = false), so the run only watched."
+    policy = _setting(start, "policy", "name")
+    if policy == "none":
+        return "the policy 'none' freezes nothing: it is the plain run to compare with."
     if start.deepest_freeze <= 0:
         return f"with {len(start.modules)} layer module(s) there is none in front of the last, which never freezes."
+    if policy in POLICIES and first_stage(policy) == KNOWLEDGE_GUIDED:
+        last_step = max(event.step for event in history.events)
+        return f"the policy {policy!r} had no module to freeze up to step {last_step}, where the journal ends."
     return None
 
 
@@ -62,6 +69,8 @@ def _stage_reason(history: History, start: RunStarted) -> str | None:
 def _reading_reason(history: History, start: RunStarted) -> str:
     readings = history.of(PlasticityRead)
     drops = history.of(ReadingDropped)
+    if _setting(start, "policy", "name") == "weight_change":
+        return "the weights of the front module never changed by a steady amount for long enough."
     if not readings and not drops:
         return "bootstrapping ended, but no evaluation followed before the journal ends."
     if not readings:

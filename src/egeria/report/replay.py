@@ -19,7 +19,20 @@ from egeria.events import (
     StageChanged,
     Thawed,
 )
-from egeria.policy import EgeriaPolicy, EndBootstrapping, Freeze, Interval, Reading, Thaw, find_rule
+from egeria.policy import (
+    GRADIENTS,
+    PLASTICITY,
+    WEIGHTS,
+    EndBootstrapping,
+    Freeze,
+    Interval,
+    Policy,
+    Reading,
+    Thaw,
+    find_policy,
+    find_rule,
+    with_metric_of_policy,
+)
 from egeria.report.history import read_history
 
 
@@ -44,7 +57,8 @@ class Replay:
     num_unused: int
     """Readings of a module that the replay was not waiting for."""
     waiting_since: int | None
-    """Step from which the replay wanted readings of a module that the run no longer took; None if it never lacked."""
+    """Step from which the replay wanted what the run did not measure, such as readings of a module that was frozen
+    then; None if it never lacked."""
 
     @property
     def agrees(self) -> bool:
@@ -76,8 +90,11 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
     policy = _policy(started, cut, config)
     replayed: list[ReplayedDecision] = []
     unused, waiting_since = 0, None
+    reads_plasticity = any(isinstance(event, PlasticityRead) for event in history.events)
     for event in history.events:
         if isinstance(event, IntervalMeasured):
+            if waiting_since is None and _lacks(policy, event, reads_plasticity):
+                waiting_since = event.step
             replayed += _decided(event.step, policy.observe_interval(_interval(event)))
         elif isinstance(event, PlasticityRead) and event.module == policy.monitored:
             replayed += _decided(event.step, policy.observe_reading(_reading(event)).decisions)
@@ -94,10 +111,10 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
     )
 
 
-def _policy(started: RunStarted, cut: RunStarted | ModulesOrdered, config: Config | None) -> EgeriaPolicy:
-    settings = config or Config.from_dict(_without_objects(started.config))
+def _policy(started: RunStarted, cut: RunStarted | ModulesOrdered, config: Config | None) -> Policy:
+    settings = with_metric_of_policy(config or Config.from_dict(_without_objects(started.config)))
     rule = settings.unfreezing.rule
-    return EgeriaPolicy(
+    return find_policy(settings.policy.name)(
         settings,
         trainable=cut.trainable,
         rule=find_rule(started.rule if rule == "auto" else rule, settings.unfreezing.drop_factor),
@@ -112,12 +129,29 @@ def _without_objects(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "plasticity": plasticity}
 
 
+def _lacks(policy: Policy, event: IntervalMeasured, reads_plasticity: bool) -> bool:
+    """Tell whether the policy goes by something that the run did not measure in this interval."""
+    return (
+        (GRADIENTS in policy.needs and event.gradients is None)
+        or (WEIGHTS in policy.needs and event.weight_changes is None)
+        or (PLASTICITY in policy.needs and policy.monitored is not None and not reads_plasticity)
+    )
+
+
 def _interval(event: IntervalMeasured) -> Interval:
-    return Interval(step=event.step, evaluation=event.evaluation, loss=event.loss, learning_rate=event.learning_rate)
+    return Interval(
+        step=event.step,
+        evaluation=event.evaluation,
+        loss=event.loss,
+        learning_rate=event.learning_rate,
+        gradients=None if event.gradients is None else tuple(event.gradients),
+        weight_changes=None if event.weight_changes is None else tuple(event.weight_changes),
+        way_ahead=event.way_ahead,
+    )
 
 
 def _reading(event: PlasticityRead) -> Reading:
-    return Reading(step=event.step, evaluation=event.evaluation, module=event.module, value=event.value)
+    return Reading(step=event.step, evaluation=event.evaluation, module=event.module, value=event.value, age=event.age)
 
 
 def _decided(step: int, decisions: Sequence[EndBootstrapping | Freeze | Thaw]) -> list[ReplayedDecision]:

@@ -17,6 +17,7 @@ from egeria.events import (
     RunStarted,
     StageChanged,
 )
+from egeria.policy import first_stage
 from egeria.report.diagnosis import why_nothing_froze
 from egeria.report.freezing import (
     DepthPoint,
@@ -155,7 +156,11 @@ _UNKNOWN_START = RunStarted(
 
 def _stage(history: History) -> str:
     stages = [event.stage for event in history.events if isinstance(event, (StageChanged, Resumed))]
-    return stages[-1] if stages else "bootstrapping"
+    if stages:
+        return stages[-1]
+    start = history.last(RunStarted)
+    settings = start.config.get("policy") if start is not None else None
+    return first_stage(settings.get("name") if isinstance(settings, dict) else None)
 
 
 def _faults(history: History) -> tuple[tuple[str, str, int], ...]:

@@ -21,8 +21,15 @@ from egeria.events import ControllerChosen, RunStarted
 from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy, SingleProcess
 from egeria.plasticity import find_metric
-from egeria.policy import choose_interval
-from egeria.session.checks import check_model, check_optimizers, check_total_steps, choose_rule, read_config
+from egeria.policy import PLASTICITY, PolicyMaker, choose_interval, evaluations_of_policy
+from egeria.session.checks import (
+    check_model,
+    check_optimizers,
+    check_policy,
+    check_total_steps,
+    choose_rule,
+    read_config,
+)
 from egeria.session.driver import Driver
 from egeria.session.engine import EngineBuilder
 from egeria.session.handle import ModelHandle
@@ -44,6 +51,7 @@ def attach(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     directory: str | Path | None = None,
     controller: str | Controller | None = None,
+    policy: str | PolicyMaker | None = None,
     parallel: ParallelStrategy | None = None,
 ) -> Run:
     """Watch a training run and freeze its front layers as they converge.
@@ -61,6 +69,8 @@ def attach(
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`.
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your own.
+        policy: 'egeria' (the paper's rule) or one of its rivals, before `config`'s own; or what makes a policy
+            of your own (`egeria.policy.PolicyMaker`).
         parallel: how several processes train together; None for one process.
 
     Returns:
@@ -71,10 +81,11 @@ def attach(
             a directory that cannot be written, is no error: the run goes on without, with a warning.
     """
     watch = Stopwatch()
-    settings = read_config(config, controller)
+    settings = read_config(config, controller, policy)
     optimizers = check_optimizers(check_model(model), optimizer)
     check_total_steps(total_steps)
     rule_name, rule = choose_rule(settings, scheduler)
+    check_policy(settings, rule, total_steps)
     choice, make_controller = _choose_controller(settings, controller, model, loader)
     recorder = Recorder(Path(directory) if directory is not None else _new_directory())
     builder = EngineBuilder(
@@ -83,17 +94,21 @@ def attach(
         optimizers=optimizers,
         config=settings,
         rule=rule,
+        scheduler=scheduler,
         total_steps=total_steps,
         parallel=parallel or SingleProcess(),
         recorder=recorder,
         make_controller=make_controller,
     )
     modules, refusal = _cut(builder)
+    if modules and PLASTICITY not in builder.make_policy(modules).needs:
+        choice = Choice(kind="none", device="", reason=f"the policy {builder.policy_name!r} reads no plasticity")
     interval_steps, reason = choose_interval(
         interval_steps=settings.plasticity.interval_steps,
         total_steps=total_steps,
         window=settings.plasticity.window,
         num_modules=max(1, len(modules)),
+        evaluations=evaluations_of_policy(settings),
     )
     recorder.write(
         RunStarted(
@@ -111,7 +126,8 @@ def attach(
         recorder.decline("freezing", refusal)
     if modules:
         recorder.write(ControllerChosen(step=0, controller=choice.kind, reason=choice.reason))
-        logging.getLogger("egeria").info("the controller runs %s: %s", choice.kind, choice.reason)
+        runs = "the controller runs" if choice.device else "the controller is"
+        logging.getLogger("egeria").info("%s %s: %s", runs, choice.kind, choice.reason)
     pace = Pace()
     skipping = None
     if settings.cache.enabled and modules:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from egeria.config import Config
 from egeria.errors import ConfigError
-from egeria.policy import UnfreezeRule, find_rule, rule_for_schedule
+from egeria.policy import UnfreezeRule, find_policy, find_rule, rule_for_schedule, with_metric_of_policy
 
 
 def check_model(model: Any) -> nn.Module:
@@ -65,16 +65,18 @@ def check_total_steps(total_steps: Any) -> None:
         )
 
 
-def read_config(config: Any, controller: Any = None) -> Config:
-    """Return the configuration, whatever form it came in, with the kind of controller if that is named apart.
+def read_config(config: Any, controller: Any = None, policy: Any = None) -> Config:
+    """Return the configuration, whatever form it came in, with the controller and the policy if they are named apart.
 
     Raises:
         ConfigError: it is malformed, or of an unknown form.
     """
     settings = _read_config(config)
-    if not isinstance(controller, str):
-        return settings
-    return dataclasses.replace(settings, controller=dataclasses.replace(settings.controller, kind=controller))
+    if policy is not None:
+        settings = dataclasses.replace(settings, policy=dataclasses.replace(settings.policy, name=policy))
+    if isinstance(controller, str):
+        settings = dataclasses.replace(settings, controller=dataclasses.replace(settings.controller, kind=controller))
+    return with_metric_of_policy(settings)
 
 
 def _read_config(config: Any) -> Config:
@@ -90,6 +92,17 @@ def _read_config(config: Any) -> Config:
         f"config is an egeria.Config, a dictionary or the path of a TOML file, found {type(config).__name__}. "
         f"Build one with egeria.Config(...)."
     )
+
+
+def check_policy(config: Config, rule: UnfreezeRule, total_steps: int | None) -> None:
+    """Check that the policy can be had, before anything is made; one of the user's own is not made for that.
+
+    Raises:
+        ConfigError: no policy has that name, or it needs what it was not given.
+    """
+    maker = find_policy(config.policy.name)
+    if isinstance(config.policy.name, str):
+        maker(config, trainable=(True, True), rule=rule, total_steps=total_steps, deepest_freeze=None)
 
 
 def choose_rule(config: Config, scheduler: Any) -> tuple[str, UnfreezeRule]:

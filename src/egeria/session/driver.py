@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from egeria.errors import StateError
-from egeria.events import IntervalMeasured, ModulesOrdered
+from egeria.events import ModulesOrdered
 from egeria.layers.modules import LayerModule
-from egeria.policy import BOOTSTRAPPING, EndBootstrapping, Interval, Thaw
+from egeria.policy import BOOTSTRAPPING, PLASTICITY, Annealing, EndBootstrapping, Thaw
 from egeria.session.applier import HarmfulFreezeError
 from egeria.session.clock import IntervalClock
 from egeria.session.engine import Engine, EngineBuilder
 from egeria.session.judge import Judge
-from egeria.session.losses import Losses
+from egeria.session.meter import IntervalMeter
 from egeria.session.pace import Pace
+from egeria.session.rates import Wanted
 from egeria.session.recorder import Recorder
 from egeria.session.skipping import Skipping
 
@@ -53,10 +54,11 @@ class Driver:
         self._recorder = recorder
         self.pace = pace
         self._skipping = skipping
-        self._iteration_s = 0.0
+        policy = self._engine.policy if self._engine else None
+        self._meter = IntervalMeter(pace, builder.measures(policy, pace.take_out), recorder)
+        self._rates = builder.rates(policy, self._wanted_rates, pace.take_out)
         self._judge = Judge(builder.config, recorder)
         self._past_controller_cpu_s = 0.0
-        self._losses = Losses()
         self._modules = modules
         self._faults_in_a_row: dict[str, int] = {}
 
@@ -91,7 +93,7 @@ class Driver:
         Raises:
             ConfigError: the loss is no number; nothing has been counted then.
         """
-        self._losses.add(loss)
+        self._meter.add(loss)
         ends_interval = self._clock.tick()
         self._recorder.step = self.num_steps
         if self._order is not None:
@@ -115,6 +117,10 @@ class Driver:
         if self._order is not None:
             self._order.close()
             self._order = None
+        if successor is None:
+            self._meter.close()
+            if self._rates is not None:
+                self._rates.close()
         if self._engine is not None:
             engine, self._engine = self._engine, None
             self._modules = engine.modules
@@ -131,9 +137,10 @@ class Driver:
         """Return the state of everything that decides."""
         state: dict[str, Any] = {
             **self._clock.state_dict(),
-            "iteration_s": self._iteration_s,
+            **self._meter.state_dict(),
+            "rates": self._rates.state_dict() if self._rates else {},
             "budget": self._judge.state_dict(),
-            "losses": self._losses.read(),
+            "policy_name": self._builder.policy_name,
             "engine": None,
         }
         if self._engine is not None:
@@ -148,10 +155,11 @@ class Driver:
         """Go on from a saved state.
 
         Raises:
-            StateError: it belongs to another model; nothing has changed then.
+            StateError: it belongs to another model or policy; nothing has changed then.
         """
-        saved, losses = state["engine"], list(state["losses"])
-        budget, iteration_s = dict(state["budget"]), float(state["iteration_s"])
+        saved, budget = state["engine"], dict(state["budget"])
+        gathered = {name: state[name] for name in ("losses", "iteration_s")} | {"measures": state.get("measures", {})}
+        self._builder.check_policy_name(state.get("policy_name", "egeria"))
         clock = IntervalClock(1)
         clock.load_state_dict(state)
         if saved is None:
@@ -173,9 +181,11 @@ class Driver:
             self._engine = engine
             engine.applier.restore(engine.policy.frozen)
         self._judge.load_state_dict(budget)
-        self._clock, self._iteration_s = clock, iteration_s
+        self._clock = clock
         self._recorder.step = clock.num_steps
-        self._losses.restore(losses)
+        self._meter.load_state_dict(gathered)
+        if self._rates is not None:
+            self._rates.load_state_dict(state.get("rates", {}))
         self._guarded("preparing an evaluation", self._arm)
         self._guarded("moving the boundary of the cache", self._follow_boundary)
 
@@ -224,7 +234,8 @@ class Driver:
 
     def _end_interval(self) -> None:
         evaluation = self._clock.evaluation
-        interval = self._measure(evaluation)
+        rate = self._builder.learning_rate(self.modules)
+        interval = self._meter.take(self._clock, self.modules, self.frozen, rate)
         engine = self._engine
         if engine is None:
             return
@@ -234,38 +245,21 @@ class Driver:
             self._recorder.decline("freezing", reason)
             return
         decisions = engine.policy.observe_interval(interval)
-        engine.applier.apply(self.num_steps, decisions)
+        engine.applier.apply(self.num_steps, decisions, self._judge.batch_for(engine, decisions))
         if any(isinstance(decision, Thaw) for decision in decisions):
             engine.evaluator.void_before(evaluation)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
             engine.evaluator.refresh(evaluation)
         elif interval.loss is not None:
-            self._judge.evaluate(engine, self._clock, self._iteration_s)
+            self._judge.evaluate(engine, self._clock, self._meter.iteration_s)
         engine.evaluator.disarm()
 
-    def _measure(self, evaluation: int) -> Interval:
-        loss, num_bad = self._losses.take_mean()
-        wall_s, cpu_s = self.pace.take_medians()
-        if not self.frozen:  # what evaluations may cost is measured against training without egeria
-            self._iteration_s = wall_s
-        rate = self._builder.learning_rate(self.modules)
-        self._recorder.write(
-            IntervalMeasured(
-                step=self.num_steps,
-                evaluation=evaluation,
-                loss=loss,
-                num_steps=self._clock.interval_steps,
-                num_bad_losses=num_bad,
-                learning_rate=rate,
-                frozen=self.frozen,
-                iteration_wall_s=wall_s,
-                iteration_cpu_s=cpu_s,
-            )
-        )
-        if loss is None:
-            reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
-            self._recorder.decline("freezing while the loss is not finite", reason)
-        return Interval(step=self.num_steps, evaluation=evaluation, loss=loss, learning_rate=rate)
+    def _wanted_rates(self) -> Wanted | None:
+        """Return the rates that the policy wants for the step to come, where it has any say in that."""
+        if self._engine is None or not isinstance(self._engine.policy, Annealing):
+            return None
+        shares = self._engine.policy.rate_shares(self.num_steps)
+        return None if shares is None else (self._engine.modules, shares)
 
     def _follow_boundary(self) -> None:
         if self._skipping is not None and self._engine is not None:
@@ -282,5 +276,5 @@ class Driver:
         monitored = engine.policy.monitored
         if monitored is not None:
             engine.evaluator.arm(monitored, engine.modules[monitored])
-        elif engine.policy.stage == BOOTSTRAPPING:
-            engine.evaluator.arm(None, None)  # a batch to calibrate the first reference on
+        elif engine.policy.stage == BOOTSTRAPPING or PLASTICITY not in engine.policy.needs:
+            engine.evaluator.arm(None, None)  # a batch to calibrate the first reference on, or to rehearse a freeze on

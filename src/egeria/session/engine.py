@@ -10,16 +10,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
-from egeria.controller import Controller
-from egeria.errors import StateError
+from egeria.controller import AbsentController, Controller
+from egeria.errors import ConfigError, StateError
 from egeria.layers.modules import LayerModule
 from egeria.layers.order import OrderRecorder
 from egeria.layers.parse import parse_modules
 from egeria.parallel import ParallelStrategy
-from egeria.policy import EgeriaPolicy, Policy, UnfreezeRule
+from egeria.policy import PLASTICITY, Annealing, Policy, UnfreezeRule, find_policy
 from egeria.session.applier import Applier
 from egeria.session.evaluator import Evaluator
 from egeria.session.handle import ModelHandle
+from egeria.session.measures import Foresight, Measures
+from egeria.session.rates import LayerRates, Wanted
 from egeria.session.recorder import Recorder
 
 
@@ -42,6 +44,7 @@ class EngineBuilder:
     optimizers: Sequence[Optimizer]
     config: Config
     rule: UnfreezeRule
+    scheduler: Any
     total_steps: int | None
     parallel: ParallelStrategy
     recorder: Recorder
@@ -69,15 +72,10 @@ class EngineBuilder:
             modules: the cut.
             watched: what the first forward showed, once there was one.
         """
-        limits = self.describe(modules, watched)
-        controller = self.make_controller(tuple(module.tap for module in modules[:-1]))
-        policy = EgeriaPolicy(
-            self.config,
-            trainable=limits["trainable"],
-            rule=self.rule,
-            total_steps=self.total_steps,
-            deepest_freeze=limits["deepest_freeze"],
-        )
+        policy = self.make_policy(modules, watched)
+        controller: Controller = AbsentController()
+        if PLASTICITY in policy.needs:
+            controller = self.make_controller(tuple(module.tap for module in modules[:-1]))
         return Engine(
             modules=modules,
             policy=policy,
@@ -91,6 +89,71 @@ class EngineBuilder:
             ),
             evaluator=Evaluator(self.model, self.handle, controller, self.config, self.recorder),
         )
+
+    @property
+    def policy_name(self) -> str:
+        """The name of the policy, or of what makes it."""
+        name = self.config.policy.name
+        return name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__name__)
+
+    def make_policy(self, modules: Sequence[LayerModule], watched: OrderRecorder | None = None) -> Policy:
+        """Make a policy for these layer modules.
+
+        Raises:
+            ConfigError: it cannot be had, or what was made is none.
+        """
+        limits = self.describe(modules, watched)
+        policy = find_policy(self.config.policy.name)(
+            self.config,
+            trainable=limits["trainable"],
+            rule=self.rule,
+            total_steps=self.total_steps,
+            deepest_freeze=limits["deepest_freeze"],
+        )
+        if not isinstance(policy, Policy):
+            raise ConfigError(
+                f"policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
+                f"{type(policy).__name__}. Give what it makes the attributes and methods of that protocol."
+            )
+        return policy
+
+    def measures(self, policy: Policy | None, spend: Callable[[float, float], None]) -> Measures:
+        """Make what measures for a policy; None needs nothing."""
+        return Measures(
+            self.model,
+            self.optimizers,
+            policy.needs if policy else (),
+            foresight=Foresight(self.scheduler, self.total_steps),
+            recorder=self.recorder,
+            spend=spend,
+        )
+
+    def rates(
+        self, policy: Policy | None, wanted: Callable[[], Wanted | None], spend: Callable[[float, float], None]
+    ) -> LayerRates | None:
+        """Make what gives each layer module its own learning rate; None where the policy leaves them alone."""
+        if not isinstance(policy, Annealing):
+            return None
+        return LayerRates(
+            self.model,
+            self.optimizers,
+            wanted,
+            keeps_tied=self.config.freezing.tied == "keep",
+            recorder=self.recorder,
+            spend=spend,
+        )
+
+    def check_policy_name(self, name: str) -> None:
+        """Check that a saved state is of the policy of this run.
+
+        Raises:
+            StateError: it is of another.
+        """
+        if name != self.policy_name:
+            raise StateError(
+                f"A run goes on under the policy it began with; this state is of {name!r}, and the run has "
+                f"{self.policy_name!r}. Attach with policy={name!r}, or go on without loading the state."
+            )
 
     def check(self, modules: Sequence[LayerModule]) -> None:
         """Check that layer modules from a saved state are of this model.

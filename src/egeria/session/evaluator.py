@@ -64,6 +64,7 @@ class Evaluator:
         self._evaluations_since_refresh: int | None = None
         self._voided_before = 0
         self._costs: dict[int, tuple[float, float]] = {}
+        self._ages: dict[int, int] = {}
         self._refresh_cost = RefreshCost()
         self._finished: list[Evaluated] = []
 
@@ -145,6 +146,7 @@ class Evaluator:
         self.evaluated = self._batch(self.batch)
         self._controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
         self._costs[evaluation] = watch.read()
+        self._ages[evaluation] = self._evaluations_since_refresh
         return True
 
     def poll(self) -> list[Evaluated]:
@@ -226,6 +228,7 @@ class Evaluator:
 
     def _take_in_result(self, result: Result) -> None:
         wall_s, cpu_s = self._costs.pop(result.evaluation, (0.0, 0.0))
+        age = self._ages.pop(result.evaluation, None)
         if result.lost or self.has_given_up or result.evaluation < self._voided_before:
             late = "judging has ended" if self.has_given_up else "everything thawed meanwhile"
             reason = result.lost or f"it came late: {late}"
@@ -238,7 +241,9 @@ class Evaluator:
                 self._note_failure(f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {result.error}")
         else:
             self._num_failures = 0
-            reading = Reading(step=result.step, evaluation=result.evaluation, module=result.module, value=result.value)
+            reading = Reading(
+                step=result.step, evaluation=result.evaluation, module=result.module, value=result.value, age=age
+            )
             self._finished.append(Evaluated(reading=reading, wall_s=wall_s, cpu_s=cpu_s, controller_cpu_s=result.cpu_s))
 
     def _write_dropped(self, evaluation: int, module: int, reason: str) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from egeria.config import Config
 from egeria.events import ComputeProfiled, IntervalChanged, PlasticityRead
-from egeria.policy import Decision
+from egeria.layers.batch import Batch
+from egeria.policy import PLASTICITY, Decision, Freeze
 from egeria.session.budget import Budget
 from egeria.session.clock import IntervalClock
 from egeria.session.engine import Engine
@@ -56,6 +57,13 @@ class Judge:
             decisions = self._judge(engine, evaluated)
             engine.applier.apply(self._recorder.step, decisions, engine.evaluator.evaluated)
 
+    def batch_for(self, engine: Engine, decisions: Sequence[Decision]) -> Batch | None:
+        """Return a batch to rehearse freezes on that no reading led to; None where there are none."""
+        if PLASTICITY in engine.policy.needs or not any(isinstance(decision, Freeze) for decision in decisions):
+            return None
+        self._profile(engine)
+        return engine.evaluator.batch
+
     def _judge(self, engine: Engine, evaluated: Evaluated) -> Sequence[Decision]:
         reading = evaluated.reading
         judgement = engine.policy.observe_reading(reading)
@@ -73,6 +81,7 @@ class Judge:
                 wall_s=evaluated.wall_s,
                 cpu_s=evaluated.cpu_s,
                 controller_cpu_s=evaluated.controller_cpu_s,
+                age=reading.age,
             )
         )
         return judgement.decisions

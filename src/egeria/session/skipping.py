@@ -12,6 +12,7 @@ from torch import nn
 from egeria.cache import ActivationCache, CacheDirectory, NoSamplesError, Outlook, SampleFeed
 from egeria.config import Config
 from egeria.controller import spare_cores
+from egeria.policy import Foreseeing, Policy
 from egeria.session.engine import Engine
 from egeria.session.handle import ModelHandle
 from egeria.session.recorder import Recorder
@@ -62,14 +63,21 @@ class Skipping:
     def _outlook(self, engine: Engine, num_steps: int, interval_steps: int) -> Outlook:
         """Return when the boundary can move at the earliest, by the policy's own rule."""
         ahead = None if self._total_steps is None else float(self._total_steps - num_steps)
-        if engine.policy.monitored is not None:
-            soonest = float((2 * engine.policy.window - 1) * interval_steps)
+        soonest = _steady_steps(engine.policy, num_steps, interval_steps)
+        if soonest is not None:
             ahead = soonest if ahead is None else min(ahead, soonest)
         return Outlook(
             steps_ahead=ahead,
             forwards_per_step=self._cache.num_forwards / max(1, num_steps),
             spare_core=self._spare_core,
         )
+
+
+def _steady_steps(policy: Policy, num_steps: int, interval_steps: int) -> float | None:
+    """Return the steps in which the boundary cannot move; None: to the end of the run."""
+    if isinstance(policy, Foreseeing):
+        return policy.steady_steps(num_steps, interval_steps)
+    return None if policy.monitored is None else float((2 * policy.window - 1) * interval_steps)
 
 
 def begin_skipping(

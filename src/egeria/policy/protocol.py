@@ -1,0 +1,113 @@
+"""What a policy is to the session: what it asks for, what it is told, what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from egeria.config import Config
+from egeria.policy.schedules import UnfreezeRule
+from egeria.policy.values import Decision, Interval, Judgement, Reading
+
+PLASTICITY = "plasticity"
+"""Readings of the `monitored` layer module against the reference model, through `observe_reading`."""
+GRADIENTS = "gradients"
+"""`Interval.gradients`."""
+WEIGHTS = "weights"
+"""`Interval.weight_changes`."""
+FORESIGHT = "foresight"
+"""`Interval.way_ahead`."""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides what is frozen. The caller must apply every decision it is handed, in order.
+
+    It must decide by what it is told alone, so that a run can be resumed and replayed.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Which of 'plasticity', 'gradients', 'weights', 'foresight' it decides by; nothing else is measured for it."""
+        ...
+
+    @property
+    def frozen(self) -> int:
+        """How many front layer modules are frozen."""
+        ...
+
+    @property
+    def stage(self) -> str:
+        """Either 'bootstrapping' or 'knowledge-guided'."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """`W` as it stands now, in evaluations."""
+        ...
+
+    @property
+    def monitored(self) -> int | None:
+        """The layer module whose plasticity is wanted; None while none is."""
+        ...
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Take in the loss and the learning rate of one interval, and what else the policy needs."""
+        ...
+
+    def observe_reading(self, reading: Reading) -> Judgement:
+        """Take in one reading; readings of a module no longer monitored change nothing."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        ...
+
+
+@runtime_checkable
+class Annealing(Protocol):
+    """A policy that also sets the learning rate of each layer module."""
+
+    def rate_shares(self, step: int) -> tuple[float, ...] | None:
+        """Return the rate of each layer module for the step after `step`, as a share of the optimizer's initial one.
+
+        None leaves all rates to the optimizer.
+        """
+        ...
+
+
+@runtime_checkable
+class Foreseeing(Protocol):
+    """A policy that knows how long what is frozen will surely stay frozen, which tells whether caching it pays."""
+
+    def steady_steps(self, step: int, interval_steps: int) -> float | None:
+        """Return the steps after `step` in which the boundary cannot move; None: to the end of the run."""
+        ...
+
+
+class PolicyMaker(Protocol):
+    """Makes the policy of a run. Called again where the model is cut anew, so it must only make one."""
+
+    def __call__(
+        self,
+        config: Config,
+        *,
+        trainable: Sequence[bool],
+        rule: UnfreezeRule,
+        total_steps: int | None,
+        deepest_freeze: int | None,
+    ) -> Policy:
+        """Return a new policy.
+
+        Args:
+            config: the settings of the run.
+            trainable: for each layer module, front to back, whether it has any parameter to train.
+            rule: when the learning rate asks for a thaw.
+            total_steps: optimizer steps of the run, None where unknown.
+            deepest_freeze: at most this many front modules may freeze; None for all but the last.
+        """
+        ...

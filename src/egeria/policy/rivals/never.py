@@ -1,0 +1,14 @@
+"""'none': training as it is."""
+
+from __future__ import annotations
+
+from egeria.policy.rivals.base import Rival
+from egeria.policy.values import Decision, Interval
+
+
+class NeverFreeze(Rival):
+    """Freezes nothing, reads nothing, evaluates nothing: the plain run to compare with."""
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Decide nothing."""
+        return ()

@@ -1,0 +1,126 @@
+"""What the learning rate will be until the end of the run: the user's scheduler, played forward on a copy."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_CALLS = 1_000_000
+"""A longer schedule is not played forward; at 3 to 10 µs a call this one takes seconds."""
+SAME = 1e-6
+"""Relative difference under which the rate found is the one foreseen."""
+
+
+@dataclass
+class StandIn:
+    """What the copy of a scheduler takes for its optimizer: groups without parameters."""
+
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    def step(self) -> None:
+        """Train nothing; some schedulers look for the method."""
+
+
+class Foresight:
+    """Tells how much learning rate is still to come: its sum over the steps to the end of the run.
+
+    The scheduler is only read. How many optimizer steps lie between two of its calls is seen from the loop, so
+    that schedules by epoch and by step are both understood.
+
+    Args:
+        scheduler: of `torch.optim.lr_scheduler` or made like those; None where the loop has none.
+        total_steps: optimizer steps of the run; None where unknown.
+    """
+
+    def __init__(self, scheduler: Any, total_steps: int | None) -> None:
+        self._scheduler, self._total_steps = scheduler, total_steps
+        self._calls: int | None = None
+        """Calls of the scheduler, as it counts them, when it was last looked at."""
+        self._changes: list[tuple[int, int]] = []
+        """Step and calls at the first and the newest change of that number."""
+        self._played: list[float] = []
+        """Rates after `_played_from` calls, and after each further one: played once, as long as they come true."""
+        self._played_from = 0
+
+    def ahead(self, step: int, rate: float) -> float | None:
+        """Return the sum of the learning rate over the steps still to come.
+
+        Args:
+            step: optimizer steps done.
+            rate: the learning rate now.
+
+        Returns:
+            None where it cannot be told: no scheduler, no `total_steps`, a schedule that depends on the training
+            (plateaus), one that has come to zero, or not enough calls seen yet.
+        """
+        self._observe(step)
+        if self._total_steps is None or len(self._changes) < 2:
+            return None
+        (first_step, first_calls), (last_step, last_calls) = self._changes
+        period = (last_step - first_step) / (last_calls - first_calls)
+        left = max(0, self._total_steps - step)
+        until_next = min(left, max(0.0, last_step + period - step))
+        num_calls = math.ceil((left - until_next) / period)
+        shares = self._shares(num_calls)
+        if shares is None:
+            return None
+        return rate * (until_next + sum(shares[:num_calls]) * (left - until_next) / max(1, num_calls))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen of the scheduler."""
+        return {"calls": self._calls, "changes": [list(change) for change in self._changes]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self._calls = state.get("calls")
+        self._changes = [(step, calls) for step, calls in state.get("changes", [])]
+
+    def _observe(self, step: int) -> None:
+        calls = getattr(self._scheduler, "last_epoch", None)
+        if not isinstance(calls, int) or calls == self._calls:
+            return
+        if self._calls is not None:
+            self._changes = [*self._changes[:1], (step, calls)]
+        self._calls = calls
+
+    def _shares(self, num_calls: int) -> list[float] | None:
+        """Return the rate after each of the next calls, as a share of the rate now; None where it cannot be told."""
+        assert self._calls is not None
+        if num_calls > MOST_CALLS:
+            return None
+        try:
+            now = _largest(self._scheduler.optimizer.param_groups)
+            known = self._played[self._calls - self._played_from :] if self._calls >= self._played_from else []
+            if len(known) <= num_calls or abs(known[0] - now) > SAME * now:
+                self._played = known = [now, *play(self._scheduler, num_calls)]
+                self._played_from = self._calls
+        except Exception:  # whatever a scheduler of the user's own makes of being copied: it cannot be foreseen then
+            return None
+        return [rate / now for rate in known[1 : num_calls + 1]] if now > 0 else None
+
+
+def play(scheduler: Any, num_calls: int) -> list[float]:
+    """Return the largest rate of all groups after each of the next calls; the scheduler itself stays as it is."""
+    optimizer = scheduler.optimizer
+    groups = [
+        {"params": [], **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}}
+        for group in optimizer.param_groups
+    ]
+    stand_in = StandIn(groups, dict(optimizer.defaults))
+    twin = copy.deepcopy(scheduler, {id(optimizer): stand_in})
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of calls without a step of the optimizer: there is none to make
+        for _ in range(num_calls):
+            twin.step()
+            rates.append(_largest(groups))
+    return rates
+
+
+def _largest(groups: list[dict[str, Any]]) -> float:
+    return max(float(group["lr"]) for group in groups)

@@ -1,0 +1,80 @@
+"""Hooks on optimizer steps: owned in one place, timed as overhead, and never a danger to the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from egeria.session.pace import Stopwatch
+from egeria.session.recorder import Recorder
+
+FAULTS_BEFORE_GIVING_UP = 3
+
+
+class OptimizerHooks:
+    """Calls back before and after each optimizer step, until it is closed or has failed too often in a row.
+
+    Args:
+        optimizers: whose steps.
+        recorder: where a fault is told.
+        spend: counts the seconds that the callbacks take, which lie in the midst of the user's iteration.
+        what: what is not done where it fails, in the words of a warning.
+        before: called with an optimizer before its step.
+        after: the same after it; None for nothing.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        recorder: Recorder,
+        spend: Callable[[float, float], None],
+        *,
+        what: str,
+        before: Callable[[Optimizer], None],
+        after: Callable[[Optimizer], None] | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._spend = spend
+        self._what = what
+        self._num_faults = 0
+        self._handles: list[Any] = []
+        try:
+            for optimizer in optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(self._calling(before)))
+                if after is not None:
+                    self._handles.append(optimizer.register_step_post_hook(self._calling(after)))
+        except AttributeError as error:  # what wraps an optimizer need not have hooks
+            self.close()
+            recorder.decline(what, f"an optimizer takes no hooks on its steps ({error})")
+
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether no callback is made any more."""
+        return not self._handles
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    def _calling(self, action: Callable[[Optimizer], None]) -> Callable[..., None]:
+        def call(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            watch = Stopwatch()
+            try:
+                action(optimizer)
+                self._num_faults = 0
+            except Exception as error:
+                self._note(error)
+            self._spend(*watch.read())
+
+        return call
+
+    def _note(self, error: Exception) -> None:
+        self._recorder.fault(self._what, error)
+        self._num_faults += 1
+        if self._num_faults >= FAULTS_BEFORE_GIVING_UP:
+            self.close()
+            self._recorder.decline(self._what, f"it failed {self._num_faults} times in a row, last with: {error}")

@@ -1,0 +1,87 @@
+"""All that is measured for a policy, by what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from egeria.layers.modules import LayerModule
+from egeria.policy import FORESIGHT, GRADIENTS, WEIGHTS
+from egeria.session.measures.foresight import Foresight
+from egeria.session.measures.gradients import GradientSums
+from egeria.session.measures.hooks import OptimizerHooks
+from egeria.session.measures.weights import WeightChanges
+from egeria.session.recorder import Recorder
+
+
+class Measures:
+    """Gradients and weights of the layer modules, interval by interval.
+
+    Args:
+        model: the model in training.
+        optimizers: what trains it.
+        needs: what the policy needs; nothing else costs anything.
+        foresight: what tells the learning rate to come.
+        recorder: where a fault is told.
+        spend: counts seconds in the midst of the user's iteration.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        needs: Collection[str],
+        *,
+        foresight: Foresight,
+        recorder: Recorder,
+        spend: Callable[[float, float], None],
+    ) -> None:
+        self._gradients = GradientSums(model) if GRADIENTS in needs else None
+        self._weights = WeightChanges(model) if WEIGHTS in needs else None
+        self._foresight = foresight if FORESIGHT in needs else None
+        self._hooks: OptimizerHooks | None = None
+        if self._gradients is not None:
+            self._hooks = OptimizerHooks(
+                optimizers, recorder, spend, what="adding up gradients", before=self._gradients.take_in
+            )
+
+    def take(self, step: int, rate: float, modules: Sequence[LayerModule], num_frozen: int) -> dict[str, Any]:
+        """Return the measures of an interval that has ended, by the names that the interval has for them.
+
+        Args:
+            step: optimizer steps done.
+            rate: the learning rate now.
+            modules: the layer modules.
+            num_frozen: how many of them are frozen.
+        """
+        gradients = weights = way_ahead = None
+        if self._gradients is not None and self._hooks is not None and not self._hooks.is_closed:
+            gradients = self._gradients.take(modules, num_frozen)
+        if self._weights is not None:
+            weights = self._weights.take(modules, num_frozen)
+        if self._foresight is not None:
+            way_ahead = self._foresight.ahead(step, rate)
+        return {"gradients": gradients, "weight_changes": weights, "way_ahead": way_ahead}
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found, and let go of all tensors."""
+        if self._hooks is not None:
+            self._hooks.close()
+        self._gradients = self._weights = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what an interval under way has gathered."""
+        parts = {"gradients": self._gradients, "weights": self._weights, "foresight": self._foresight}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; what it has nothing on begins anew."""
+        if self._gradients is not None:
+            self._gradients.load_state_dict(state.get("gradients", {}))
+        if self._weights is not None:
+            self._weights.load_state_dict(state.get("weights", {}))
+        if self._foresight is not None:
+            self._foresight.load_state_dict(state.get("foresight", {}))

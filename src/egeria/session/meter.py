@@ -1,0 +1,97 @@
+"""What an interval of training showed: losses, pace, and whatever else the policy goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from egeria.events import IntervalMeasured
+from egeria.layers.modules import LayerModule
+from egeria.policy import Interval
+from egeria.session.clock import IntervalClock
+from egeria.session.losses import Losses
+from egeria.session.measures import Measures
+from egeria.session.pace import Pace
+from egeria.session.recorder import Recorder
+
+
+class IntervalMeter:
+    """Gathers over an interval, and journals what came of it.
+
+    Args:
+        pace: measures the iterations.
+        measures: what the policy needs beside the loss.
+        recorder: where intervals are told.
+    """
+
+    def __init__(self, pace: Pace, measures: Measures, recorder: Recorder) -> None:
+        self.iteration_s = 0.0
+        """Median seconds of an iteration in the newest interval with nothing frozen."""
+        self._pace = pace
+        self._measures = measures
+        self._recorder = recorder
+        self._losses = Losses()
+
+    def add(self, loss: Any) -> None:
+        """Take in the loss of one step.
+
+        Raises:
+            ConfigError: it is no number.
+        """
+        self._losses.add(loss)
+
+    def take(self, clock: IntervalClock, modules: Sequence[LayerModule], num_frozen: int, rate: float) -> Interval:
+        """Return the interval that has ended, and start anew."""
+        loss, num_bad = self._losses.take_mean()
+        wall_s, cpu_s = self._pace.take_medians()
+        if not num_frozen:  # what evaluations may cost is measured against training without egeria
+            self.iteration_s = wall_s
+        measured: dict[str, Any] = self._measures.take(clock.num_steps, rate, modules, num_frozen)
+        self._recorder.write(
+            IntervalMeasured(
+                step=clock.num_steps,
+                evaluation=clock.evaluation,
+                loss=loss,
+                num_steps=clock.interval_steps,
+                num_bad_losses=num_bad,
+                learning_rate=rate,
+                frozen=num_frozen,
+                iteration_wall_s=wall_s,
+                iteration_cpu_s=cpu_s,
+                **measured,
+            )
+        )
+        if loss is None:
+            reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
+            self._recorder.decline("freezing while the loss is not finite", reason)
+        return Interval(
+            step=clock.num_steps,
+            evaluation=clock.evaluation,
+            loss=loss,
+            learning_rate=rate,
+            gradients=_fixed(measured["gradients"]),
+            weight_changes=_fixed(measured["weight_changes"]),
+            way_ahead=measured["way_ahead"],
+        )
+
+    def close(self) -> None:
+        """Stop measuring for the policy, for good; losses and pace go on."""
+        self._measures.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the interval under way has gathered."""
+        return {
+            "iteration_s": self.iteration_s,
+            "losses": self._losses.read(),
+            "measures": self._measures.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.iteration_s = float(state["iteration_s"])
+        self._losses.restore(list(state["losses"]))
+        self._measures.load_state_dict(state.get("measures", {}))
+
+
+def _fixed(values: list[float | None] | None) -> tuple[float | None, ...] | None:
+    return None if values is None else tuple(values)
