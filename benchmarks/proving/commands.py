@@ -1,0 +1,193 @@
+"""The verbs of `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.proving import recipe, runfile
+from benchmarks.proving.catalogue import REGISTRY, find_workloads, list_workloads
+from benchmarks.proving.comparison import WorkloadComparison, compare
+from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.execution import build
+from benchmarks.proving.oracle import Trials, measure_weights
+from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy
+from benchmarks.proving.progress import Bars
+from benchmarks.proving.record import write_record
+from benchmarks.proving.results import read_results
+from benchmarks.proving.runfile import RunFile, WorkloadFacts
+from benchmarks.proving.runs import Place, make, sort_out
+from benchmarks.proving.schedules import to_text
+from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table
+from benchmarks.workloads.workload import Training, Workload
+
+
+def run_list(options: argparse.Namespace, console: Console) -> int:
+    """List the workloads."""
+    for _, workload in list_workloads((*options.workloads, REGISTRY) if not options.only else options.workloads):
+        direction = "higher" if workload.higher_is_better else "lower"
+        line = f"{workload.name:32} {workload.metric} ({direction} is better)  {workload.paper}"
+        console.print(line.rstrip(), highlight=False, soft_wrap=True)
+    return 0
+
+
+def run_runs(options: argparse.Namespace, console: Console) -> int:
+    """Make the runs that are wanted and not finished."""
+    workloads = find_workloads(options.workload, options.workloads)
+    policies = parse_policies(options.policy)
+    wanted = [
+        _wanted(module, workload, policy, seed, options)
+        for seed in options.seeds
+        for module, workload in workloads
+        for policy in policies
+    ]
+    if options.again:
+        for run in wanted:
+            shutil.rmtree(options.results / run.place, ignore_errors=True)
+    recipes = {workload.name: _recipe(workload, options) for _, workload in workloads}
+    return _make(wanted, recipes, options, console)
+
+
+def run_compare(options: argparse.Namespace, console: Console) -> int:
+    """Compare kept runs; print the tables, and write the record where one is asked for."""
+    comparisons = _comparisons(options)
+    for comparison in comparisons:
+        console.print(f"\n{comparison.workload.name} ({comparison.tier})\n", style="bold")
+        for text in (quality_table(comparison), time_table(comparison), oracle_table(comparison)):
+            if text:
+                console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
+    if options.out is not None:
+        write_record(comparisons, options.out)
+        console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
+    return 0
+
+
+def run_table(options: argparse.Namespace, console: Console) -> int:
+    """Print one line for each workload."""
+    console.print(overview(_comparisons(options)), highlight=False, soft_wrap=True, markup=False)
+    return 0
+
+
+def run_oracle(options: argparse.Namespace, console: Console) -> int:
+    """Search the schedule that skips most without loss."""
+    [(module, workload)] = find_workloads([options.workload], options.workloads)
+    pattern = _wanted(module, workload, parse_policy(PLAIN), options.seeds[0], options)
+    recipes = {workload.name: _recipe(workload, options)}
+
+    def make_all(wanted: Sequence[RunFile]) -> None:
+        if _make(wanted, recipes, options, console):
+            raise RefusedError("The search ends with the run that failed. Mend it; what is finished is kept.")
+
+    trials = Trials(pattern, options.seeds, options.results, make_all, options.most_runs)
+    found = trials.search(measure_weights(_build(workload, options)))
+    console.print(f"schedules tried: {len(found.tried)}, runs: {trials.num_runs}")
+    if not found.finished:
+        console.print(f"The budget of {options.most_runs} runs ended the search; more may be found with --most-runs.")
+    if found.saving <= 0:
+        console.print("No schedule that was tried loses nothing.")
+        return 0
+    _, best = trials.compare(parse_policy(to_text(found.best)))
+    saved, difference = best.saved["cpu"], best.difference
+    assert saved is not None and difference is not None, "plain runs were made first"
+    console.print(
+        f"most without loss: {best.policy}: {100 * found.saving:.1f} % of the compute by the search's count, "
+        f"{saved.shows(1)} % of CPU time, difference {difference.shows(signed=True)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _comparisons(options: argparse.Namespace) -> list[WorkloadComparison]:
+    return compare(read_results(options.results, options.workload, options.tier), options.against)
+
+
+def _make(wanted: Sequence[RunFile], recipes: dict[str, Any], options: argparse.Namespace, console: Console) -> int:
+    """Make what is missing; return 1 where a run failed."""
+    known = {name: found for name, found in recipes.items() if found is not None}
+    missing = sort_out(wanted, options.results, known)
+    if len(missing) < len(wanted):
+        console.print(f"finished before: {len(wanted) - len(missing)} of {len(wanted)} runs", highlight=False)
+    if not missing:
+        return 0
+    place = Place(data=options.data, results=options.results, jobs=options.jobs)
+    with Bars(console, len(missing)) as bars:
+        failed = make(missing, place, bars)
+    for run in failed:
+        console.print(f"failed: {run.name}: {run.error}", style="red", highlight=False, soft_wrap=True, markup=False)
+    return 1 if failed else 0
+
+
+def _wanted(module: str, workload: Workload, policy: Policy, seed: int, options: argparse.Namespace) -> RunFile:
+    return RunFile(
+        status=runfile.WAITING,
+        workload=WorkloadFacts(
+            name=workload.name,
+            metric=workload.metric,
+            higher_is_better=workload.higher_is_better,
+            is_relative=workload.is_relative,
+            paper=workload.paper,
+        ),
+        module=module,
+        tier=options.tier,
+        seed=seed,
+        policy=policy,
+        device=_device(options),
+    )
+
+
+def _recipe(workload: Workload, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Return what the workload trains now; None where nothing is finished that it could be compared with.
+
+    Raises:
+        RefusedError: finished runs were made by another recipe.
+    """
+    finished = [
+        (path.parent, found)
+        for path in sorted((options.results / workload.name / options.tier).rglob(runfile.FILE_NAME))
+        if (found := runfile.load(path.parent)) is not None and found.status == runfile.FINISHED
+    ]
+    if not finished:
+        return None
+    now = recipe.describe(_build(workload, options))
+    for directory, found in finished:
+        changed = sorted(name for name in now if now[name] != found.recipe.get(name))
+        if changed:
+            told = "; ".join(f"{name} was {found.recipe.get(name)!r}, now {now[name]!r}" for name in changed)
+            raise RefusedError(
+                f"{found.name} is finished in {directory}, but was made by another recipe: {told}. Runs of both "
+                f"cannot be compared. Give another --results, or make all runs of the workload again with --again."
+            )
+    return now
+
+
+def _build(workload: Workload, options: argparse.Namespace) -> Training:
+    if options.tier != "gpu":
+        torch.set_num_threads(1)
+    return build(workload, options.data, options.tier, options.seeds[0], torch.device(_device(options)))
+
+
+def _device(options: argparse.Namespace) -> str:
+    """Return the device of the tier, or the one asked for.
+
+    Raises:
+        RefusedError: there is no such device.
+    """
+    device = options.device or ("cuda" if options.tier == "gpu" else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RefusedError(
+            "The gpu tier trains on an accelerator, and torch finds none here. Take --tier cpu, or try it dry with "
+            "--device cpu."
+        )
+    return str(device)
+
+
+def folder(text: str) -> Path:
+    """Return a path as the command line takes it, `~` put in."""
+    return Path(text).expanduser()

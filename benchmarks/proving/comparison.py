@@ -1,0 +1,176 @@
+"""A workload's policies beside plain training, seed by seed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.proving.accuracy_time import CLOCKS, TARGETS, AccuracyTime, accuracy_time
+from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.results import Outcome
+from benchmarks.proving.runfile import WorkloadFacts
+from benchmarks.proving.statistics import Spread, spread
+
+POINTS, PER_CENT = 0.3, 1.0
+"""Mean loss of quality that counts as none: in points, or per cent of the plain value where that is `is_relative`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyComparison:
+    """One policy on one workload; what is paired is against the plain run of the same seed."""
+
+    policy: str
+    purpose: str
+    outcomes: tuple[Outcome, ...]
+    unpaired: tuple[int, ...]
+    """Seeds without a plain run: they are in `final` alone."""
+    final: Spread
+    """The metric after the last epoch."""
+    difference: Spread | None
+    """Of the metric to plain: in its own unit, or in per cent of plain where that is `is_relative`."""
+    lost: float | None
+    """Mean quality lost, as `difference` but positive for worse."""
+    saved: dict[str, Spread | None]
+    """Training time of the whole run saved, per cent of plain, by clock."""
+    seconds: dict[str, Spread]
+    """Training time of the whole run, by clock."""
+    accuracy_times: dict[str, dict[str, AccuracyTime]]
+    """By target, then by clock; empty without plain runs."""
+    skipped: Spread | None
+    """Per cent of the run's compute; None where it is not known."""
+    skipped_forward: Spread | None
+    """Of that, forward passes that the store served."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds, ascending."""
+        return tuple(outcome.run.seed for outcome in self.outcomes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadComparison:
+    """All policies of a workload in one tier."""
+
+    workload: WorkloadFacts
+    tier: str
+    base: str
+    """The policy that the others are compared with."""
+    policies: tuple[PolicyComparison, ...]
+    """The base first, then by name."""
+
+    @property
+    def tolerance(self) -> float:
+        """Mean loss of quality that counts as none, in the unit of `difference`."""
+        return PER_CENT if self.workload.is_relative else POINTS
+
+    @property
+    def clock(self) -> str:
+        """The clock that says more: CPU time on shared processors, wall clock where an accelerator works."""
+        return "wall" if self.tier == "gpu" else "cpu"
+
+    def find(self, policy: str) -> PolicyComparison | None:
+        """Return a policy by its text."""
+        return next((found for found in self.policies if found.policy == policy), None)
+
+    def is_within(self, policy: PolicyComparison) -> bool:
+        """Tell whether a policy loses no more quality than counts as none."""
+        return policy.lost is not None and policy.lost <= self.tolerance
+
+    @property
+    def oracle(self) -> PolicyComparison | None:
+        """The schedule given in advance that skips most and loses nothing, over all the base's seeds."""
+        base = self.find(self.base)
+        candidates = [
+            policy
+            for policy in self.policies
+            if policy.outcomes[0].run.policy.name == "static" and policy.skipped is not None
+            if base is not None and set(policy.seeds) >= set(base.seeds) and self.is_within(policy)
+        ]
+        return max(candidates, key=lambda policy: policy.skipped.mean if policy.skipped else 0.0, default=None)
+
+    def oracle_share(self, policy: PolicyComparison) -> float | None:
+        """Return the compute a policy skips, in per cent of what the oracle's schedule does."""
+        oracle = self.oracle
+        if oracle is None or oracle.skipped is None or not oracle.skipped.mean or policy.skipped is None:
+            return None
+        return 100 * policy.skipped.mean / oracle.skipped.mean
+
+
+def compare(outcomes: Sequence[Outcome], base: str) -> list[WorkloadComparison]:
+    """Compare the policies of each workload and tier.
+
+    Raises:
+        RefusedError: runs of one workload were made by different recipes.
+    """
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.run.workload.name, outcome.run.tier), []).append(outcome)
+    return [_compare_workload(group, base) for _, group in sorted(groups.items())]
+
+
+def _compare_workload(outcomes: list[Outcome], base: str) -> WorkloadComparison:
+    first = outcomes[0]
+    for outcome in outcomes:
+        if (outcome.run.recipe, outcome.run.device) != (first.run.recipe, first.run.device):
+            raise RefusedError(
+                f"Only runs of one recipe can be compared; that of {outcome.run.name} is not that of {first.run.name}: "
+                f"{outcome.directory}, {first.directory}. Make one of them again, or compare them apart."
+            )
+    by_policy: dict[str, dict[int, Outcome]] = {}
+    for outcome in outcomes:
+        seeds = by_policy.setdefault(outcome.run.policy.text, {})
+        if seeds.setdefault(outcome.run.seed, outcome) is not outcome:
+            raise RefusedError(f"{outcome.run.name} is there twice. Compare the directories apart.")
+    plain = by_policy.get(base, {})
+    order = sorted(by_policy, key=lambda policy: (policy != base, policy))
+    return WorkloadComparison(
+        workload=first.run.workload,
+        tier=first.run.tier,
+        base=base,
+        policies=tuple(_compare_policy([by_policy[name][seed] for seed in sorted(by_policy[name])], plain)
+                       for name in order),
+    )  # fmt: skip
+
+
+def _compare_policy(outcomes: list[Outcome], plain: dict[int, Outcome]) -> PolicyComparison:
+    pairs = [(plain[outcome.run.seed], outcome) for outcome in outcomes if outcome.run.seed in plain]
+    workload = outcomes[0].run.workload
+    differences = [_difference(workload, base.final.value, found.final.value) for base, found in pairs]
+    final = spread([outcome.final.value for outcome in outcomes])
+    assert final is not None
+    lost = None
+    if differences:
+        lost = statistics.fmean(differences) * (-1 if workload.higher_is_better else 1)
+    return PolicyComparison(
+        policy=outcomes[0].run.policy.text,
+        purpose=outcomes[0].run.purpose,
+        outcomes=tuple(outcomes),
+        unpaired=tuple(outcome.run.seed for outcome in outcomes if outcome.run.seed not in plain),
+        final=final,
+        difference=spread(differences),
+        lost=lost,
+        saved={
+            clock: spread([100 * (1 - _total_s(found, clock) / _total_s(base, clock)) for base, found in pairs])
+            for clock in CLOCKS
+        },
+        seconds={clock: found for clock in CLOCKS if (found := spread([_total_s(run, clock) for run in outcomes]))},
+        accuracy_times={target: {clock: accuracy_time(pairs, target, clock) for clock in CLOCKS} for target in TARGETS}
+        if pairs
+        else {},
+        skipped=_shares([outcome.skipped.total for outcome in outcomes]),
+        skipped_forward=_shares([outcome.skipped.forward for outcome in outcomes]),
+    )
+
+
+def _difference(workload: WorkloadFacts, plain: float, found: float) -> float:
+    return 100 * (found / plain - 1) if workload.is_relative else found - plain
+
+
+def _total_s(outcome: Outcome, clock: str) -> float:
+    return outcome.final.wall_s if clock == "wall" else outcome.final.cpu_s
+
+
+def _shares(shares: Sequence[float | None]) -> Spread | None:
+    known = [100 * share for share in shares if share is not None]
+    return spread(known) if len(known) == len(shares) else None

@@ -1,0 +1,92 @@
+"""The text of a record: what was found, then how it was measured and how to repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.proving.accuracy_time import NUM_CONVERGED
+from benchmarks.proving.comparison import PER_CENT, POINTS, WorkloadComparison
+from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table, timelines
+
+METHOD = f"""\
+## How it was measured
+
+- Mean ± sample standard deviation over seeds. A difference is paired: the run against the plain run of the same
+  seed, which has the same initial weights, batches and augmentation. Its 95 % interval is Student's t over the seeds;
+  with three it reaches 2.5 standard deviations to each side. One that holds 0 may be chance.
+- Time is of training: loading, forward, backward, optimizer, and all of egeria (attaching, judging, its controller
+  process and threads, closing). Evaluation on held-out data is excluded. Wall-clock time depends on what else the
+  machine does; CPU time adds up all threads and processes.
+- Time to 'converged' is the training time at the first evaluation (one an epoch) at least as good as the mean of the
+  plain run's last {NUM_CONVERGED} evaluations, nothing deducted; time to '99 %' that for within 1 % of this value. A
+  seed that never gets there is counted, and is in no mean: a mean over fewer seeds speaks of the luckier ones.
+- Compute skipped is the share of the run's floating-point work that was not done: backward passes of frozen layer
+  modules, and forward passes for the samples that stored activations served; one part of the work is forward, two
+  are backward.
+- 'Without loss' means a mean loss of at most {POINTS} points, or {PER_CENT:g} % where the metric is judged relatively.
+  The oracle is the schedule, given in advance, that skips most without loss among those that were tried."""
+
+
+def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[str, str], Sequence[str]]) -> str:
+    """Return the README of a record."""
+    parts = ["# Proving ground: what each policy saves, and what it costs", overview(comparisons)]
+    for comparison in comparisons:
+        names = pictures[comparison.workload.name, comparison.tier]
+        parts += _section(comparison, names)
+    return "\n\n".join([*parts, METHOD, _circumstances(comparisons), _commands(comparisons)]) + "\n"
+
+
+def _section(comparison: WorkloadComparison, pictures: Sequence[str]) -> list[str]:
+    recipe = comparison.policies[0].outcomes[0].run.recipe
+    workload = comparison.workload
+    paper = f" The paper's row: {workload.paper}." if workload.paper else ""
+    direction = "higher" if workload.higher_is_better else "lower"
+    facts = (
+        f"{recipe['model']}, {recipe['num_parameters']:,} parameters, {recipe['num_epochs']} epochs of "
+        f"{recipe['steps_per_epoch']} steps, {recipe['optimizer']}, {recipe['scheduler']}. "
+        f"{workload.metric}: {direction} is better.{paper}"
+    )
+    parts = [f"## {workload.name} ({comparison.tier})", facts, quality_table(comparison), time_table(comparison)]
+    parts.append("\n".join(f"![{name.removesuffix('.svg')}]({name})" for name in pictures))
+    lines = timelines(comparison)
+    if lines:
+        parts.append("Frozen layer modules, by epoch:\n\n" + "\n".join(lines))
+    tried = oracle_table(comparison)
+    if tried:
+        parts.append("What the oracle tried:\n\n" + tried)
+    return parts
+
+
+def _circumstances(comparisons: Sequence[WorkloadComparison]) -> str:
+    """Tell machines, versions and commits; of runs that differ, all."""
+    found: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        for policy in comparison.policies:
+            for outcome in policy.outcomes:
+                for name, value in outcome.run.made_with.items():
+                    values = found.setdefault(name, [])
+                    if str(value) not in values:
+                        values.append(str(value))
+    threads = {str(found.policies[0].outcomes[0].run.recipe.get("torch_threads")) for found in comparisons}
+    lines = [f"- {name}: {', '.join(sorted(values))}" for name, values in found.items()]
+    lines.append(f"- torch threads: {', '.join(sorted(threads))}")
+    if len(found.get("commit", [])) > 1:
+        lines.append("- Runs are from several commits; each says which in its `run.json`.")
+    return "## Machine and versions\n\n" + "\n".join(lines)
+
+
+def _commands(comparisons: Sequence[WorkloadComparison]) -> str:
+    lines = [_command(comparison) for comparison in comparisons]
+    lines.append(f"python -m benchmarks compare --results RESULTS --against {comparisons[0].base} --out RECORD")
+    told = "This page from the journals kept here: `--results RECORD/journals`."
+    return "## Command\n\n```\n" + "\n".join(lines) + f"\n```\n\n{told}"
+
+
+def _command(comparison: WorkloadComparison) -> str:
+    policies: Any = [policy for policy in comparison.policies if policy.purpose != "oracle"]
+    seeds = sorted({seed for policy in comparison.policies for seed in policy.seeds})
+    return (
+        f"python -m benchmarks run {comparison.workload.name} --policy {','.join(p.policy for p in policies)} "
+        f"--seeds {','.join(map(str, seeds))} --tier {comparison.tier} --data DIR --results RESULTS"
+    )

@@ -1,0 +1,98 @@
+"""The oracle of a workload: trains by schedules given in advance until it knows the one that saves most for nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import egeria
+from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, compare
+from benchmarks.proving.policies import PLAIN, Policy, parse_policy
+from benchmarks.proving.results import read_results
+from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.schedules import Found, Schedule, Search, to_text
+from benchmarks.workloads.workload import Training
+from egeria.events import ComputeProfiled, ModulesOrdered, RunStarted
+from egeria.report.freezing import BACKWARD_SHARE
+
+Make = Callable[[Sequence[RunFile]], None]
+"""Makes those of the runs that are not finished; raises where one fails."""
+
+
+@dataclasses.dataclass
+class Trials:
+    """Judges schedules by training with each seed; every run is kept as an ordinary result.
+
+    Args:
+        pattern: a run of the workload; policy and seed are put in.
+        seeds: of each schedule, and of plain training.
+        results: where the runs are kept.
+        make: makes runs.
+        most_runs: how many a search may want, plain and finished ones counted, so that a search that
+            goes on decides like one that was never broken off.
+    """
+
+    pattern: RunFile
+    seeds: Sequence[int]
+    results: Path
+    make: Make
+    most_runs: int
+    num_runs: int = 0
+
+    def search(self, weights: Sequence[float]) -> Found:
+        """Train plainly, then search."""
+        self._train(parse_policy(PLAIN), "comparison")
+        return Search(weights, self.judge).run()
+
+    def judge(self, schedule: Schedule) -> bool | None:
+        """Train by a schedule; tell whether nothing was lost, or None where the budget is spent."""
+        if self.num_runs + len(self.seeds) > self.most_runs:
+            return None
+        policy = parse_policy(to_text(schedule))
+        self._train(policy, "oracle")
+        comparison, found = self.compare(policy)
+        return comparison.is_within(found)
+
+    def compare(self, policy: Policy) -> tuple[WorkloadComparison, PolicyComparison]:
+        """Compare a policy with plain training over the seeds of this search."""
+        outcomes = [
+            outcome
+            for outcome in read_results(self.results, [self.pattern.workload.name], self.pattern.tier)
+            if outcome.run.policy.text in (PLAIN, policy.text) and outcome.run.seed in self.seeds
+        ]
+        (comparison,) = compare(outcomes, PLAIN)
+        found = comparison.find(policy.text)
+        assert found is not None, "its runs were just made"
+        return comparison, found
+
+    def _train(self, policy: Policy, purpose: str) -> None:
+        self.num_runs += len(self.seeds)
+        self.make([dataclasses.replace(self.pattern, policy=policy, seed=seed, purpose=purpose) for seed in self.seeds])
+
+
+def measure_weights(training: Training) -> list[float]:
+    """Return the share of an iteration that freezing each layer module saves, the last one left out.
+
+    Watches a few steps of a training that is thrown away.
+    """
+    config = {"plasticity": {"interval_steps": 1}, "controller": {"kind": "inline"}}
+    with tempfile.TemporaryDirectory() as directory:
+        with egeria.attach(
+            training.model, training.optimizer, training.loader, config=config, directory=directory, total_steps=2
+        ) as run:
+            network = run.model
+            network.train()
+            for batch, _ in zip(training.loader, range(2), strict=False):
+                loss = training.loss(network, batch)
+                loss.backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+                run.step(loss)
+        journal = egeria.read_journal(directory)
+    cut = (journal.of(ModulesOrdered) or journal.of(RunStarted))[-1]
+    profile = journal.first(ComputeProfiled)
+    sizes = [float(module["num_parameters"]) for module in cut.modules]
+    shares = profile.forward_shares if profile else [size / sum(sizes) for size in sizes]
+    return [BACKWARD_SHARE * share for share in shares[: cut.deepest_freeze]]

@@ -1,0 +1,107 @@
+"""A record: a folder with README.md, results.json, pictures, and the journals that they were made from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proving import runfile
+from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
+from benchmarks.proving.description import describe
+from benchmarks.proving.pictures import draw_all
+from benchmarks.proving.results import PACKED_NAME, Outcome
+from egeria.journal.writer import FILE_NAME
+
+JOURNALS = "journals"
+
+
+def write_record(comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
+    """Write a record, journals packed; what an earlier comparison left in the same files is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {(comparison.workload.name, comparison.tier): draw_all(comparison, folder) for comparison in comparisons}
+    for comparison in comparisons:
+        for policy in comparison.policies:
+            for outcome in policy.outcomes:
+                _keep(outcome, folder / JOURNALS / outcome.run.place)
+    results = json.dumps(_plain([to_dict(found) for found in comparisons]), indent=1, allow_nan=False)
+    (folder / "results.json").write_text(results + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
+
+
+def to_dict(comparison: WorkloadComparison) -> dict[str, Any]:
+    """Return a comparison as plain values."""
+    oracle = comparison.oracle
+    return {
+        "workload": asdict(comparison.workload),
+        "tier": comparison.tier,
+        "base": comparison.base,
+        "tolerance": comparison.tolerance,
+        "oracle": oracle.policy if oracle else None,
+        "recipe": comparison.policies[0].outcomes[0].run.recipe,
+        "policies": [_policy_dict(comparison, policy) for policy in comparison.policies],
+    }
+
+
+def _policy_dict(comparison: WorkloadComparison, policy: PolicyComparison) -> dict[str, Any]:
+    record = {
+        name: value for name, value in vars(policy).items() if name not in ("outcomes", "accuracy_times", "unpaired")
+    }
+    return {
+        **{name: _as_dict(value) for name, value in record.items()},
+        "unpaired": list(policy.unpaired),
+        "oracle_share": comparison.oracle_share(policy),
+        "accuracy_times": {
+            target: {clock: {**asdict(found), "num_reached": found.num_reached} for clock, found in by_clock.items()}
+            for target, by_clock in policy.accuracy_times.items()
+        },
+        "runs": [_run_dict(outcome) for outcome in policy.outcomes],
+    }
+
+
+def _run_dict(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "seed": outcome.run.seed,
+        "settings": outcome.run.policy.settings,
+        "made_with": outcome.run.made_with,
+        "evaluations": [asdict(evaluation) for evaluation in outcome.evaluations],
+        "skipped": asdict(outcome.skipped),
+        "spans": [asdict(span) for span in outcome.spans],
+        "remarks": list(outcome.remarks),
+    }
+
+
+def _keep(outcome: Outcome, place: Path) -> None:
+    """Copy a run's journal, packed; one that lies there already stays as it is."""
+    if outcome.directory.resolve() == place.resolve():
+        return
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(outcome.directory / runfile.FILE_NAME, place / runfile.FILE_NAME)
+    packed = outcome.directory / PACKED_NAME
+    if packed.exists():
+        shutil.copyfile(packed, place / PACKED_NAME)
+        return
+    # Without the time of packing, the same journal gives the same bytes.
+    (place / PACKED_NAME).write_bytes(gzip.compress((outcome.directory / FILE_NAME).read_bytes(), mtime=0))
+
+
+def _as_dict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_dict(entry) for key, entry in value.items()}
+    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with None for each number that JSON cannot hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,134 @@
+"""Reading kept runs back: what a run came to, from its journal and its `run.json` alone."""
+
+from __future__ import annotations
+
+import gzip
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.proving import runfile
+from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.skipping import Skipped, Span, measure_skipped, spans
+from benchmarks.proving.training import CPU, EPOCH, WALL
+from egeria.errors import JournalError
+from egeria.events import Declined, FaultCaught, MetricLogged
+from egeria.journal.writer import FILE_NAME
+from egeria.report.history import History, read_history
+
+PACKED_NAME = f"{FILE_NAME}.gz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What was found on held-out data after an epoch, and the training it took to get there."""
+
+    epoch: int
+    step: int
+    value: float
+    """Of the workload's metric."""
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one run came to."""
+
+    run: RunFile
+    directory: Path
+    evaluations: tuple[Evaluation, ...]
+    skipped: Skipped
+    spans: tuple[Span, ...]
+    """How deep it was frozen when, by epoch."""
+    num_modules: int
+    remarks: tuple[str, ...]
+    """What egeria declined, and what failed."""
+
+    @property
+    def final(self) -> Evaluation:
+        """The last evaluation."""
+        return self.evaluations[-1]
+
+
+def read_results(results: Path, workloads: Sequence[str] = (), tier: str | None = None) -> list[Outcome]:
+    """Return the finished runs below a directory, in a steady order.
+
+    Args:
+        results: a directory of `run`, or the journals of a record.
+        workloads: names; none stands for all.
+        tier: 'cpu' for example; None for all.
+
+    Raises:
+        RefusedError: there is none, or a journal does not belong to its run.
+    """
+    outcomes = []
+    for path in sorted(results.rglob(runfile.FILE_NAME)):
+        run = runfile.load(path.parent)
+        if run is None or run.status != runfile.FINISHED or (workloads and run.workload.name not in workloads):
+            continue
+        if tier is None or run.tier == tier:
+            outcomes.append(read_outcome(path.parent, run))
+    absent = set(workloads) - {outcome.run.workload.name for outcome in outcomes}
+    if not outcomes or absent:
+        raise RefusedError(
+            f"{results} has no finished run of {', '.join(sorted(absent)) or 'any workload'}. "
+            f"Make some with `python -m benchmarks run`, or give another --results."
+        )
+    return outcomes
+
+
+def read_outcome(directory: Path, run: RunFile) -> Outcome:
+    """Return what a finished run came to.
+
+    Raises:
+        RefusedError: its journal cannot be read, or does not reach to its end.
+    """
+    history = _history(directory)
+    evaluations = tuple(
+        Evaluation(
+            epoch=int(event.values[EPOCH]),
+            step=event.step,
+            value=event.values[run.workload.metric],
+            wall_s=event.values[WALL],
+            cpu_s=event.values[CPU],
+        )
+        for event in history.of(MetricLogged)
+        if {EPOCH, WALL, CPU, run.workload.metric} <= event.values.keys()
+    )
+    if len(evaluations) != run.recipe["num_epochs"]:
+        raise RefusedError(
+            f"The journal of {run.name} must have {run.recipe['num_epochs']} evaluations; {directory} has "
+            f"{len(evaluations)}. Remove that directory and make the run again."
+        )
+    found = spans(history, run.recipe["steps_per_epoch"])
+    return Outcome(
+        run=run,
+        directory=directory,
+        evaluations=evaluations,
+        skipped=measure_skipped(history),
+        spans=found,
+        num_modules=max([len(getattr(event, "modules", ())) for event in history.events], default=0),
+        remarks=_remarks(history),
+    )
+
+
+def _history(directory: Path) -> History:
+    packed = directory / PACKED_NAME
+    try:
+        if not packed.exists():
+            return read_history(directory)
+        with tempfile.TemporaryDirectory() as unpacked:
+            path = Path(unpacked, FILE_NAME)
+            path.write_bytes(gzip.decompress(packed.read_bytes()))
+            return read_history(path)
+    except (OSError, JournalError) as error:
+        raise RefusedError(f"The journal in {directory} cannot be read: {error} Make the run again.") from error
+
+
+def _remarks(history: History) -> tuple[str, ...]:
+    declined = [f"declined {event.what}: {event.reason}" for event in history.of(Declined)]
+    faults = [f"fault in {event.where}: {event.error}" for event in history.of(FaultCaught)]
+    return tuple(dict.fromkeys((*declined, *faults)))

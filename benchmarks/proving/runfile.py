@@ -1,0 +1,73 @@
+"""`run.json`: what a run is, how far it came, and what it was made with. Lies beside its journal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proving.policies import Policy
+
+FILE_NAME = "run.json"
+WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadFacts:
+    """What a comparison needs to know of a workload, so that it needs nothing but kept runs."""
+
+    name: str
+    metric: str
+    higher_is_better: bool
+    is_relative: bool
+    paper: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """One run. `status` goes waiting, running, then finished or failed."""
+
+    status: str
+    workload: WorkloadFacts
+    module: str
+    """Where the workload is from."""
+    tier: str
+    seed: int
+    policy: Policy
+    device: str
+    purpose: str = "comparison"
+    """'comparison', or 'oracle' for a schedule that the oracle tried."""
+    error: str = ""
+    pid: int = 0
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """What is trained and how, by `recipe.describe`."""
+    made_with: dict[str, Any] = field(default_factory=dict)
+    """Commit, versions and machine."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"{self.workload.name} ({self.tier}), {self.policy.text}, seed {self.seed}"
+
+    @property
+    def place(self) -> Path:
+        """Its directory, inside that of all results."""
+        return Path(self.workload.name, self.tier, self.policy.folder, f"seed{self.seed}")
+
+    def save(self, directory: Path) -> None:
+        """Write the file in one piece: a reader never finds half of it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        unfinished = directory / f"{FILE_NAME}.new"
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(directory / FILE_NAME)
+
+
+def load(directory: Path) -> RunFile | None:
+    """Read the file of a directory; None where there is none, or where it cannot be read."""
+    try:
+        record = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
+        workload, policy = WorkloadFacts(**record.pop("workload")), Policy(**record.pop("policy"))
+        return RunFile(workload=workload, policy=policy, **record)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None

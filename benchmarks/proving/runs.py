@@ -1,0 +1,179 @@
+"""Which runs are wanted, which of them are finished, and making the others, each in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.proving import runfile
+from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.execution import NO_DATA_STATUS
+from benchmarks.proving.progress import Bars
+from benchmarks.proving.recipe import ROOT
+from benchmarks.proving.runfile import RunFile
+
+OUTPUT_NAME = "output.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where runs find their data and leave their results."""
+
+    data: Path
+    results: Path
+    jobs: int = 1
+
+
+def sort_out(wanted: Sequence[RunFile], results: Path, recipes: dict[str, dict[str, Any]]) -> list[RunFile]:
+    """Return the runs that are still to be made; finished ones are left out, broken ones are not.
+
+    Args:
+        wanted: all runs.
+        results: the directory of all results.
+        recipes: what the workloads train now, by `recipe.describe`; of a workload that is not
+            here, the recipe is not compared.
+
+    Raises:
+        RefusedError: a finished run in the way was made with other settings, or is being made.
+    """
+    missing = []
+    for run in wanted:
+        found = runfile.load(results / run.place)
+        if found is not None and found.status == runfile.FINISHED:
+            _check_same(found, run, recipes.get(run.workload.name), results)
+        elif found is not None and _is_alive(found):
+            raise RefusedError(
+                f"{run.name} is being made by process {found.pid}. Wait for it, or give another --results."
+            )
+        else:
+            missing.append(run)
+    return missing
+
+
+def _check_same(found: RunFile, run: RunFile, recipe: dict[str, Any] | None, results: Path) -> None:
+    differences = [
+        f"{what} was {before!r}, now {now!r}"
+        for what, before, now in (
+            ("the policy", found.policy.name, run.policy.name),
+            ("its settings", found.policy.settings, run.policy.settings),
+            ("the device", found.device, run.device),
+            *((name, found.recipe.get(name), value) for name, value in (recipe or {}).items()),
+        )
+        if before != now
+    ]
+    if differences:
+        raise RefusedError(
+            f"{run.name} is finished in {results / run.place}, but was made otherwise: {'; '.join(differences)}. "
+            f"Give another --results, or make it again with --again."
+        )
+
+
+def _is_alive(found: RunFile) -> bool:
+    """Tell whether a process still makes this run; its number may long be another's."""
+    try:
+        return bool(found.pid) and "benchmarks.proving.execution" in psutil.Process(found.pid).cmdline()
+    except psutil.Error:
+        return False
+
+
+def make(wanted: Sequence[RunFile], place: Place, bars: Bars) -> list[RunFile]:
+    """Make runs in turn, at most `place.jobs` at a time; return those that failed, with their errors."""
+    queue = Queue(wanted, place, bars)
+    with ThreadPoolExecutor(place.jobs) as workers:
+        try:
+            for done in [workers.submit(queue.work) for _ in range(place.jobs)]:
+                done.result()
+        finally:
+            queue.stop()
+    return queue.failed
+
+
+class Queue:
+    """Runs that wait, those that go on, and those that failed."""
+
+    def __init__(self, wanted: Sequence[RunFile], place: Place, bars: Bars) -> None:
+        self.failed: list[RunFile] = []
+        self._waiting = iter(wanted)
+        self._place = place
+        self._bars = bars
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._without_data: dict[str, str] = {}
+        self._stopped = False
+
+    def work(self) -> None:
+        """Make one run after the other until none waits."""
+        for run in self._take():
+            reason = self._without_data.get(run.workload.name)
+            error = reason if reason is not None else self._make(run)
+            if error and not self._stopped:
+                self.failed.append(dataclasses.replace(run, status=runfile.FAILED, error=error))
+
+    def stop(self) -> None:
+        """Let nothing new begin, and end what still goes on (nothing does, unless we were interrupted)."""
+        self._stopped = True
+        for process in tuple(self._processes):
+            process.terminate()
+
+    def _take(self) -> Iterator[RunFile]:
+        while not self._stopped:
+            with self._lock:
+                run = next(self._waiting, None)
+            if run is None:
+                return
+            yield run
+
+    def _make(self, run: RunFile) -> str:
+        """Make a run; return why it failed, or nothing."""
+        directory = self._place.results / run.place
+        shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: a journal is only appended to
+        run.save(directory)
+        command = [sys.executable, "-u", "-m", "benchmarks.proving.execution", str(directory)]
+        with (directory / OUTPUT_NAME).open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(
+                [*command, "--data", str(self._place.data)],
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env=_environment(run),
+            )
+            self._processes.add(process)
+            with process, self._bars.follow(run.name) as show:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    show(**json.loads(line))
+            self._processes.discard(process)
+        if process.returncode == 0:
+            return ""
+        error = _error(directory, process.returncode)
+        if process.returncode == NO_DATA_STATUS:
+            self._without_data[run.workload.name] = error
+        return error
+
+
+def _error(directory: Path, status: int) -> str:
+    found = runfile.load(directory)
+    return (found.error if found else "") or f"its process ended with status {status}; see {directory / OUTPUT_NAME}"
+
+
+def _environment(run: RunFile) -> dict[str, str]:
+    """Return the environment of a run's process."""
+    paths = [str(ROOT), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # Waiting threads that spin would count as CPU time and slow a busy machine down.
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    if run.tier != "gpu":
+        environment["OMP_NUM_THREADS"] = "1"
+    return environment

@@ -1,0 +1,88 @@
+"""What a run froze when, and the compute that was really skipped by it."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from egeria.events import ComputeProfiled
+from egeria.report.cache import list_uses
+from egeria.report.freezing import BACKWARD_SHARE, depth_points, mean_over_steps
+from egeria.report.history import History
+
+FORWARD_SHARE = 1 - BACKWARD_SHARE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of a run at one depth."""
+
+    begin: float
+    end: float
+    """In epochs."""
+    frozen: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """Shares of the floating-point work of the whole run, counting one part forward and two backward."""
+
+    backward: float | None
+    """Backward passes of frozen layer modules; None where something froze and nobody profiled the model."""
+    forward: float | None
+    """Forward passes that were not made because the activations came from the store, by samples served."""
+
+    @property
+    def total(self) -> float | None:
+        """Both."""
+        return None if self.backward is None or self.forward is None else self.backward + self.forward
+
+
+def spans(history: History, steps_per_epoch: int) -> tuple[Span, ...]:
+    """Return how deep a run was frozen, from its first step to its last."""
+    points = depth_points(history)
+    steps = [*(point.step for point in points), _last_step(history)]
+    return tuple(
+        Span(begin=begin / steps_per_epoch, end=end / steps_per_epoch, frozen=point.frozen)
+        for point, begin, end in zip(points, steps, steps[1:], strict=False)
+    )
+
+
+def measure_skipped(history: History) -> Skipped:
+    """Return what freezing skipped, and what the store did."""
+    backward = mean_over_steps(depth_points(history), _last_step(history), lambda point: point.skipped_share)
+    return Skipped(backward=backward, forward=_served_share(history))
+
+
+def _served_share(history: History) -> float | None:
+    """Return the share of the work that stored activations spared.
+
+    Each generation counts from the step that decided it to that of the next decision, with the forward
+    share of the modules then frozen, and for the share of its samples that came from the store.
+    """
+    uses = list_uses(history)
+    if not any(use.hit_share for use in uses):
+        return 0.0
+    profile = history.last(ComputeProfiled)
+    last_step = _last_step(history)
+    if profile is None or not last_step:
+        return None
+    points = depth_points(history)
+    steps = [point.step for point in points]
+    ends = [*(use.decided.step for use in uses[1:]), last_step]
+    served = 0.0
+    for use, end in zip(uses, ends, strict=True):
+        depth = points[max(0, bisect.bisect_right(steps, use.decided.step) - 1)].frozen
+        num_steps = max(0, min(end, _thaw_step(history, use.decided.step)) - use.decided.step)
+        served += (use.hit_share or 0.0) * sum(profile.forward_shares[:depth]) * num_steps
+    return FORWARD_SHARE * served / last_step
+
+
+def _thaw_step(history: History, step: int) -> int:
+    """Return the first step after this one at which the depth changes."""
+    changes = [point.step for point in depth_points(history) if point.step > step]
+    return min(changes, default=_last_step(history))
+
+
+def _last_step(history: History) -> int:
+    return max((event.step for event in history.events), default=0)

@@ -1,0 +1,8 @@
+"""All workloads by name; importing this imports every kind, with what it needs."""
+
+from __future__ import annotations
+
+from benchmarks.workloads import text, vision
+from benchmarks.workloads.workload import Workload
+
+WORKLOADS: tuple[Workload, ...] = (*vision.WORKLOADS, *text.WORKLOADS)

@@ -1,0 +1,247 @@
+"""What the bench computes, against examples worked by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.proving.accuracy_time import accuracy_time, target_value, time_to
+from benchmarks.proving.comparison import compare
+from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.policies import parse_policy
+from benchmarks.proving.results import Evaluation, Outcome
+from benchmarks.proving.runfile import RunFile, WorkloadFacts
+from benchmarks.proving.skipping import Skipped, measure_skipped, spans
+from benchmarks.proving.statistics import T_QUANTILES, spread, t_quantile
+from benchmarks.proving.tables import overview, time_table, worst_of
+
+from egeria.events import CacheDecided, CacheUsed, ComputeProfiled, MetricLogged, ModuleFrozen, RunStarted, Thawed
+from egeria.journal import JournalWriter
+from egeria.report.history import read_history
+
+ACCURACY = WorkloadFacts(name="made-up", metric="accuracy", higher_is_better=True, is_relative=False, paper="")
+PERPLEXITY = WorkloadFacts(name="made-up", metric="perplexity", higher_is_better=False, is_relative=True, paper="")
+
+
+def outcome(policy: str, seed: int, values: list[float], *, epoch_s: float = 10.0, **changes) -> Outcome:
+    """A run with one evaluation every `epoch_s` seconds; CPU time is twice the wall-clock time."""
+    run = RunFile(
+        status="finished",
+        workload=changes.pop("workload", ACCURACY),
+        module="",
+        tier="cpu",
+        seed=seed,
+        policy=parse_policy(policy),
+        device="cpu",
+        recipe={"num_epochs": len(values), "lr": changes.pop("lr", 0.1)},
+    )
+    evaluations = tuple(
+        Evaluation(epoch=place, step=place * 100, value=value, wall_s=place * epoch_s, cpu_s=2 * place * epoch_s)
+        for place, value in enumerate(values, start=1)
+    )
+    skipped = Skipped(backward=changes.pop("skipped", 0.0), forward=0.0)
+    return Outcome(
+        run=run, directory=Path(), evaluations=evaluations, skipped=skipped, spans=(), num_modules=4, remarks=(),
+    )  # fmt: skip
+
+
+def test_quantiles_are_those_of_student():
+    """Integrates the density up to each quantile: 97.5 % must lie below it."""
+    for degrees, quantile in enumerate(T_QUANTILES, start=1):
+        norm = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+        num_steps = 4000
+        width = quantile / num_steps
+        heights = [
+            norm * (1 + (place * width) ** 2 / degrees) ** (-(degrees + 1) / 2) for place in range(num_steps + 1)
+        ]
+        below = 0.5 + width * (sum(heights) - (heights[0] + heights[-1]) / 2)
+        assert below == pytest.approx(0.975, abs=5e-5), degrees
+
+
+def test_interval_of_three_differences():
+    found = spread([-1.0, 0.0, 1.0])
+    assert (found.mean, found.sd) == (0.0, 1.0)
+    assert found.high == pytest.approx(4.303 / math.sqrt(3))
+    assert found.low == -found.high
+
+
+def test_one_seed_has_no_interval_and_many_the_last_quantile():
+    assert spread([2.0]).low is None
+    assert spread([]) is None
+    assert t_quantile(500) == 2.042
+
+
+def test_target_is_the_mean_of_the_last_three_evaluations():
+    plain = outcome("none", 0, [50, 80, 90, 90, 93])
+    assert target_value(plain, "converged") == pytest.approx(91)
+    assert target_value(plain, "99 %") == pytest.approx(0.99 * 91)
+    falling = outcome("none", 0, [9, 5, 4, 4, 4], workload=PERPLEXITY)
+    assert target_value(falling, "99 %") == pytest.approx(1.01 * 4)
+
+
+def test_time_is_that_of_the_first_evaluation_as_good():
+    plain = outcome("none", 0, [50, 80, 90, 90, 93])
+    assert time_to(plain.evaluations, 90, higher_is_better=True) == 30
+    assert time_to(plain.evaluations, 90, higher_is_better=True, clock="cpu") == 60
+    assert time_to(plain.evaluations, 93.1, higher_is_better=True) is None
+    falling = outcome("none", 0, [9, 5, 4], workload=PERPLEXITY)
+    assert time_to(falling.evaluations, 5, higher_is_better=False) == 20
+
+
+def test_a_constant_curve_reaches_its_own_mean():
+    plain = outcome("none", 0, [0.1, 0.1, 0.1])  # the mean of the three is 0.10000000000000002
+    assert time_to(plain.evaluations, target_value(plain, "converged"), higher_is_better=True) == 10
+
+
+def test_a_seed_that_never_gets_there_is_counted_and_in_no_mean():
+    pairs = [
+        (outcome("none", 0, [80, 90, 90, 90]), outcome("egeria", 0, [80, 90, 90, 90], epoch_s=5)),
+        (outcome("none", 1, [80, 90, 90, 90]), outcome("egeria", 1, [80, 85, 86, 87], epoch_s=5)),
+    ]
+    found = accuracy_time(pairs, "converged", "wall")
+    assert found.num_reached == 1
+    assert found.saved.mean == pytest.approx(50)
+    assert found.faster.mean == pytest.approx(100)
+    assert found.seeds[1].found_s is None
+    assert found.seeds[1].whole_s == 20
+    assert "reached by 1 of 2" in found.shows()
+    none = accuracy_time(pairs[1:], "converged", "wall")
+    assert none.saved is None
+    assert none.shows() == "not reached (0 of 1)"
+
+
+def test_differences_are_paired_by_seed():
+    runs = [
+        *(outcome("none", seed, [70 + 10 * seed]) for seed in (0, 1)),
+        *(outcome("egeria", seed, [69 + 10 * seed], epoch_s=8) for seed in (0, 1, 2)),
+    ]
+    (comparison,) = compare(runs, "none")
+    found = comparison.find("egeria")
+    assert found.difference.mean == -1
+    assert found.difference.sd == 0
+    assert found.lost == 1
+    assert found.unpaired == (2,)
+    assert found.saved["cpu"].mean == pytest.approx(20)
+    assert found.final.mean == pytest.approx(79)
+    assert not comparison.is_within(found)
+
+
+def test_relative_metrics_are_judged_in_per_cent_of_plain():
+    runs = [
+        outcome("none", 0, [4.0], workload=PERPLEXITY),
+        outcome("egeria", 0, [4.03], workload=PERPLEXITY),
+        outcome("default", 0, [4.05], workload=PERPLEXITY),
+    ]
+    (comparison,) = compare(runs, "none")
+    assert comparison.find("egeria").lost == pytest.approx(0.75)
+    assert comparison.is_within(comparison.find("egeria"))
+    assert not comparison.is_within(comparison.find("default"))
+
+
+def test_a_run_that_diverged_is_never_within_and_shows():
+    runs = [outcome("none", 0, [90.0]), outcome("egeria", 0, [math.nan])]
+    (comparison,) = compare(runs, "none")
+    assert not comparison.is_within(comparison.find("egeria"))
+    assert "not reached (0 of 1)" in time_table(comparison)
+    assert "nan" in overview([comparison])
+
+
+def test_oracle_is_the_lossless_schedule_that_skips_most():
+    runs = [
+        outcome("none", 0, [90.0]),
+        outcome("static:schedule=0.5:1", 0, [89.9], skipped=0.2),
+        outcome("static:schedule=0.25:1", 0, [89.8], skipped=0.4),
+        outcome("static:schedule=0.25:3", 0, [80.0], skipped=0.6),
+        outcome("egeria", 0, [89.9], skipped=0.3),
+    ]
+    (comparison,) = compare(runs, "none")
+    assert comparison.oracle.policy == "static:schedule=0.25:1"
+    assert comparison.oracle_share(comparison.find("egeria")) == pytest.approx(75)
+
+
+def test_oracle_must_have_the_seeds_of_plain():
+    runs = [outcome("none", 0, [90.0]), outcome("none", 1, [90.0]), outcome("static:schedule=0.5:1", 0, [95.0])]
+    assert compare(runs, "none")[0].oracle is None
+
+
+def test_runs_of_two_recipes_are_not_compared():
+    with pytest.raises(RefusedError, match="recipe"):
+        compare([outcome("none", 0, [90.0]), outcome("egeria", 0, [90.0], lr=0.2)], "none")
+
+
+def test_worst_row_loses_most_quality_before_it_saves_least_time():
+    def workload(name: str, final: float, epoch_s: float):
+        facts = replace(ACCURACY, name=name)
+        plain = outcome("none", 0, [90.0], workload=facts)
+        return [plain, outcome("default", 0, [final], workload=facts, epoch_s=epoch_s)]
+
+    slow, fast = workload("slow", 90, 9.9), workload("fast", 90, 5)
+    lossy = workload("lossy", 89, 2)
+    assert worst_of(compare([*slow, *fast], "none")).workload.name == "slow"
+    found = compare([*slow, *fast, *lossy], "none")
+    assert worst_of(found).workload.name == "lossy"
+    (line,) = [line for line in overview(found).splitlines() if "worst" in line]
+    assert "lossy" in line
+
+
+def journal(directory: Path, *events) -> None:
+    writer = JournalWriter(directory, on_failure=pytest.fail)
+    modules = [{"name": name, "num_parameters": 10} for name in "abc"]
+    writer.write(
+        RunStarted(
+            step=0, config={}, modules=modules, trainable=[True] * 3, deepest_freeze=2, rule="step", total_steps=100,
+            interval_steps=10, interval_reason="", environment={},
+        )
+    )  # fmt: skip
+    for event in events:
+        writer.write(event)
+    writer.write(MetricLogged(step=100, values={}))
+    writer.close()
+
+
+FROZEN = ModuleFrozen(step=40, module=0, name="a", frozen=1, reason="", parameter_share=1 / 3)
+PROFILE = ComputeProfiled(step=10, forward_shares=[0.3, 0.3, 0.4])
+
+
+def stored(step: int) -> CacheDecided:
+    return CacheDecided(step=step, boundary="a", generation=1, mode="stored", reason="", numbers={})
+
+
+def used(step: int, hits: int, misses: int) -> CacheUsed:
+    counts = dict.fromkeys(
+        ("mismatches", "batches", "stalls", "bytes_read", "bytes_written", "size_bytes", "dropped_writes", "checks"), 0
+    )
+    seconds = {"stall_s": 0.0, "largest_error": 0.0, "thread_cpu_s": 0.0}
+    return CacheUsed(step=step, boundary="a", generation=1, hits=hits, misses=misses, **counts, **seconds)
+
+
+def test_skipped_compute_is_the_backward_pass_while_frozen(tmp_path):
+    journal(tmp_path, PROFILE, FROZEN, Thawed(step=90, frozen_before=1, reason="", window=5))
+    found = measure_skipped(read_history(tmp_path))
+    assert found.backward == pytest.approx(2 / 3 * 0.3 * 0.5)  # half of the run
+    assert found.forward == 0
+    assert [(span.begin, span.end, span.frozen) for span in spans(read_history(tmp_path), 10)] == [
+        (0, 4, 0),
+        (4, 9, 1),
+        (9, 10, 0),
+    ]
+
+
+def test_forward_passes_count_only_for_samples_that_were_served(tmp_path):
+    journal(tmp_path, PROFILE, FROZEN, stored(40), used(60, 10, 10), used(99, 45, 15))
+    found = measure_skipped(read_history(tmp_path))
+    assert found.backward == pytest.approx(2 / 3 * 0.3 * 0.6)
+    assert found.forward == pytest.approx(1 / 3 * 0.3 * 0.6 * 45 / 60)
+
+
+def test_stored_activations_of_a_boundary_that_thawed_count_until_then(tmp_path):
+    thawed = Thawed(step=60, frozen_before=1, reason="", window=5)
+    journal(tmp_path, PROFILE, FROZEN, stored(40), used(60, 20, 20), thawed)
+    assert measure_skipped(read_history(tmp_path)).forward == pytest.approx(1 / 3 * 0.3 * 0.2 * 0.5)
+
+
+def test_what_was_skipped_without_a_profile_is_not_known(tmp_path):
+    journal(tmp_path, FROZEN)
+    assert measure_skipped(read_history(tmp_path)).total is None

@@ -1,0 +1,184 @@
+"""The search for the best schedule, with a made-up truth in place of training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.proving.comparison import compare
+from benchmarks.proving.oracle import Trials, measure_weights
+from benchmarks.proving.policies import parse_policy
+from benchmarks.proving.results import read_results
+from benchmarks.proving.runfile import RunFile, WorkloadFacts
+from benchmarks.proving.schedules import Schedule, Search, coarse_grid, cut_into_blocks, moves, to_text
+from benchmarks.proving.tables import oracle_table, quality_table
+from benchmarks.workloads.workload import Setting
+from tests.toy_workloads import build_clusters
+
+from egeria.events import ComputeProfiled, MetricLogged, ModuleFrozen, RunStarted
+from egeria.journal import JournalWriter
+
+
+class Truth:
+    """Freezing module `i` is without loss from share `earliest[i]` on."""
+
+    def __init__(self, earliest: Schedule, budget: int = 1000) -> None:
+        self.earliest = earliest
+        self.asked: list[Schedule] = []
+        self.budget = budget
+
+    def __call__(self, schedule: Schedule) -> bool | None:
+        if len(self.asked) == self.budget:
+            return None
+        self.asked.append(schedule)
+        return all(share >= limit for share, limit in zip(schedule, self.earliest, strict=True))
+
+
+WEIGHTS = (0.1, 0.15, 0.2)
+
+
+@pytest.mark.parametrize(
+    "earliest",
+    [(0.25, 0.5, 0.75), (0.0, 0.0, 1.0), (0.5, 0.5, 0.5), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)],
+)
+def test_finds_the_best_schedule_on_its_grid(earliest):
+    truth = Truth(earliest)
+    found = Search(WEIGHTS, truth).run()
+    assert found.finished
+    best = sum(weight * (1 - limit) for weight, limit in zip(WEIGHTS, earliest, strict=True))
+    assert found.saving == pytest.approx(best)
+    assert found.best == earliest
+    assert len(truth.asked) == len(set(truth.asked)) <= 20
+
+
+def test_between_the_points_of_the_grid_it_comes_close():
+    earliest = (0.2, 0.45, 0.8)
+    found = Search(WEIGHTS, truth := Truth(earliest)).run()
+    best = sum(weight * (1 - limit) for weight, limit in zip(WEIGHTS, earliest, strict=True))
+    assert best - 0.03 < found.saving <= best
+    assert all(share >= limit for share, limit in zip(found.best, earliest, strict=True))
+    assert len(truth.asked) <= 25
+
+
+def test_never_tries_what_an_earlier_failure_rules_out():
+    truth = Truth((0.4, 0.6, 0.9))
+    Search(WEIGHTS, truth).run()
+    for place, schedule in enumerate(truth.asked):
+        for before in truth.asked[:place]:
+            failed = any(share < limit for share, limit in zip(before, truth.earliest, strict=True))
+            assert not (failed and all(share <= other for share, other in zip(schedule, before, strict=True)))
+
+
+def test_the_budget_ends_it_with_the_best_so_far():
+    everything = Search(WEIGHTS, Truth((0.25, 0.5, 0.75))).run()
+    some = Search(WEIGHTS, Truth((0.25, 0.5, 0.75), budget=4)).run()
+    assert not some.finished
+    assert len(some.tried) == 4
+    assert 0 < some.saving <= everything.saving
+    assert some.tried[some.best]
+    nothing = Search(WEIGHTS, Truth((0.25, 0.5, 0.75), budget=0)).run()
+    assert (nothing.best, nothing.saving) == ((1, 1, 1), 0)
+
+
+def test_many_modules_freeze_in_blocks_of_similar_weight():
+    assert cut_into_blocks((0.1, 0.2, 0.3)) == [1, 1, 1]
+    assert cut_into_blocks((0.4, *[0.05] * 8)) == [1, 4, 4]
+    truth = Truth((0.25,) * 5 + (0.5,) * 5 + (1.0,) * 10)
+    found = Search((0.03,) * 20, truth).run()
+    assert found.best == truth.earliest
+    assert len(truth.asked) <= 25
+
+
+def test_proposals_are_schedules():
+    proposed = [*coarse_grid(3), *moves((0.25, 0.5, 1.0), 0.125)]
+    for schedule in proposed:
+        assert all(before <= after for before, after in itertools.pairwise(schedule))
+        assert min(schedule) >= 0
+        assert max(schedule) <= 1
+
+
+def test_a_schedule_is_written_as_a_policy():
+    assert to_text((0.0, 0.5, 0.5, 1.0)) == "static:schedule=0:1+0.5:3"
+    policy = parse_policy(to_text((0.125, 0.5, 0.5, 1.0)))
+    assert policy.settings["policy"]["schedule"] == "0.125:1 0.5:3"
+
+
+class Maker:
+    """Writes runs in place of training: a module that freezes before half of the training costs a point."""
+
+    def __init__(self, results: Path) -> None:
+        self.results = results
+        self.made: list[RunFile] = []
+
+    def __call__(self, wanted: Sequence[RunFile]) -> None:
+        for run in wanted:
+            self.made.append(run)
+            replace(run, status="finished", recipe={"num_epochs": 1, "steps_per_epoch": 100}).save(self._place(run))
+            self._write_journal(run)
+
+    def _place(self, run: RunFile) -> Path:
+        return self.results / run.place
+
+    def _write_journal(self, run: RunFile) -> None:
+        text = run.policy.settings.get("policy", {}).get("schedule", "")
+        entries = [(float(share), int(depth)) for share, depth in (entry.split(":") for entry in text.split())]
+        lost = sum(share < 0.5 for share, _ in entries)
+        writer = JournalWriter(self._place(run), on_failure=pytest.fail)
+        modules = [{"name": name, "num_parameters": 10} for name in "abc"]
+        writer.write(
+            RunStarted(
+                step=0, config={}, modules=modules, trainable=[True] * 3, deepest_freeze=2, rule="", total_steps=100,
+                interval_steps=1, interval_reason="", environment={},
+            )
+        )  # fmt: skip
+        writer.write(ComputeProfiled(step=0, forward_shares=[0.3, 0.3, 0.4]))
+        for share, depth in entries:
+            step = int(100 * share)
+            writer.write(
+                ModuleFrozen(step=step, module=depth - 1, name="", frozen=depth, reason="", parameter_share=0.3)
+            )
+        values = {"accuracy": 90.0 + run.seed - lost, "epoch": 1, "train_wall_s": 10.0, "train_cpu_s": 10.0}
+        writer.write(MetricLogged(step=100, values=values))
+        writer.close()
+
+
+def trials(results: Path, most_runs: int) -> tuple[Trials, Maker]:
+    facts = WorkloadFacts(name="made-up", metric="accuracy", higher_is_better=True, is_relative=False, paper="")
+    pattern = RunFile(
+        status="waiting", workload=facts, module="", tier="cpu", seed=0, policy=parse_policy("none"), device="cpu"
+    )
+    maker = Maker(results)
+    return Trials(pattern, [0, 1], results, maker, most_runs), maker
+
+
+def test_trials_are_kept_as_results_that_compare_knows(tmp_path):
+    search, maker = trials(tmp_path, 100)
+    found = search.search([0.2, 0.2])
+    assert found.best == (0.5, 0.5)
+    assert (len(maker.made), {run.seed for run in maker.made}) == (search.num_runs, {0, 1})
+    (comparison,) = compare(read_results(tmp_path), "none")
+    assert comparison.oracle.policy == "static:schedule=0.5:2"
+    assert comparison.oracle.skipped.mean == pytest.approx(100 * found.saving)
+    shown, tried = quality_table(comparison), oracle_table(comparison)
+    assert "oracle: `static:schedule=0.5:2`" in shown
+    assert len(shown.splitlines()) == 4  # plain and the oracle, without what else was tried
+    assert len(tried.splitlines()) == 2 + len(found.tried)
+
+
+def test_a_search_wants_no_more_runs_than_it_may(tmp_path):
+    search, maker = trials(tmp_path, 7)
+    found = search.search([0.2, 0.2])
+    assert not found.finished
+    assert len(maker.made) == 6  # plain and two schedules, two seeds each; a third would need 8
+
+
+def test_weights_are_what_freezing_each_module_saves():
+    training = build_clusters(Setting(data=Path(), tier="smoke", seed=0, device=torch.device("cpu")))
+    weights = measure_weights(training)
+    assert len(weights) == 3  # of four modules the last never freezes
+    assert sum(weights) < 2 / 3
+    assert weights == pytest.approx([weights[0]] * 3)

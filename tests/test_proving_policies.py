@@ -1,0 +1,69 @@
+"""What may stand behind `--policy`."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.policies import parse_policies, parse_policy
+
+
+def test_commas_part_policies_but_not_their_settings():
+    found = parse_policies(["none,static:schedule=0.5:1+0.75:3,start=0.25,egeria", "default"])
+    assert [policy.name for policy in found] == ["none", "static", "egeria", "default"]
+    assert found[1].settings == {"policy": {"schedule": "0.5:1 0.75:3", "start": 0.25}}
+    assert [policy.is_plain for policy in found] == [True, False, False, False]
+
+
+def test_values_are_toml_and_keys_may_name_another_group():
+    policy = parse_policy("egeria:plasticity.window=4,cache.enabled=true,controller.kind=inline,policy.level=1e-1")
+    assert policy.settings == {
+        "plasticity": {"window": 4},
+        "cache": {"enabled": True},
+        "controller": {"kind": "inline"},
+        "policy": {"level": 0.1},
+    }
+
+
+def test_a_file_gives_settings_as_they_are(tmp_path):
+    path = tmp_path / "wide.toml"
+    path.write_text("[plasticity]\nwindow = 20\n")
+    policy = parse_policy(str(path))
+    assert (policy.text, policy.settings) == ("wide", {"plasticity": {"window": 20}})
+    assert policy.attach_arguments() == {"config": {"plasticity": {"window": 20}}}
+
+
+def test_default_is_given_no_policy():
+    assert parse_policy("default").attach_arguments() == {}
+
+
+def test_the_same_policy_twice_is_one():
+    assert len(parse_policies(["none,none", "none"])) == 1
+
+
+def test_folders_are_names_that_any_file_system_takes():
+    policies = parse_policies(["static:schedule=0.5:1", f"static:schedule={'+'.join(f'0.{n}:1' for n in range(90))}"])
+    for policy in policies:
+        assert len(policy.folder) <= 100
+        assert not set(policy.folder) & set(":=+/,")
+
+
+@pytest.mark.parametrize("text", ["", "none:a=1", "static:schedule", "../away", "egeria:a.b.c=1", "absent.toml"])
+def test_what_is_no_policy_is_refused(text):
+    with pytest.raises(RefusedError):
+        parse_policy(text)
+
+
+@pytest.mark.parametrize("name", ["none", "default"])
+def test_a_file_must_not_pass_for_what_has_a_meaning(tmp_path, name):
+    path = tmp_path / f"{name}.toml"
+    path.write_text("[plasticity]\nwindow = 20\n")
+    with pytest.raises(RefusedError, match="meaning of their own"):
+        parse_policy(str(path))
+
+
+def test_two_files_of_one_name_cannot_share_a_folder(tmp_path):
+    for folder, window in (("a", 4), ("b", 5)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.toml").write_text(f"[plasticity]\nwindow = {window}\n")
+    with pytest.raises(RefusedError, match="share a folder"):
+        parse_policies([f"{tmp_path}/a/mine.toml,{tmp_path}/b/mine.toml"])

@@ -1,0 +1,196 @@
+"""The bench from its command line to its record, on a toy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.__main__ import main
+from benchmarks.proving import runfile
+from benchmarks.proving.runs import sort_out
+
+import egeria
+from egeria.events import MetricLogged
+
+ROOT = Path(__file__).resolve().parent.parent
+EAGER = (
+    "egeria:plasticity.interval_steps=2,plasticity.window=2,bootstrapping.change_threshold=0.99,"
+    "controller.kind=inline,controller.budget_share=1.0,freezing.tolerance_share=0.9"
+)
+COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke"]
+# Each process takes seconds to import torch: one set of runs serves all tests that only read it.
+
+
+def bench(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """Two policies with one seed, made by the real command line."""
+    folder = tmp_path_factory.mktemp("results")
+    command = [sys.executable, "-m", "benchmarks", "run", "toy", "--policy", f"none,{EAGER}", "--seeds", "0"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    made = subprocess.run(
+        [*command, *COMMON, "--results", str(folder), "--jobs", "2"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr
+    return folder
+
+
+@pytest.fixture
+def copy(results, tmp_path) -> Path:
+    """A copy of the runs, to be spoilt."""
+    return Path(shutil.copytree(results, tmp_path / "results"))
+
+
+def run_directory(results: Path, policy: str) -> Path:
+    (found,) = (results / "toy" / "smoke").glob(f"{policy}*/seed0")
+    return found
+
+
+def test_each_run_is_a_journal_with_times_that_grow(results):
+    for policy in ("none", "egeria"):
+        metrics = egeria.read_journal(run_directory(results, policy)).of(MetricLogged)
+        assert [event.values["epoch"] for event in metrics] == [1, 2, 3, 4, 5]
+        assert [event.step for event in metrics] == [32, 64, 96, 128, 160]
+        for clock in ("train_wall_s", "train_cpu_s"):
+            seconds = [event.values[clock] for event in metrics]
+            assert seconds == sorted(seconds)
+            assert seconds[0] > 0
+        assert metrics[-1].values["accuracy"] > 30  # of 16 classes: it learns
+        assert metrics[-1].values["train_loss"] < metrics[0].values["train_loss"]
+
+
+def test_policies_begin_alike_and_the_watched_run_freezes(results):
+    plain, watched = (egeria.read_journal(run_directory(results, policy)) for policy in ("none", "egeria"))
+    frozen = [event.step for event in watched if event.kind == "frozen"]
+    assert frozen
+    first = [journal.of(MetricLogged)[0].values for journal in (plain, watched)]
+    if frozen[0] > 32:
+        assert first[0]["accuracy"] == first[1]["accuracy"]
+    closing = next(event for event in watched if event.kind == "run_closed")
+    assert closing.overhead_cpu_s < watched.of(MetricLogged)[-1].values["train_cpu_s"]  # it is part of the time
+
+
+def test_finished_runs_are_left_out_and_broken_ones_made_again(copy, capsys):
+    whole = run_directory(copy, "egeria") / "journal.jsonl"
+    before = whole.stat().st_mtime_ns
+    broken = run_directory(copy, "none")
+    file = runfile.load(broken)
+    broken.joinpath("run.json").write_text(broken.joinpath("run.json").read_text().replace("finished", "running"))
+    journal = broken / "journal.jsonl"
+    journal.write_text(journal.read_text()[:400])
+    assert bench("run", "toy", "--policy", f"none,{EAGER}", "--seeds", "0", *COMMON, "--results", copy) == 0
+    assert "finished before: 1 of 2 runs" in capsys.readouterr().out
+    assert whole.stat().st_mtime_ns == before
+    assert runfile.load(broken).status == "finished"
+    assert len(egeria.read_journal(broken).of(MetricLogged)) == 5
+    assert runfile.load(broken).recipe == file.recipe
+
+
+def test_comparing_a_record_gives_the_same_record(results, tmp_path, capsys):
+    assert bench("compare", "toy", "--results", results, "--out", tmp_path / "one") == 0
+    assert bench("compare", "--results", tmp_path / "one" / "journals", "--out", tmp_path / "two") == 0
+    names = sorted(
+        str(path.relative_to(tmp_path / "one")) for path in (tmp_path / "one").rglob("*.*") if path.is_file()
+    )
+    assert names == sorted(str(p.relative_to(tmp_path / "two")) for p in (tmp_path / "two").rglob("*.*") if p.is_file())
+    assert {"README.md", "results.json", "toy-smoke-accuracy.svg", "toy-smoke-frozen.svg"} <= set(names)
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    shown = capsys.readouterr().out
+    assert "| none | 0 |" in shown
+    (comparison,) = json.loads((tmp_path / "one" / "results.json").read_text())
+    assert [policy["policy"] for policy in comparison["policies"]] == ["none", EAGER]
+    assert comparison["policies"][1]["skipped"]["mean"] > 0
+    page = (tmp_path / "one" / "README.md").read_text()
+    assert str(tmp_path) not in page
+    for name in re.findall(r"\]\(([^)]+)\)", page):
+        assert (tmp_path / "one" / name).exists(), name
+
+
+def test_table_has_a_line_for_the_workload(results, capsys):
+    assert bench("table", "--results", results) == 0
+    assert "| toy (smoke) | accuracy |" in capsys.readouterr().out
+
+
+def test_another_recipe_is_refused_by_what_changed(copy, monkeypatch, capsys):
+    monkeypatch.setenv("TOY_RATE", "0.001")
+    assert bench("run", "toy", "--policy", "none", "--seeds", "0,1", *COMMON, "--results", copy) == 2
+    said = capsys.readouterr().err
+    assert "another recipe" in said
+    assert "0.01" in said
+    assert "--again" in said
+    assert not list(copy.rglob("seed1"))
+
+
+def test_other_settings_under_the_same_name_are_refused(copy, tmp_path, capsys):
+    wanted = runfile.load(run_directory(copy, "none"))
+    (tmp_path / "mine.toml").write_text("[plasticity]\nwindow = 4\n")
+    mine = copy / "toy" / "smoke" / "mine" / "seed0"
+    shutil.copytree(run_directory(copy, "none"), mine)
+    record = json.loads((mine / "run.json").read_text())
+    record["policy"] = {"text": "mine", "name": "default", "settings": {"plasticity": {"window": 9}}}
+    (mine / "run.json").write_text(json.dumps(record))
+    arguments = ["--policy", str(tmp_path / "mine.toml"), "--seeds", "0", *COMMON, "--results", copy]
+    assert bench("run", "toy", *arguments) == 2
+    assert "'window': 9" in capsys.readouterr().err
+    assert sort_out([wanted], copy, {}) == []
+
+
+def test_a_run_that_is_being_made_is_left_alone(copy, capsys):
+    directory = run_directory(copy, "none")
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", "benchmarks.proving.execution"]
+    with subprocess.Popen(sleeping) as process:
+        try:
+            record = json.loads((directory / "run.json").read_text())
+            (directory / "run.json").write_text(json.dumps({**record, "status": "running", "pid": process.pid}))
+            assert bench("run", "toy", "--policy", "none", "--seeds", "0", *COMMON, "--results", copy) == 2
+        finally:
+            process.kill()
+    assert "is being made by process" in capsys.readouterr().err
+    assert (directory / "journal.jsonl").exists()
+
+
+def test_data_that_are_missing_are_told_and_looked_for_once(tmp_path, capsys):
+    arguments = ["--policy", "none", "--seeds", "0,1", *COMMON, "--results", tmp_path, "--data", "sky"]
+    assert bench("run", "no-data", *arguments) == 1
+    said = capsys.readouterr().out
+    assert said.count("the moon photographs are missing; looked for them in sky") == 2  # both runs failed
+    assert not (tmp_path / "no-data" / "smoke" / "none" / "seed1").exists()
+
+
+def test_a_run_that_fails_says_why_and_is_not_a_result(tmp_path, capsys):
+    assert bench("run", "broken", "--policy", "none", "--seeds", "0", *COMMON, "--results", tmp_path) == 1
+    assert "ValueError: a fault in the workload" in capsys.readouterr().out
+    directory = tmp_path / "broken" / "smoke" / "none" / "seed0"
+    assert runfile.load(directory).status == "failed"
+    assert "a fault in the workload" in (directory / "output.txt").read_text()
+    assert bench("compare", "broken", "--results", tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["run", "toy", "--policy", "none:a=1", *COMMON], "has no settings"),
+        (["run", "toy", "--policy", "none", "--workloads", "tests.absent"], "tests.absent"),
+        (["compare", "--results", "nowhere"], "no finished run"),
+        (["table", "--results", "nowhere"], "no finished run"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(arguments, reason, capsys):
+    assert bench(*arguments) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_lists_workloads_of_ones_own(capsys):
+    assert bench("list", "--only", "--workloads", "tests.toy_workloads") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["toy", "no-data", "broken"]

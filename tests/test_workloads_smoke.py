@@ -1,0 +1,31 @@
+"""Each workload of the proving ground, from the command line to a comparison, in its smallest tier."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from benchmarks.__main__ import main
+from benchmarks.proving.results import read_results
+from benchmarks.workloads.registry import WORKLOADS
+
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+A_MINUTE_S = 60.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_trains_watched_and_can_be_compared(name, data, tmp_path, capsys):
+    arguments = ["run", name, "--policy", "default", "--seeds", "0", "--tier", "smoke"]
+    status = main([*arguments, "--data", str(data), "--results", str(tmp_path)])
+    said = capsys.readouterr().out
+    if status and " missing" in said:
+        pytest.skip(said.partition("failed: ")[2].strip())
+    assert status == 0, said
+    (outcome,) = read_results(tmp_path)
+    assert outcome.final.cpu_s < A_MINUTE_S
+    assert all(math.isfinite(evaluation.value) for evaluation in outcome.evaluations)
+    assert not [remark for remark in outcome.remarks if remark.startswith("fault")]
+    if not BY_NAME[name].is_relative:
+        assert outcome.final.value > 1  # points are per cent, not shares
