@@ -129,7 +129,7 @@ SQUAD = {
         num_held_out=400,
         batch_size=16,
         num_epochs=2,
-        peak_rate=1e-4,
+        peak_rate=2e-4,
     ),
     "gpu": QuestionRecipe(
         longest=384,
@@ -144,6 +144,6 @@ SQUAD = {
 
 SST2 = {
     "smoke": FineTuning(longest=32, num_train=320, num_held_out=100, batch_size=32, num_epochs=2, peak_rate=1e-4),
-    "cpu": FineTuning(longest=64, num_train=6000, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=5e-5),
+    "cpu": FineTuning(longest=64, num_train=6000, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=1e-4),
     "gpu": FineTuning(longest=128, num_train=None, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=3e-5),
 }
