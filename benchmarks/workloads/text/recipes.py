@@ -35,9 +35,9 @@ TINY_MULTI30K = {
         num_validation=1014,
         num_translated=200,
         batch_size=64,
-        num_epochs=4,
+        num_epochs=3,
         peak_rate=2e-3,
-        warmup_steps=300,
+        warmup_steps=200,
     ),
     "gpu": Translation(
         width=256,
