@@ -213,10 +213,9 @@ def test_pixels_that_are_void_give_no_loss():
     source = Source(Pictures(images, targets), Pictures(images, targets), (0.5,) * 3, (0.25,) * 3)
     training = build(replace(task, read=lambda data, recipe: source), step_schedule, setting(None))
     inputs, labels = next(iter(training.loader))
-    known = training.loss(training.model, (inputs, labels))
-    assert known.item() == pytest.approx(
-        training.loss(training.model, (inputs.where(labels[:, None] == 0, 9.0), labels))
-    )
+    elsewhere = inputs.where(labels[:, None] == 0, 9.0)
+    losses_of_both = [training.loss(training.model, (images, labels)).item() for images in (inputs, elsewhere)]
+    assert not torch.equal(inputs, elsewhere) and losses_of_both[0] == losses_of_both[1] > 0
     with torch.no_grad():
         training.model.bias.copy_(torch.tensor([100.0, 0.0, 0.0]))
         assert training.evaluate(training.model) == {"miou": 100.0, "accuracy": 100.0}
@@ -233,13 +232,17 @@ def test_sheets_are_cut_into_their_tiles(tmp_path):
         Image.fromarray(pixels).save(tmp_path / "cifar10" / f"{sheet}.webp", lossless=True, quality=0, method=0)
         labels[sheet] = (numbers % 10).reshape(-1).astype(np.uint8)
     np.savez(tmp_path / "cifar10" / "labels.npz", **labels)
-    source = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300))
+    source = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300, size=(32, 32)))
     assert len(source.train.images) == 9_000 and len(source.held_out.targets) == 300
     for index in (0, 1, 100, 8_999):
         image = source.train.images[index]
         assert image[..., 0].eq(index // 100).all() and image[..., 1].eq(index % 100).all()
         assert image[..., 2].nonzero().tolist() == [[0, 0]]
         assert source.train.targets[index] == index % 10
+    halved = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300, size=(16, 16)))
+    # Four pixels make one, and none of them is a neighbour's.
+    assert torch.equal(halved.train.images[..., :2], source.train.images[:, ::2, ::2, :2])
+    assert halved.train.images[8_999, ..., 2].nonzero().tolist() == [[0, 0]]
 
 
 def picture(value, mode="RGB", form="PNG", size=(8, 8)):

@@ -29,22 +29,25 @@ def read_cifar10(root: Path, recipe: Recipe) -> Source:
     files = ("labels.npz", *(f"{sheet}.webp" for sheet in [*sheets, "test_batch"]))
     folder = folder_with(root, "cifar10", files)
     return Source(
-        train=_pictures(folder, sheets, recipe.num_train),
-        held_out=_pictures(folder, ["test_batch"], recipe.num_held_out),
+        train=_pictures(folder, sheets, recipe.num_train, recipe.size),
+        held_out=_pictures(folder, ["test_batch"], recipe.num_held_out, recipe.size),
         mean=(0.4914, 0.4822, 0.4465),
         deviation=(0.2470, 0.2435, 0.2616),
     )
 
 
-def _pictures(folder: Path, sheets: list[str], count: int) -> Pictures:
+def _pictures(folder: Path, sheets: list[str], count: int, size: tuple[int, int]) -> Pictures:
     with np.load(folder / "labels.npz") as labels:
         targets = torch.cat([torch.from_numpy(labels[sheet]) for sheet in sheets])
-    images = torch.cat([_tiles(folder / f"{sheet}.webp") for sheet in sheets])
+    images = torch.cat([_tiles(folder / f"{sheet}.webp", size) for sheet in sheets])
     return Pictures(images[:count].contiguous(), targets[:count])
 
 
-def _tiles(path: Path) -> Tensor:
-    """Return the images of a sheet, [10000, 32, 32, 3]."""
+def _tiles(path: Path, size: tuple[int, int]) -> Tensor:
+    """Return the images of a sheet, [10000, H, W, 3]."""
+    height, width = size
     with Image.open(path) as sheet:
-        pixels = torch.from_numpy(np.array(sheet.convert("RGB")))
-    return pixels.reshape(100, 32, 100, 32, 3).transpose(1, 2).reshape(SHEET_IMAGES, 32, 32, 3)
+        # A pixel is the mean of those it covers, and the edge of a tile is the edge of a pixel at every size.
+        resized = sheet.convert("RGB").resize((100 * width, 100 * height), Image.Resampling.BOX)
+    pixels = torch.from_numpy(np.array(resized))
+    return pixels.reshape(100, height, 100, width, 3).transpose(1, 2).reshape(SHEET_IMAGES, height, width, 3)

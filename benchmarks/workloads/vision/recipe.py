@@ -30,6 +30,8 @@ class Recipe:
     lr: float
     weight_decay: float
     momentum: float = 0.9
+    is_mixed: bool = True
+    """Whether the forward pass is autocast to bfloat16."""
     decays: tuple[float, ...] = (1 / 2, 3 / 4)
     """Shares of the run after which the step schedule divides the learning rate by ten."""
 

@@ -50,6 +50,7 @@ def build(task: Task, schedule: Schedule, setting: Setting) -> Training:
     optimizer = torch.optim.SGD(
         model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
     )
+    forward = Forward(setting.device, recipe.is_mixed)
     loader = training_loader(source, recipe, setting)
     return Training(
         model=model,
@@ -57,8 +58,8 @@ def build(task: Task, schedule: Schedule, setting: Setting) -> Training:
         optimizer=optimizer,
         scheduler=schedule(optimizer, recipe, recipe.num_epochs * len(loader)),
         num_epochs=recipe.num_epochs,
-        loss=partial(loss_of, setting.device),
-        evaluate=partial(evaluate, task, held_out_loader(source, recipe, setting), setting.device),
+        loss=partial(loss_of, forward),
+        evaluate=partial(evaluate, task, held_out_loader(source, recipe, setting), forward),
     )
 
 
@@ -92,24 +93,32 @@ def held_out_loader(source: Source, recipe: Recipe, setting: Setting) -> DataLoa
     )
 
 
-def logits_and_targets(network: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Run the network in bfloat16; the logits come back in float32, where a loss is exact to more than three digits."""
-    images, targets = (part.to(device, non_blocking=True) for part in batch)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        logits = network(images)
-    return logits.float(), targets
+@dataclass(frozen=True)
+class Forward:
+    """Runs a network on a batch, which comes from the loader as it is."""
+
+    device: torch.device
+    is_mixed: bool
+    """Whether in bfloat16 where autocast allows it."""
+
+    def __call__(self, network: nn.Module, batch: Batch) -> Batch:
+        """Return logits and targets, the logits in float32: in bfloat16 a loss has no more than three digits."""
+        images, targets = (part.to(self.device, non_blocking=True) for part in batch)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.is_mixed):
+            logits = network(images)
+        return logits.float(), targets
 
 
-def loss_of(device: torch.device, network: nn.Module, batch: Batch) -> Tensor:
+def loss_of(forward: Forward, network: nn.Module, batch: Batch) -> Tensor:
     """Return the cross-entropy over all pictures or all pixels that are not void."""
-    logits, targets = logits_and_targets(network, batch, device)
+    logits, targets = forward(network, batch)
     return functional.cross_entropy(logits, targets, ignore_index=VOID)
 
 
-def evaluate(task: Task, loader: DataLoader[Any], device: torch.device, network: nn.Module) -> dict[str, float]:
+def evaluate(task: Task, loader: DataLoader[Any], forward: Forward, network: nn.Module) -> dict[str, float]:
     """Return the task's measures on all held-out pictures, in %."""
-    counts = torch.zeros(task.num_classes, task.num_classes, dtype=torch.long, device=device)
+    counts = torch.zeros(task.num_classes, task.num_classes, dtype=torch.long, device=forward.device)
     for batch in loader:
-        logits, targets = logits_and_targets(network, batch, device)
+        logits, targets = forward(network, batch)
         counts += confusion(logits.argmax(1), targets, task.num_classes)
     return {name: MEASURES[name](counts.cpu()) for name in task.measures}
