@@ -1,0 +1,51 @@
+"""The numbers a vision workload trains by in one tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """SGD with momentum on random crops and flips."""
+
+    num_train: int
+    """Training pictures."""
+    num_held_out: int
+    """Pictures the metric is taken on."""
+    size: tuple[int, int]
+    """Height and width of the pictures, in pixels; held-out ones are seen whole."""
+    crop: tuple[int, int]
+    """Height and width of the crops trained on, in pixels."""
+    padding: int = 0
+    """Black pixels around a picture before it is cropped."""
+    width: float = 1.0
+    """Channels of the network, as a share of those in the literature."""
+    num_epochs: int
+    batch_size: int
+    lr: float
+    weight_decay: float
+    momentum: float = 0.9
+    is_mixed: bool = True
+    """Whether the forward pass is autocast to bfloat16."""
+    decays: tuple[float, ...] = (1 / 2, 3 / 4)
+    """Shares of the run after which the step schedule divides the learning rate by ten."""
+
+
+def step_schedule(optimizer: SGD, recipe: Recipe, num_steps: int) -> LRScheduler:
+    """Return the schedule that falls tenfold at each decay."""
+    return MultiStepLR(optimizer, [round(share * num_steps) for share in recipe.decays], gamma=0.1)
+
+
+def cosine_schedule(optimizer: SGD, recipe: Recipe, num_steps: int) -> LRScheduler:
+    """Return the schedule that falls to zero along half a cosine."""
+    return CosineAnnealingLR(optimizer, T_max=num_steps)
+
+
+Schedule = Callable[[SGD, Recipe, int], LRScheduler]
+SCHEDULES: dict[str, Schedule] = {"": step_schedule, "-cosine": cosine_schedule}
+"""By the ending of a workload's name."""

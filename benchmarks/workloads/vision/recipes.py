@@ -1,0 +1,95 @@
+"""The recipes of the vision workloads, by network and tier.
+
+Tier 'cpu' is sized so that every phase of the step schedule is long enough for the curve to become flat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.workloads.vision.recipe import Recipe
+
+# The paper's ResNet-56: 200 epochs, decays at 100 and 150; the rest as in He et al. (2016), section 4.2.
+_CIFAR10 = Recipe(
+    num_train=50_000,
+    num_held_out=10_000,
+    size=(32, 32),
+    crop=(32, 32),
+    padding=4,
+    num_epochs=200,
+    batch_size=128,
+    lr=0.1,
+    weight_decay=1e-4,
+)
+_CIFAR10_ONE_CORE = replace(_CIFAR10, num_train=25_000, num_epochs=24, lr=0.2, weight_decay=5e-4)
+_CIFAR10_HALVED = replace(
+    _CIFAR10,
+    num_train=15_000,
+    num_held_out=5_000,
+    size=(16, 16),
+    crop=(16, 16),
+    padding=2,
+    num_epochs=16,
+    batch_size=64,
+    weight_decay=5e-4,
+)
+_CIFAR10_SMOKE = replace(_CIFAR10, num_train=256, num_held_out=128, num_epochs=2, batch_size=64)
+
+# The paper's ResNet-50: 90 epochs; decays, learning rate per sample and weight decay as He et al. on ImageNet.
+_TINYIMAGENET20 = Recipe(
+    num_train=10_000,
+    num_held_out=1_000,
+    size=(64, 64),
+    crop=(64, 64),
+    padding=8,
+    num_epochs=90,
+    batch_size=128,
+    lr=0.05,
+    weight_decay=1e-4,
+    decays=(1 / 3, 2 / 3),
+)
+_TINYIMAGENET20_ONE_CORE = replace(
+    _TINYIMAGENET20,
+    num_train=5_000,
+    num_held_out=3_000,
+    size=(48, 48),
+    crop=(48, 48),
+    padding=6,
+    num_epochs=20,
+    batch_size=64,
+    decays=(1 / 2, 3 / 4),
+)
+_TINYIMAGENET20_SMOKE = replace(
+    _TINYIMAGENET20, num_train=160, num_held_out=100, width=0.25, num_epochs=2, batch_size=40
+)
+
+_CAMVID = Recipe(
+    num_train=367,
+    num_held_out=233,
+    size=(360, 480),
+    crop=(320, 416),
+    num_epochs=200,
+    batch_size=8,
+    lr=0.02,
+    weight_decay=1e-4,
+)
+_CAMVID_ONE_CORE = replace(_CAMVID, size=(120, 160), crop=(96, 128), width=0.25, num_epochs=36, lr=0.05)
+_CAMVID_SMOKE = replace(_CAMVID_ONE_CORE, num_train=24, num_held_out=16, num_epochs=2)
+
+RECIPES: dict[str, dict[str, Recipe]] = {
+    "resnet8-cifar10": {"gpu": _CIFAR10, "cpu": _CIFAR10_ONE_CORE, "smoke": _CIFAR10_SMOKE},
+    "resnet20-cifar10": {"gpu": _CIFAR10, "cpu": _CIFAR10_HALVED, "smoke": _CIFAR10_SMOKE},
+    "resnet56-cifar10": {"gpu": _CIFAR10, "cpu": replace(_CIFAR10_HALVED, num_train=8_000), "smoke": _CIFAR10_SMOKE},
+    "mobilenetv2-tinyimagenet20": {
+        "gpu": replace(_TINYIMAGENET20, weight_decay=4e-5),
+        # The backward pass of depthwise convolutions takes three times as long in bfloat16 on a CPU.
+        "cpu": replace(_TINYIMAGENET20_ONE_CORE, width=0.5, is_mixed=False),
+        "smoke": replace(_TINYIMAGENET20_SMOKE, is_mixed=False),
+    },
+    "resnet50-tinyimagenet20": {
+        "gpu": _TINYIMAGENET20,
+        "cpu": replace(_TINYIMAGENET20_ONE_CORE, width=0.25),
+        "smoke": _TINYIMAGENET20_SMOKE,
+    },
+    "deeplabv3-camvid": {"gpu": _CAMVID, "cpu": _CAMVID_ONE_CORE, "smoke": _CAMVID_SMOKE},
+}

@@ -1,0 +1,310 @@
+"""The vision workloads: what is read, how it is cropped, what is judged, and that a setting fixes a run."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.workloads.vision import WORKLOADS
+from benchmarks.workloads.vision.camvid import read_camvid
+from benchmarks.workloads.vision.cifar10 import read_cifar10
+from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
+from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Pictures, Source
+from benchmarks.workloads.vision.recipe import Recipe, cosine_schedule, step_schedule
+from benchmarks.workloads.vision.recipes import RECIPES
+from benchmarks.workloads.vision.small_deeplab import SmallDeepLab
+from benchmarks.workloads.vision.task import Task, build
+from benchmarks.workloads.vision.tinyimagenet20 import read_tinyimagenet20
+from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
+from PIL import Image
+from torch import nn
+
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+TINY = Recipe(
+    num_train=24,
+    num_held_out=8,
+    size=(6, 8),
+    crop=(5, 6),
+    padding=1,
+    num_epochs=2,
+    batch_size=4,
+    lr=0.1,
+    weight_decay=0.0,
+)
+
+
+def setting(data, seed=0, tier="smoke"):
+    return Setting(data=data, tier=tier, seed=seed, device=torch.device("cpu"))
+
+
+def noise(count, height=6, width=8):
+    generator = torch.Generator().manual_seed(count)
+    images = torch.randint(0, 256, (count, height, width, 3), generator=generator, dtype=torch.uint8)
+    return Pictures(images, torch.arange(count).to(torch.uint8) % 3)
+
+
+class Linear(nn.Module):
+    """Scores three classes from the mean colour."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x.mean(dim=(2, 3)))
+
+
+TASK = Task(
+    name="tiny",
+    measures=("accuracy",),
+    paper="",
+    read=lambda data, recipe: Source(noise(24), noise(8), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+    num_classes=3,
+    network=lambda recipe: Linear(),
+    recipes={"smoke": TINY},
+)
+
+
+def losses(training, count):
+    """Train for some steps."""
+    found = []
+    training.model.train()
+    for _, batch in zip(range(count), training.loader, strict=False):
+        loss = training.loss(training.model, batch)
+        loss.backward()
+        training.optimizer.step()
+        training.scheduler.step()
+        training.optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_every_network_has_a_twin_and_every_tier():
+    step = {name for name in BY_NAME if not name.endswith("-cosine")}
+    assert step == set(RECIPES) and len(WORKLOADS) == 2 * len(step)
+    assert {f"{name}-cosine" for name in step} == set(BY_NAME) - step
+    assert all(set(tiers) == set(TIERS) for tiers in RECIPES.values())
+    assert BY_NAME["deeplabv3-camvid"].metric == "miou"
+    assert BY_NAME["resnet56-cifar10"].paper and not BY_NAME["resnet56-cifar10-cosine"].paper
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_missing_data_are_named(name, tmp_path):
+    with pytest.raises(MissingDataError, match=name.removesuffix("-cosine").split("-")[1]) as error:
+        BY_NAME[name].build(setting(tmp_path))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_only_what_is_missing_is_said_to_be(tmp_path):
+    (tmp_path / "camvid").mkdir()
+    (tmp_path / "camvid" / "train.zip").touch()
+    with pytest.raises(MissingDataError, match=r"test\.zip not found") as error:
+        read_camvid(tmp_path, TINY)
+    assert "train.zip not found" not in str(error.value)
+
+
+def test_mean_iou_by_hand():
+    truth = torch.tensor([0, 0, 0, 1, 1, 2, VOID, VOID])
+    said = torch.tensor([0, 0, 1, 1, 2, 2, 0, 3])
+    counts = confusion(said, truth, 4)
+    assert counts.tolist() == [[2, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    # Intersection over union: 2/3, 1/3, 1/2; class 3 is neither there nor said outside the void.
+    assert mean_iou(counts) == pytest.approx(50.0)
+    assert accuracy(counts) == pytest.approx(100 * 4 / 6)
+
+
+def test_a_class_that_is_said_but_not_there_counts_as_zero():
+    assert mean_iou(confusion(torch.tensor([0, 1]), torch.tensor([0, 0]), 3)) == pytest.approx(25.0)
+
+
+def rates(schedule, num_steps):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=TINY.lr)
+    scheduler = schedule(optimizer, TINY, num_steps)
+    found = []
+    for _ in range(num_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return [*found, optimizer.param_groups[0]["lr"]]
+
+
+def test_the_step_schedule_falls_tenfold_at_its_decays():
+    assert rates(step_schedule, 8) == pytest.approx([0.1] * 4 + [0.01] * 2 + [0.001] * 3)
+
+
+def test_the_cosine_schedule_is_at_half_the_rate_half_way_and_ends_at_zero():
+    found = rates(cosine_schedule, 8)
+    assert found[0] == 0.1 and found[4] == pytest.approx(0.05) and found[8] == pytest.approx(0, abs=1e-9)
+    assert found == sorted(found, reverse=True)
+
+
+def test_a_run_falls_at_the_epoch_of_its_decay():
+    training = build(TASK, step_schedule, setting(None))
+    assert len(training.loader) == 6
+    losses(training, 5)
+    assert training.optimizer.param_groups[0]["lr"] == 0.1
+    losses(training, 1)
+    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_setting_fixes_the_run_and_the_seed_changes_it():
+    first = losses(build(TASK, step_schedule, setting(None)), 6)
+    assert losses(build(TASK, step_schedule, setting(None)), 6) == first
+    assert losses(build(TASK, step_schedule, setting(None, seed=1)), 6) != first
+
+
+def test_order_and_crops_do_not_depend_on_what_else_draws_random_numbers():
+    def batches(disturbed):
+        training = build(TASK, step_schedule, setting(None))
+        torch.rand(disturbed)
+        return [images for _ in range(2) for images, _ in training.loader]
+
+    calm, disturbed = batches(0), batches(1)
+    assert all(torch.equal(*pair) for pair in zip(calm, disturbed, strict=True))
+    assert not torch.equal(calm[0], calm[6])
+
+
+def test_crops_are_windows_of_the_padded_picture_and_targets_move_along():
+    numbers = torch.arange(1, 1 + 200 * 48).reshape(200, 6, 8)
+    images = torch.stack([numbers % 251 + 1, numbers // 251, numbers * 0], dim=3).to(torch.uint8)
+    targets = images[..., 0]
+    source = Source(Pictures(images, targets), Pictures(images, targets), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    dataset = CroppedBatches(source, replace(TINY, padding=0), torch.Generator().manual_seed(0))
+    cropped, moved = dataset.__getitems__(list(range(200)))
+    assert cropped.shape == (200, 3, 5, 6) and cropped.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal((cropped[:, 0] * 255).round().long(), moved)
+    places = set()
+    for image, crop in zip(images[..., 0].long(), moved, strict=True):
+        windows = image.unfold(0, 5, 1).unfold(1, 6, 1)
+        for flipped, wanted in ((False, crop), (True, crop.flip(1))):
+            same = (windows == wanted).all(dim=(2, 3)).nonzero().tolist()
+            places.update((flipped, *place) for place in same)
+    assert len(places) == 2 * 2 * 3
+
+
+def test_padding_is_black_and_held_out_pictures_are_seen_whole():
+    white = Pictures(torch.full((64, 6, 8, 3), 255, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
+    source = Source(white, white, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    crops, _ = CroppedBatches(source, TINY, torch.Generator().manual_seed(0)).__getitems__(list(range(64)))
+    assert crops.unique().tolist() == [0.0, 1.0]
+    assert crops[:, :, 1:-2, 1:-2].eq(1).all()
+    images, labels = PictureBatches(white, source).__getitems__([3, 4])
+    assert images.shape == (2, 3, 6, 8) and images.eq(1).all() and labels.dtype == torch.long
+
+
+def test_evaluation_judges_all_held_out_pictures():
+    training = build(TASK, step_schedule, setting(None))
+    with torch.no_grad():
+        training.model.linear.weight.zero_()
+        training.model.linear.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+        # Eight pictures of classes 0, 1, 2, 0, 1, 2, 0, 1, all said to be of class 1.
+        assert training.evaluate(training.model) == {"accuracy": pytest.approx(100 * 3 / 8)}
+
+
+def test_pixels_that_are_void_give_no_loss():
+    task = replace(TASK, network=lambda recipe: nn.Conv2d(3, 3, 1), measures=("miou", "accuracy"))
+    images = noise(24).images
+    targets = torch.zeros(24, 6, 8, dtype=torch.uint8)
+    targets[:, :, 4:] = VOID
+    source = Source(Pictures(images, targets), Pictures(images, targets), (0.5,) * 3, (0.25,) * 3)
+    training = build(replace(task, read=lambda data, recipe: source), step_schedule, setting(None))
+    inputs, labels = next(iter(training.loader))
+    elsewhere = inputs.where(labels[:, None] == 0, 9.0)
+    losses_of_both = [training.loss(training.model, (images, labels)).item() for images in (inputs, elsewhere)]
+    assert not torch.equal(inputs, elsewhere) and losses_of_both[0] == losses_of_both[1] > 0
+    with torch.no_grad():
+        training.model.bias.copy_(torch.tensor([100.0, 0.0, 0.0]))
+        assert training.evaluate(training.model) == {"miou": 100.0, "accuracy": 100.0}
+
+
+def test_sheets_are_cut_into_their_tiles(tmp_path):
+    (tmp_path / "cifar10").mkdir()
+    numbers = np.arange(10_000).reshape(100, 100)
+    labels = {}
+    for sheet in ("data_batch_1", "test_batch"):
+        tiles = np.stack([numbers // 100, numbers % 100, numbers * 0], axis=2).astype(np.uint8)
+        pixels = tiles.repeat(32, axis=0).repeat(32, axis=1)
+        pixels[::32, ::32, 2] = 7
+        Image.fromarray(pixels).save(tmp_path / "cifar10" / f"{sheet}.webp", lossless=True, quality=0, method=0)
+        labels[sheet] = (numbers % 10).reshape(-1).astype(np.uint8)
+    np.savez(tmp_path / "cifar10" / "labels.npz", **labels)
+    source = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300, size=(32, 32)))
+    assert len(source.train.images) == 9_000 and len(source.held_out.targets) == 300
+    for index in (0, 1, 100, 8_999):
+        image = source.train.images[index]
+        assert image[..., 0].eq(index // 100).all() and image[..., 1].eq(index % 100).all()
+        assert image[..., 2].nonzero().tolist() == [[0, 0]]
+        assert source.train.targets[index] == index % 10
+    halved = read_cifar10(tmp_path, replace(TINY, num_train=9_000, num_held_out=300, size=(16, 16)))
+    # Four pixels make one, and none of them is a neighbour's.
+    assert torch.equal(halved.train.images[..., :2], source.train.images[:, ::2, ::2, :2])
+    assert halved.train.images[8_999, ..., 2].nonzero().tolist() == [[0, 0]]
+
+
+def picture(value, mode="RGB", form="PNG", size=(8, 8)):
+    stream = io.BytesIO()
+    Image.new(mode, size, value).save(stream, form)
+    return stream.getvalue()
+
+
+def test_held_out_pictures_are_not_trained_on_and_classes_are_balanced(tmp_path):
+    folder = tmp_path / "tinyimagenet20"
+    folder.mkdir()
+    ids = [f"n{label:02}" for label in range(20)]
+    (folder / "classes.tsv").write_text("".join(f"{label}\t{ids[label]}\twords\n" for label in range(20)))
+    # Red tells the class, green which picture of the class, blue the validation pictures.
+    with ZipFile(folder / "train.zip", "w") as archive:
+        for label in range(20):
+            for number in range(5):
+                archive.writestr(f"{ids[label]}/{ids[label]}_{number}.JPEG", picture((label, number, 0)))
+    with ZipFile(folder / "val.zip", "w") as archive:
+        for label in range(20):
+            archive.writestr(f"{ids[label]}/val_{label}.JPEG", picture((label, 9, 255)))
+    source = read_tinyimagenet20(tmp_path, replace(TINY, num_train=60, num_held_out=40, size=(4, 4)))
+    trained = source.train.images[:, 0, 0].tolist()
+    judged = source.held_out.images[:, 0, 0].tolist()
+    assert sorted(trained) == [[label, number, 0] for label in range(20) for number in range(3)]
+    assert sum(blue == 255 for *_, blue in judged) == 20
+    assert all(number >= 3 for _, number, _ in judged)
+    assert source.train.targets.tolist() == [red for red, *_ in trained]
+    assert source.held_out.targets.tolist() == [red for red, *_ in judged]
+    assert source.held_out.targets.bincount().tolist() == [2] * 20
+
+
+def test_frames_are_spread_and_masks_keep_their_classes(tmp_path):
+    (tmp_path / "camvid").mkdir()
+    for split in ("train", "test"):
+        with ZipFile(tmp_path / "camvid" / f"{split}.zip", "w") as archive:
+            for number in range(12):
+                archive.writestr(f"ann/f{number:02}.png", picture(number, "L"))
+                archive.writestr(f"img/f{number:02}.webp", picture((number, 0, 0)))
+    source = read_camvid(tmp_path, replace(TINY, num_train=6, num_held_out=12, size=(4, 6)))
+    assert source.train.images.shape == (6, 4, 6, 3) and source.train.targets.shape == (6, 4, 6)
+    assert source.train.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8, 10]
+    assert source.held_out.targets.amin(dim=(1, 2)).tolist() == [*range(11), VOID]
+
+
+def test_the_small_deeplab_keeps_the_resolution_at_an_output_stride_of_eight():
+    network = SmallDeepLab(11, 16).eval()
+    images = torch.rand(1, 3, 48, 64)
+    assert network.backbone(images).shape == (1, 64, 6, 8)
+    assert network(images).shape == (1, 11, 48, 64)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_smoke_step_changes_the_network_the_same_way_each_time(name, data):
+    workload = BY_NAME[name]
+    training = workload.build(setting(data))
+    before = training.loader.dataset.images.clone()
+    first = losses(training, 2)
+    assert len(first) == 2 and len(set(first)) == 2
+    assert losses(workload.build(setting(data)), 2) == first
+    training.model.eval()
+    with torch.no_grad():
+        judged = training.evaluate(training.model)
+    assert 0 <= judged[workload.metric] <= 100
+    assert torch.equal(training.loader.dataset.images, before)
