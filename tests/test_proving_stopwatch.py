@@ -8,7 +8,6 @@ import time
 
 import psutil
 import torch
-
 from benchmarks.proving.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
