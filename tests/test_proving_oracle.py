@@ -102,7 +102,7 @@ def test_proposals_are_schedules():
 
 
 def test_a_schedule_is_written_as_a_policy():
-    assert to_text((0.0, 0.5, 0.5, 1.0)) == "static:schedule=0:1+0.5:3"
+    assert to_text((0.0, 0.5, 0.5, 1.0)) == "static:schedule=0.02:1+0.5:3"
     policy = parse_policy(to_text((0.125, 0.5, 0.5, 1.0)))
     assert policy.settings["policy"]["schedule"] == "0.125:1 0.5:3"
 

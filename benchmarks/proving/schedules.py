@@ -18,6 +18,8 @@ COARSE, FINEST = 0.25, 0.0625
 """Steps of the grid over shares, first and last."""
 LEAST_GAIN = 0.01
 """Share of the compute that a schedule must save beyond the best one to be worth trying."""
+EARLIEST = 0.02
+"""What share 0 is written as: a run must have seen a batch before it freezes, or nobody can count what that skips."""
 MOST_BLOCKS = 4
 """Layer modules that freeze together count as one: each block more costs many trainings."""
 
@@ -146,7 +148,7 @@ def moves(schedule: Schedule, step: float) -> Iterator[Schedule]:
 
 def to_text(schedule: Schedule) -> str:
     """Return the policy of a schedule, such as 'static:schedule=0.5:1+0.75:3'."""
-    depths = {share: depth for depth, share in enumerate(schedule, start=1) if share < 1}
+    depths = {max(share, EARLIEST): depth for depth, share in enumerate(schedule, start=1) if share < 1}
     return "static:schedule=" + "+".join(f"{share:g}:{depth}" for share, depth in sorted(depths.items()))
 
 
