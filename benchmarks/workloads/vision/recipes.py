@@ -29,7 +29,7 @@ _CIFAR10_HALVED = replace(
     size=(16, 16),
     crop=(16, 16),
     padding=2,
-    num_epochs=16,
+    num_epochs=20,
     batch_size=64,
     weight_decay=5e-4,
 )
