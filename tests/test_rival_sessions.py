@@ -33,7 +33,7 @@ STEPS = 60
 POLICY = {
     "static": {"schedule": "0.3:1 0.5:2 0.7:1"},
     "linear": {"start": 0.2},
-    "freezeout": {"start": 0.6},
+    "freezeout": {"start": 0.6, "scaled": False},  # scaled, the rate is too high for some of the models
     "autofreeze": {},
     "skipconv": {},
     "weight_change": {},
