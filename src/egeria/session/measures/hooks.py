@@ -38,7 +38,6 @@ class OptimizerHooks:
         self._recorder = recorder
         self._spend = spend
         self._what = what
-        self._num_faults = 0
         self._handles: list[Any] = []
         try:
             for optimizer in optimizers:
@@ -61,20 +60,23 @@ class OptimizerHooks:
             handle.remove()
 
     def _calling(self, action: Callable[[Optimizer], None]) -> Callable[..., None]:
+        faults_in_a_row = 0
+
         def call(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            nonlocal faults_in_a_row
             watch = Stopwatch()
             try:
                 action(optimizer)
-                self._num_faults = 0
+                faults_in_a_row = 0
             except Exception as error:
-                self._note(error)
+                faults_in_a_row += 1
+                self._note(error, faults_in_a_row)
             self._spend(*watch.read())
 
         return call
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: Exception, count: int) -> None:
         self._recorder.fault(self._what, error)
-        self._num_faults += 1
-        if self._num_faults >= FAULTS_BEFORE_GIVING_UP:
+        if count >= FAULTS_BEFORE_GIVING_UP:
             self.close()
-            self._recorder.decline(self._what, f"it failed {self._num_faults} times in a row, last with: {error}")
+            self._recorder.decline(self._what, f"it failed {count} times in a row, last with: {error}")
