@@ -486,4 +486,4 @@ def test_the_report_knows_why_a_rival_froze_nothing(policy, said, tmp_path):
 
 
 def test_every_rival_is_tested_here():
-    assert set(POLICIES) == {*POLICY, "egeria", "none"}
+    assert set(POLICIES) == {*POLICY, "egeria", "none", "forecast"}  # test_forecast.py has the last one

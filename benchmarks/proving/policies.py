@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import egeria
 from benchmarks.proving.errors import RefusedError
 
 if sys.version_info >= (3, 11):
@@ -56,7 +55,7 @@ class Policy:
     def attach_arguments(self) -> dict[str, Any]:
         """Return what `egeria.attach` is given for this policy."""
         settings = self.settings
-        if self.name not in (PLAIN, DEFAULT) and hasattr(egeria.Config(), "policy"):
+        if self.name not in (PLAIN, DEFAULT):
             settings = {**settings, "policy": {"name": self.name, **settings.get("policy", {})}}
         return {"config": settings} if settings else {}
 
