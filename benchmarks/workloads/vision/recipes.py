@@ -22,7 +22,7 @@ _CIFAR10 = Recipe(
     lr=0.1,
     weight_decay=1e-4,
 )
-_CIFAR10_ONE_CORE = replace(_CIFAR10, num_train=25_000, num_epochs=24, lr=0.2, weight_decay=5e-4)
+_CIFAR10_ONE_CORE = replace(_CIFAR10, num_train=12_500, num_epochs=24, lr=0.2, weight_decay=5e-4)
 _CIFAR10_HALVED = replace(
     _CIFAR10,
     num_train=15_000,
