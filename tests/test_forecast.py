@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch.optim import lr_scheduler as schedulers
 import egeria
 from egeria import Config
 from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
-from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, find_policy, find_rule
+from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
 from egeria.report.replay import replay
 from egeria.session.measures import Foresight
 from egeria.testing import ScriptedController
@@ -57,7 +59,7 @@ def foreseen(make, period, every=20):
             scheduler.step()
         if step % every == 0:
             said.append((step, foresight.ahead(step, optimizer.param_groups[0]["lr"])))
-    return [(ahead, sum(rates[step:])) for step, ahead in said], rates
+    return [(ahead and ahead.way, sum(rates[step:])) for step, ahead in said], rates
 
 
 @pytest.mark.parametrize(("make", "period"), CASES, ids=[*BY_EPOCH, *BY_STEP])
@@ -91,10 +93,27 @@ def test_a_rate_that_somebody_sets_by_hand_is_gone_on_from():
         scheduler.step()
         before = foresight.ahead(step, optimizer.param_groups[0]["lr"])
     optimizer.param_groups[0]["lr"] *= 10
-    assert foresight.ahead(4, optimizer.param_groups[0]["lr"]) == pytest.approx(10 * before)
+    after = foresight.ahead(4, optimizer.param_groups[0]["lr"])
+    assert (after.way, after.last_rate) == (pytest.approx(10 * before.way), pytest.approx(10 * before.last_rate))
 
 
-@pytest.mark.parametrize("scheduler", [None, object(), schedulers.ReduceLROnPlateau(sgd())])
+def test_the_last_rate_is_foreseen():
+    optimizer = sgd()
+    scheduler = schedulers.MultiStepLR(optimizer, [100, 900])
+    foresight = Foresight(scheduler, TOTAL)
+    for step in range(1, 51):
+        optimizer.step()
+        scheduler.step()
+        ahead = foresight.ahead(step, 0.2)
+    assert ahead.last_rate == pytest.approx(0.002)
+
+
+def test_without_a_scheduler_the_rate_is_taken_to_stay():
+    ahead = Foresight(None, TOTAL).ahead(TOTAL - 10, 0.1)
+    assert (ahead.way, ahead.last_rate) == (pytest.approx(1.0), 0.1)
+
+
+@pytest.mark.parametrize("scheduler", [object(), schedulers.ReduceLROnPlateau(sgd())])
 def test_what_cannot_be_foreseen_is_unknown(scheduler):
     foresight = Foresight(scheduler, TOTAL)
     for step in range(1, 100):
@@ -113,79 +132,161 @@ def test_a_run_of_unknown_length_has_no_end_to_see():
         assert foresight.ahead(step, 0.1) is None
 
 
-# The policy, by hand: intervals of 10 steps at a rate of 0.1, so a way of 1 each. A reading of 4e-6 at the second
-# evaluation since the snapshot is a drift of 2e-3 / 2 = 1e-3. With a way of 5 ahead it comes to (5e-3)^2 = 2.5e-5,
-# with one of 10 to 1e-4: the limit of 5e-5 lies between.
+# The policy, by hand: intervals of 10 steps at a rate of 0.1, so a way of 1 each. Readings of a random walk of 1e-6 for
+# each unit of the way come to 1e-6 times the way ahead: the limit of 3e-5 lies between ways of 20 and of 40.
 
 
-def forecast(num_modules=3, trainable=None, **settings):
-    config = Config.from_dict({"policy": {"name": "forecast", **settings}})
+def walk(age):
+    return 1e-6 * age
+
+
+def straight(age):
+    return 1e-6 * age**2
+
+
+def noise(_age):
+    return 4e-5
+
+
+def forecast(num_modules=3, trainable=None, total_steps=10_000, **settings):
+    config = Config.from_dict({"policy": {"name": "forecast", "limit": 3e-5, **settings}})
     policy = find_policy("forecast")(
-        config, trainable=trainable or [True] * num_modules, rule=find_rule("step"), total_steps=1000
+        config, trainable=trainable or [True] * num_modules, rule=find_rule("step"), total_steps=total_steps
     )
-    assert policy.observe_interval(interval(1, loss=1.0)) == ()
+    assert policy.observe_interval(interval(1)) == ()
     (ended, *_) = policy.observe_interval(interval(2, loss=1.01))
     assert isinstance(ended, EndBootstrapping)
     return policy
 
 
-def interval(evaluation, way_ahead=5.0, loss=1.0):
-    return Interval(step=10 * evaluation, evaluation=evaluation, loss=loss, learning_rate=0.1, way_ahead=way_ahead)
+def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0):
+    return Interval(
+        step=10 * evaluation,
+        evaluation=evaluation,
+        loss=loss,
+        learning_rate=rate,
+        way_ahead=way_ahead,
+        last_rate=last_rate,
+    )
 
 
-def readings(policy, count, *, way_ahead=5.0, value=4e-6, age=2, first=3):
-    """Give so many intervals with a reading each; return the decisions of each."""
+def readings(policy, count, *, plasticity=walk, first=3, oldest=10, snapshot=2, **interval_settings):
+    """Give so many intervals with a reading each, the snapshot renewed as the policy wants; return the decisions."""
     found = []
     for evaluation in range(first, first + count):
-        policy.observe_interval(interval(evaluation, way_ahead))
-        reading = Reading(step=10 * evaluation, evaluation=evaluation, module=policy.frozen, value=value, age=age)
-        found.append(policy.observe_reading(reading).decisions)
+        decisions = policy.observe_interval(interval(evaluation, **interval_settings))
+        age = evaluation - snapshot
+        module = policy.monitored if policy.monitored is not None else 0
+        value = plasticity(age)
+        judgement = policy.observe_reading(
+            Reading(step=10 * evaluation, evaluation=evaluation, module=module, value=value, age=age)
+        )
+        if age >= min(oldest, policy.window):
+            snapshot = evaluation
+        found.append((*decisions, *judgement.decisions))
     return found
 
 
 def test_it_freezes_after_enough_readings_that_foresee_little():
-    # The first two drifts are too few to foresee anything by; then three readings in a row are under the limit.
-    *before, last = readings(forecast(), 5)
-    assert before == [()] * 4
+    # A law takes five readings; then three in a row are under the limit.
+    *before, last = readings(forecast(), 7)
+    assert before == [()] * 6
     (freeze,) = last
-    assert isinstance(freeze, Freeze) and freeze.module == 0 and "2.5e-05" in freeze.reason
+    assert isinstance(freeze, Freeze) and freeze.module == 0 and "2.0e-05" in freeze.reason
 
 
-def test_a_long_way_ahead_freezes_nothing_however_stationary():
-    assert not any(readings(forecast(), 30, way_ahead=10.0))
+@pytest.mark.parametrize(
+    ("plasticity", "settings", "freezes"),
+    [
+        (walk, {"way_ahead": 40.0}, False),
+        (straight, {"way_ahead": 5.0}, True),
+        (straight, {"way_ahead": 6.0}, False),
+        (noise, {"way_ahead": 1e-3}, False),  # it fades with the rate, whatever the way
+        (noise, {"way_ahead": 1e6, "last_rate": 0.1}, True),  # it stays as it is: no progress
+        (noise, {"way_ahead": 1e6, "last_rate": 0.05}, True),
+        (noise, {"way_ahead": 1e6, "last_rate": 0.01}, False),
+        (walk, {"way_ahead": None}, False),
+        (walk, {"way_ahead": 0.0}, True),
+    ],
+)
+def test_it_goes_by_the_kind_of_movement_and_by_what_the_rate_has_ahead(plasticity, settings, freezes):
+    assert any(readings(forecast(), 20, plasticity=plasticity, **settings)) == freezes
 
 
-def test_an_older_snapshot_is_not_taken_for_a_faster_drift():
-    assert not any(readings(forecast(), 8, value=16e-6, age=2))
-    assert any(readings(forecast(), 8, value=16e-6, age=4, first=6))
-
-
-def test_one_reading_out_of_line_does_not_freeze_and_does_not_hinder():
+def test_readings_from_before_a_decay_are_forgotten_and_the_snapshot_renewed():
     policy = forecast()
-    readings(policy, 4)
-    policy.observe_interval(interval(7))
-    policy.observe_reading(Reading(step=70, evaluation=7, module=0, value=1.0, age=2))
-    assert policy.frozen == 1, "the median of the drifts is what counts"
+    assert not any(readings(policy, 12, plasticity=lambda age: 1e-3, way_ahead=100.0))
+    policy.observe_interval(interval(15, rate=0.01))
+    assert policy.window == 1, "the snapshot is from before the decay"
+    found = readings(policy, 10, first=16, snapshot=15, rate=0.01, way_ahead=2.0)
+    assert [index for index, decisions in enumerate(found) if decisions] == [6]
+    assert policy.window == 10
 
 
-def test_nothing_freezes_while_the_way_ahead_is_unknown():
-    assert not any(readings(forecast(), 20, way_ahead=None))
+def test_a_slow_fall_of_the_rate_forgets_nothing():
+    policy = forecast()
+    for evaluation in range(3, 9):
+        found = readings(policy, 1, first=evaluation, rate=0.1 * 0.9**evaluation)
+    assert not any(found) and len(policy.state_dict()["movement"]["samples"]) == 6
+
+
+def test_a_loss_above_its_trend_thaws_and_makes_it_strict():
+    policy = forecast(num_modules=4)
+    readings(policy, 7)
+    assert policy.frozen == 1
+    found = [policy.observe_interval(interval(evaluation, loss=1.1)) for evaluation in range(10, 13)]
+    (thaw,) = found[-1]
+    assert found[:2] == [(), ()] and isinstance(thaw, Thaw) and "10.0%" in thaw.reason and policy.frozen == 0
+    assert not any(readings(policy, 20, first=13)), "a quarter of the limit now"
+    assert any(readings(policy, 20, first=33, way_ahead=5.0))
+
+
+def test_a_loss_that_goes_on_falling_more_slowly_is_no_alarm():
+    losses = [1.0 * 0.995**index for index in range(40)]
+    policy = forecast()
+    for evaluation, loss in enumerate(losses, start=3):
+        found = readings(policy, 1, first=evaluation, loss=loss, snapshot=evaluation - 1 - evaluation % 5)
+        assert not any(isinstance(decision, Thaw) for decision in found[0])
+    assert policy.frozen == 2
+
+
+def test_more_rate_than_was_foreseen_thaws():
+    policy = forecast()
+    readings(policy, 7)
+    assert policy.observe_interval(interval(10, way_ahead=100.0)) == ()
+    (thaw,) = policy.observe_interval(interval(11, way_ahead=400.0))
+    assert isinstance(thaw, Thaw) and "foreseen" in thaw.reason
+
+
+def test_a_run_that_is_nearly_over_is_not_looked_at():
+    policy = forecast(total_steps=100)
+    policy.observe_interval(interval(9))
+    assert policy.monitored == 0
+    policy.observe_interval(interval(10))
+    assert policy.monitored is None
 
 
 def test_what_has_nothing_to_train_is_passed_over_and_the_last_never_freezes():
     policy = forecast(trainable=[False, True, False, True])
     assert policy.frozen == 1
-    assert [decision.module for decision in readings(policy, 5)[-1]] == [1, 2]
+    assert [decision.module for decision in readings(policy, 7)[-1]] == [1, 2]
     assert policy.monitored is None and policy.frozen == 3
 
 
-def test_it_goes_on_from_its_state_as_if_it_had_never_stopped():
-    whole, stopped = forecast(), forecast()
-    readings(stopped, 3)
-    other = forecast()
-    other.load_state_dict(stopped.state_dict())
-    assert readings(whole, 5)[3:] == readings(other, 2, first=6)
+@pytest.mark.parametrize("stop", [1, 5, 8, 12])
+def test_it_goes_on_from_its_state_as_if_it_had_never_stopped(stop):
+    def observe(policy, evaluations):
+        for evaluation in evaluations:
+            loss = 1.2 if evaluation in (12, 13, 14, 15) else 1.0
+            yield readings(policy, 1, first=evaluation, loss=loss, snapshot=evaluation - 1 - evaluation % 4)
+
+    whole, stopped, other = forecast(), forecast(), forecast()
+    expected = list(observe(whole, range(3, 30)))
+    list(observe(stopped, range(3, 3 + stop)))
+    other.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert list(observe(other, range(3 + stop, 30))) == expected[stop:]
     assert whole.state_dict() == other.state_dict()
+    assert any(isinstance(decision, Thaw) for found in expected for decisions in found for decision in decisions)
 
 
 def test_a_run_freezes_behind_the_decay_and_its_journal_replays(tmp_path):
@@ -199,9 +300,13 @@ def test_a_run_freezes_behind_the_decay_and_its_journal_replays(tmp_path):
         scheduler=scheduler,
         total_steps=400,
         policy="forecast",
-        config={"modules": {"pattern": r"\d"}, "plasticity": {"interval_steps": 5}, "policy": {"limit": 1e-4}},
+        config={
+            "modules": {"pattern": r"\d"},
+            "plasticity": {"interval_steps": 5},
+            "controller": {"budget_share": 100.0},
+        },
         directory=tmp_path,
-        controller=ScriptedController(lambda evaluation, module: 1e-6),
+        controller=ScriptedController(lambda evaluation, module: 1e-3 if evaluation <= 40 else 1e-6),
     )
     inputs = torch.randn(16, 4)
     for step in range(1, 401):

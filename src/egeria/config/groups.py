@@ -42,7 +42,7 @@ class Policy:
     """'autofreeze': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze: 20."""
     seed: int = 0
     """'random': which times are drawn."""
-    limit: float = 5e-5
+    limit: float = 3e-5
     """'forecast': SP loss that a layer module may still come to by the end of the run and yet freeze. Measured on one
     network so far."""
     patience: int = 3

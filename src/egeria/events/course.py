@@ -83,6 +83,8 @@ class IntervalMeasured(Event):
     """Relative change of the weights of each layer module over the interval, where the policy needs it."""
     way_ahead: float | None = None
     """The learning rate added up over the steps still to come, where the policy needs it and it can be foreseen."""
+    last_rate: float | None = None
+    """The learning rate of the last step, like `way_ahead`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +107,8 @@ class PlasticityRead(Event):
     """CPU seconds of the controller process."""
     age: int | None = None
     """Evaluations since the reference was taken from the training weights."""
+    change_ahead: float | None = None
+    """Plasticity against now that the module would come to by the end of the run, where the policy foresees that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

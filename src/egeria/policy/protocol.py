@@ -16,7 +16,7 @@ GRADIENTS = "gradients"
 WEIGHTS = "weights"
 """`Interval.weight_changes`."""
 FORESIGHT = "foresight"
-"""`Interval.way_ahead`."""
+"""`Interval.way_ahead` and `last_rate`."""
 
 
 @runtime_checkable

@@ -25,6 +25,8 @@ class Interval:
     the first interval. None in all where the policy has no need of weights."""
     way_ahead: float | None = None
     """The learning rate added up over the steps still to come; None where it cannot be foreseen, or is not needed."""
+    last_rate: float | None = None
+    """The learning rate of the last step; None like `way_ahead`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,4 +76,6 @@ class Judgement:
     tolerance: float | None = None
     stationary: int = 0
     """Consecutive stationary evaluations, this one included."""
+    change_ahead: float | None = None
+    """Plasticity against now that the module would come to by the end of the run, where the policy foresees that."""
     decisions: tuple[Decision, ...] = ()

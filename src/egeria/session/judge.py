@@ -82,6 +82,7 @@ class Judge:
                 cpu_s=evaluated.cpu_s,
                 controller_cpu_s=evaluated.controller_cpu_s,
                 age=reading.age,
+                change_ahead=judgement.change_ahead,
             )
         )
         return judgement.decisions

@@ -72,6 +72,7 @@ class IntervalMeter:
             gradients=_fixed(measured["gradients"]),
             weight_changes=_fixed(measured["weight_changes"]),
             way_ahead=measured["way_ahead"],
+            last_rate=measured["last_rate"],
         )
 
     def close(self) -> None:

@@ -26,14 +26,25 @@ class StandIn:
         """Train nothing; some schedulers look for the method."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ahead:
+    """The learning rate still to come."""
+
+    way: float
+    """Its sum over the steps to the end of the run."""
+    last_rate: float
+    """That of the last step."""
+
+
 class Foresight:
-    """Tells how much learning rate is still to come: its sum over the steps to the end of the run.
+    """Tells how much learning rate is still to come.
 
     The scheduler is only read. How many optimizer steps lie between two of its calls is seen from the loop, so
     that schedules by epoch and by step are both understood.
 
     Args:
-        scheduler: of `torch.optim.lr_scheduler` or made like those; None where the loop has none.
+        scheduler: of `torch.optim.lr_scheduler` or made like those; None where the loop has none: the rate is taken
+            to stay as it is, which foresees too much, never too little, where a loop lowers it by hand.
         total_steps: optimizer steps of the run; None where unknown.
     """
 
@@ -47,19 +58,23 @@ class Foresight:
         """Rates after `_played_from` calls, and after each further one: played once, as long as they come true."""
         self._played_from = 0
 
-    def ahead(self, step: int, rate: float) -> float | None:
-        """Return the sum of the learning rate over the steps still to come.
+    def ahead(self, step: int, rate: float) -> Ahead | None:
+        """Return the learning rate still to come.
 
         Args:
             step: optimizer steps done.
             rate: the learning rate now.
 
         Returns:
-            None where it cannot be told: no scheduler, no `total_steps`, a schedule that depends on the training
-            (plateaus), one that has come to zero, or not enough calls seen yet.
+            None where it cannot be told: no `total_steps`, a schedule that depends on the training (plateaus), one
+            that has come to zero, or not enough calls seen yet.
         """
         self._observe(step)
-        if self._total_steps is None or len(self._changes) < 2:
+        if self._total_steps is None:
+            return None
+        if self._scheduler is None:
+            return Ahead(way=rate * max(0, self._total_steps - step), last_rate=rate)
+        if len(self._changes) < 2:
             return None
         (first_step, first_calls), (last_step, last_calls) = self._changes
         period = (last_step - first_step) / (last_calls - first_calls)
@@ -69,7 +84,8 @@ class Foresight:
         shares = self._shares(num_calls)
         if shares is None:
             return None
-        return rate * (until_next + sum(shares[:num_calls]) * (left - until_next) / max(1, num_calls))
+        way = rate * (until_next + sum(shares) * (left - until_next) / max(1, num_calls))
+        return Ahead(way=way, last_rate=rate * shares[-1] if shares else rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen of the scheduler."""

@@ -57,14 +57,15 @@ class Measures:
             modules: the layer modules.
             num_frozen: how many of them are frozen.
         """
-        gradients = weights = way_ahead = None
+        gradients = weights = ahead = None
         if self._gradients is not None and self._hooks is not None and not self._hooks.is_closed:
             gradients = self._gradients.take(modules, num_frozen)
         if self._weights is not None:
             weights = self._weights.take(modules, num_frozen)
         if self._foresight is not None:
-            way_ahead = self._foresight.ahead(step, rate)
-        return {"gradients": gradients, "weight_changes": weights, "way_ahead": way_ahead}
+            ahead = self._foresight.ahead(step, rate)
+        way, last_rate = (ahead.way, ahead.last_rate) if ahead else (None, None)
+        return {"gradients": gradients, "weight_changes": weights, "way_ahead": way, "last_rate": last_rate}
 
     def close(self) -> None:
         """Leave the optimizers as they were found, and let go of all tensors."""

@@ -1,0 +1,77 @@
+"""The guard on the training loss: whether it left its trend after a freeze."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+LENGTH = 10
+"""Intervals that the trend is fitted to, and that a freeze is watched for."""
+LEAST_BEFORE, LEAST_SINCE = 5, 3
+"""Intervals that either side must have before anything is said."""
+DECELERATION = 0.5
+"""Share of a fall that is expected to go on: losses fall ever more slowly."""
+NUM_ERRORS = 4.0
+"""Standard errors above the trend that make an alarm: eight looks at each freeze shall hardly ever be wrong."""
+LEAST_SHARE = 0.01
+"""Share of the loss that it must be above its trend: less is no reason to thaw, however certain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossGuard:
+    """Compares the mean loss of the intervals since a freeze with the line through those before it.
+
+    Freezing more while a freeze is watched goes on with the trend from before the first. A rate that rises moves
+    the loss by itself: the guard begins anew then.
+    """
+
+    before: tuple[float, ...] = ()
+    since: tuple[float, ...] | None = None
+    """None while nothing is watched."""
+
+    def watch(self) -> LossGuard:
+        """Return the guard right after a freeze."""
+        return replace(self, since=()) if self.since is None else self
+
+    def observe(self, loss: float) -> LossGuard:
+        """Return the guard with one interval more."""
+        if self.since is None:
+            return replace(self, before=(*self.before, loss)[-LENGTH:])
+        since = (*self.since, loss)
+        return LossGuard(before=since) if len(since) >= LENGTH else replace(self, since=since)
+
+    @property
+    def excess(self) -> float | None:
+        """Share of the loss by which it lies above its trend, where that is an alarm; else None."""
+        if self.since is None or len(self.since) < LEAST_SINCE or len(self.before) < LEAST_BEFORE:
+            return None
+        centre, mean, slope, scatter = _line(self.before)
+        ahead = len(self.before) + (len(self.since) - 1) / 2 - centre
+        found = math.fsum(self.since) / len(self.since)
+        expected = mean + min(0.0, slope) * DECELERATION * ahead
+        error = scatter * math.sqrt(1 / len(self.before) + 1 / len(self.since))
+        above = found - expected
+        is_alarm = above > max(NUM_ERRORS * error, LEAST_SHARE * abs(expected))
+        return above / abs(expected) if is_alarm and expected else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> LossGuard:
+        """Rebuild a guard from `state_dict`."""
+        since = state["since"]
+        return cls(before=tuple(state["before"]), since=None if since is None else tuple(since))
+
+
+def _line(values: Sequence[float]) -> tuple[float, float, float, float]:
+    """Return the middle place, the mean, the slope and the scatter of the least-squares line through losses."""
+    count = len(values)
+    centre, mean = (count - 1) / 2, math.fsum(values) / count
+    spread = count * (count * count - 1) / 12
+    slope = math.fsum((place - centre) * (value - mean) for place, value in enumerate(values)) / spread
+    rests = [value - mean - slope * (place - centre) for place, value in enumerate(values)]
+    return centre, mean, slope, math.sqrt(math.fsum(rest * rest for rest in rests) / (count - 2))

@@ -1,0 +1,83 @@
+"""How far the activations of a layer module move, and how far they would still go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LEAST_READINGS = 5
+"""Readings from which a law can be fitted."""
+LARGEST_EXPONENT = 2.0
+"""Of a straight movement: plasticity is a square."""
+UNKNOWN_EXPONENT = 1.0
+"""Of a random walk; taken where all readings have the same distance from their snapshots."""
+SMALLEST = 1e-14
+"""Plasticity under which it is rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Law:
+    """Plasticity as a power of the way since the snapshot: the learning rate, added up over the steps.
+
+    The exponent tells what the movement is: 2 a straight one, 1 a random walk, 0 noise around a place that is
+    reached, as SGD makes at a rate that stays.
+    """
+
+    way: float
+    """Middle of the ways it was fitted to."""
+    level: float
+    """Plasticity after that way."""
+    exponent: float
+
+    def change_ahead(self, way: float, rate_share: float) -> float:
+        """Return the plasticity against now that the module comes to over a way.
+
+        Args:
+            way: still ahead.
+            rate_share: the learning rate at its end as a share of the one now. Noise that is as large then is
+                no progress: it counts as far as it fades.
+        """
+        if way <= 0:
+            return 0.0
+        noise = 1 - min(1.0, self.exponent)
+        kept = noise * min(1.0, max(0.0, rate_share))
+        return self.level * math.pow(way / self.way, self.exponent) * (1 - kept)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Movement:
+    """The newest readings of one layer module."""
+
+    samples: tuple[tuple[float, float], ...] = ()
+    """Way since the snapshot, and plasticity."""
+
+    def observe(self, way: float, plasticity: float, most: int) -> Movement:
+        """Return the movement with one reading more; the oldest beyond `most` are left out."""
+        return Movement(samples=(*self.samples, (way, plasticity))[-most:])
+
+    def law(self) -> Law | None:
+        """Fit the law by least squares over logarithms; None while there are too few readings."""
+        if len(self.samples) < LEAST_READINGS:
+            return None
+        ways = [math.log(way) for way, _ in self.samples]
+        levels = [math.log(max(plasticity, SMALLEST)) for _, plasticity in self.samples]
+        middle, level = math.fsum(ways) / len(ways), math.fsum(levels) / len(levels)
+        spread = math.fsum((way - middle) ** 2 for way in ways)
+        together = math.fsum((way - middle) * (value - level) for way, value in zip(ways, levels, strict=True))
+        exponent = together / spread if spread > 1e-9 else UNKNOWN_EXPONENT
+        return Law(
+            way=math.exp(middle),
+            level=math.exp(level),
+            exponent=min(LARGEST_EXPONENT, max(0.0, exponent)),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the readings as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Movement:
+        """Rebuild a movement from `state_dict`."""
+        return cls(samples=tuple((way, plasticity) for way, plasticity in state["samples"]))

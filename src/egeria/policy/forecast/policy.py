@@ -1,0 +1,239 @@
+"""'forecast': freezing what would hardly change any more, by plasticity and the learning rate still to come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from egeria.config import Config
+from egeria.policy.bootstrap import Bootstrap
+from egeria.policy.forecast.guard import LossGuard
+from egeria.policy.forecast.movement import LEAST_READINGS, Law, Movement
+from egeria.policy.protocol import FORESIGHT, PLASTICITY
+from egeria.policy.rivals.base import Rival
+from egeria.policy.schedules import UnfreezeRule
+from egeria.policy.values import (
+    BOOTSTRAPPING,
+    KNOWLEDGE_GUIDED,
+    Decision,
+    EndBootstrapping,
+    Interval,
+    Judgement,
+    Reading,
+)
+
+ERA_FALL = 4.0
+"""Fall of the learning rate that begins a new era: movement at the higher rate says nothing about that to come."""
+LAST_SHARE = 0.05
+"""Share of the training at its end in which nothing is looked at any more: it could not repay the evaluations."""
+STRICTER = 0.25
+"""What an alarm of the guard makes of the limit."""
+UNFORESEEN = 10.0
+"""Times the limit that a frozen module would have to change by, as the rate to come looks now, to thaw."""
+
+
+class Forecast(Rival):
+    """Freezes the frontmost active module once what it would still change is too little to matter.
+
+    Plasticity grows with the *way* since the snapshot (the learning rate, added up over the steps) by a power
+    that readings of different age show. Followed over the way that the schedule still has ahead, that law says
+    how far the module would come by the end of the run: what a freeze takes from it. Under `policy.limit` for
+    `policy.patience` readings in a row, it freezes.
+
+    At a constant high rate, plasticity is stationary but large: noise that is still to fade when the rate falls.
+    Behind the last decay of a step schedule or late in a cosine the way is short, and in fine-tuning front
+    modules hardly move at all. Nothing freezes while the way ahead cannot be foreseen.
+
+    Everything thaws when the training loss leaves its trend after a freeze, with a quarter of the limit from then
+    on, and when the rate to come turns out larger than it was foreseen at the freeze.
+
+    Source: our own, from the observation that stationary plasticity at a high rate is the noise of SGD.
+
+    Args:
+        config: the settings of the run.
+        trainable: for each layer module, front to back, whether it has any parameter to train.
+        rule: not used.
+        total_steps: optimizer steps of the run, None where unknown.
+        deepest_freeze: at most this many front modules freeze; the last one never does.
+    """
+
+    needs = frozenset({PLASTICITY, FORESIGHT})
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        trainable: Sequence[bool],
+        rule: UnfreezeRule,
+        total_steps: int | None = None,
+        deepest_freeze: int | None = None,
+    ) -> None:
+        super().__init__(config, trainable=trainable, rule=rule, total_steps=total_steps, deepest_freeze=deepest_freeze)
+        self._bootstrap = Bootstrap(change_threshold=config.bootstrapping.change_threshold)
+        self._guard = LossGuard()
+        self._limit = config.policy.limit
+        self._step = 0
+        self._ways: dict[int, float] = {}
+        """By evaluation of this era, the way from the one before."""
+        self._era_rate = 0.0
+        """Largest learning rate of this era."""
+        self._rate = 0.0
+        self._way_ahead: float | None = None
+        self._last_rate: float | None = None
+        self._movement = Movement()
+        self._laws: tuple[Law, ...] = ()
+        """Of what is frozen."""
+        self._is_stale = False
+        """Whether the snapshot is still from before this era."""
+        self._num_under = 0
+
+    @property
+    def stage(self) -> str:  # type: ignore[override]
+        """Either 'bootstrapping' or 'knowledge-guided'."""
+        return KNOWLEDGE_GUIDED if self._bootstrap.is_over else BOOTSTRAPPING
+
+    @property
+    def window(self) -> int:
+        """Evaluations that a snapshot is kept for: 1 where it may be from before this era."""
+        return 1 if self._is_stale else super().window
+
+    @property
+    def monitored(self) -> int | None:  # type: ignore[override]
+        """The frontmost active module, or None: bootstrapping, nothing left to freeze, or no time to repay it."""
+        is_late = self._total_steps is not None and self._step > (1 - LAST_SHARE) * self._total_steps
+        return None if self.stage == BOOTSTRAPPING or is_late or self._frozen >= self._deepest else self._frozen
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Take in the loss, the way that was gone and the way ahead."""
+        self._go_on(interval)
+        if not self._bootstrap.is_over:
+            return self._observe_bootstrapping(interval.loss)
+        if interval.loss is not None:
+            self._guard = self._guard.observe(interval.loss)
+        reason = self._reason_to_thaw()
+        return self._thaw(reason) if reason else self._pass_over_untrainable()
+
+    def observe_reading(self, reading: Reading) -> Judgement:
+        """Take in one reading; readings of a module no longer monitored change nothing."""
+        way = self._way_since_snapshot(reading)
+        if reading.module != self.monitored or way is None:
+            return Judgement(smoothed=reading.value)
+        self._movement = self._movement.observe(way, reading.value, self._config.plasticity.window)
+        self._is_stale = False
+        law = self._movement.law()
+        change = self._follow(law)
+        self._num_under = self._num_under + 1 if change is not None and change < self._limit else 0
+        stationary = self._num_under
+        decisions: tuple[Decision, ...] = ()
+        if law is not None and stationary >= self._config.policy.patience:
+            reason = f"to the end of the run its plasticity would come to {change:.1e}, under {self._limit:.1e}"
+            decisions = self._freeze(law, reason)
+        return Judgement(smoothed=reading.value, change_ahead=change, stationary=stationary, decisions=decisions)
+
+    def steady_steps(self, step: int, interval_steps: int) -> float | None:
+        """Return the steps that the next freeze takes at least."""
+        least = max(LEAST_READINGS, self._config.policy.patience)
+        return None if self.monitored is None else float(least * interval_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain values."""
+        return {
+            **super().state_dict(),
+            "bootstrap": asdict(self._bootstrap),
+            "guard": self._guard.state_dict(),
+            "movement": self._movement.state_dict(),
+            "laws": [asdict(law) for law in self._laws],
+            "ways": list(self._ways.items()),
+            **{name: getattr(self, f"_{name}") for name in _PLAIN},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        super().load_state_dict(state)
+        self._bootstrap = Bootstrap(**state["bootstrap"])
+        self._guard = LossGuard.from_state(state["guard"])
+        self._movement = Movement.from_state(state["movement"])
+        self._laws = tuple(Law(**law) for law in state["laws"])
+        self._ways = {int(evaluation): way for evaluation, way in state["ways"]}
+        for name in _PLAIN:
+            setattr(self, f"_{name}", state[name])
+
+    def _go_on(self, interval: Interval) -> None:
+        """Take in where the training is, and begin a new era where the rate has fallen far."""
+        rate, gone = interval.learning_rate, interval.learning_rate * (interval.step - self._step)
+        if rate > self._rate:
+            self._guard = LossGuard()
+        if rate * ERA_FALL < self._era_rate:
+            self._ways, self._era_rate, self._is_stale = {}, 0.0, True
+            self._look_anew()
+        self._era_rate = max(self._era_rate, rate)
+        self._ways[interval.evaluation] = gone
+        self._ways = {key: way for key, way in self._ways.items() if key > interval.evaluation - self._longest_memory()}
+        self._step, self._rate = interval.step, rate
+        self._way_ahead, self._last_rate = interval.way_ahead, interval.last_rate
+
+    def _observe_bootstrapping(self, loss: float | None) -> tuple[Decision, ...]:
+        self._bootstrap = self._bootstrap.observe(loss)
+        if not self._bootstrap.is_over:
+            return ()
+        reason = f"the loss changed by {self._bootstrap.change:.1%} in an interval"
+        return (EndBootstrapping(reason=reason), *self._pass_over_untrainable())
+
+    def _longest_memory(self) -> int:
+        """Return the evaluations that a reading can reach back, to the snapshot and by coming late."""
+        kept = self._config.reference.refresh_evaluations or self._config.plasticity.window
+        return 2 * kept + self._config.controller.queue_length
+
+    def _way_since_snapshot(self, reading: Reading) -> float | None:
+        """Return the way from the snapshot to the reading; None where it is unknown, or reaches into an older era."""
+        if reading.age is None:
+            return None
+        since = [self._ways.get(reading.evaluation - back) for back in range(reading.age)]
+        way = math.fsum(way for way in since if way is not None)
+        return way if way > 0 and None not in since else None
+
+    def _follow(self, law: Law | None) -> float | None:
+        """Return the plasticity against now that a module would reach by the end; None while that is unknown."""
+        if law is None or self._way_ahead is None or self._last_rate is None:
+            return None
+        return law.change_ahead(self._way_ahead, self._last_rate / self._rate if self._rate > 0 else 1.0)
+
+    def _reason_to_thaw(self) -> str | None:
+        if not self._frozen:
+            return None
+        excess = self._guard.excess
+        if excess is not None:
+            self._limit *= STRICTER
+            return f"the training loss came {excess:.1%} above its trend after a freeze"
+        change = max((self._follow(law) or 0.0 for law in self._laws), default=0.0)
+        if change > UNFORESEEN * self._limit:
+            return f"the learning rate to come is more than was foreseen: plasticity would come to {change:.1e}"
+        return None
+
+    def _thaw(self, reason: str) -> tuple[Decision, ...]:
+        self._guard, self._laws = LossGuard(), ()
+        self._look_anew()
+        return (*self._move_to(0, reason), *self._pass_over_untrainable())
+
+    def _freeze(self, law: Law, reason: str) -> tuple[Decision, ...]:
+        self._look_anew()
+        decisions = (*self._move_to(self._frozen + 1, reason), *self._pass_over_untrainable())
+        if decisions:
+            self._guard = self._guard.watch()
+            self._laws = (*self._laws, law)
+        return decisions
+
+    def _look_anew(self) -> None:
+        self._movement, self._num_under = Movement(), 0
+
+    def _pass_over_untrainable(self) -> tuple[Decision, ...]:
+        depth = self._frozen
+        while depth < self._deepest and not self._trainable[depth]:
+            depth += 1
+        return self._move_to(depth, "it has no parameters to train")
+
+
+_PLAIN = ("limit", "step", "era_rate", "rate", "way_ahead", "last_rate", "is_stale", "num_under")
+"""Attributes that are saved as they are."""
