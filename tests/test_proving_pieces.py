@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.__main__ import main
-from benchmarks.proving import checkpoint, limit, runfile, runs
-from benchmarks.proving.checkpoint import Checkpoint, UnusableError
+from benchmarks.proving import checkpoint, limit, runfile
+from benchmarks.proving.checkpoint import UnusableError
 from benchmarks.proving.commands import WorkloadFacts
-from benchmarks.proving.execution import PAUSED_STATUS, build, execute
-from benchmarks.proving.limit import Experience, Limit
+from benchmarks.proving.execution import PAUSED_STATUS, execute
+from benchmarks.proving.limit import Limit
 from benchmarks.proving.piece import Piece
 from benchmarks.proving.policies import Policy, parse_policy
-from benchmarks.proving.randomness import find_generators, read_chance, set_chance
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.training import train
 from benchmarks.workloads.workload import Training
 from tests import toy_workloads
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from tests.pieces import CPU, STATIC, new_training, told
 
-from egeria.events import IntervalMeasured, MetricLogged, ModuleFrozen, PlasticityRead, StageChanged, Thawed
+from egeria.events import MetricLogged, ModuleFrozen
 from egeria.report.history import read_history
 
-ROOT = Path(__file__).resolve().parent.parent
-CPU = torch.device("cpu")
 STEPS_PER_EPOCH = 32
 EAGER = {
     "plasticity": {"interval_steps": 2, "window": 2},
@@ -38,14 +32,12 @@ EAGER = {
     "controller": {"kind": "inline"},
     "freezing": {"tolerance_share": 0.9},
 }
-STATIC = "static:schedule=0.3:1+0.7:2"
 POLICIES = {
     "none": parse_policy("none"),
     "egeria": Policy(text="egeria", name="egeria", settings=EAGER),
     "default": Policy(text="mine", name="default", settings=EAGER),
-    "static": parse_policy(STATIC),
+    "static": STATIC,
 }
-COMMON = ["--tier", "gpu", "--device", "cpu", "--seeds", "0"]
 pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
 
 
@@ -55,20 +47,6 @@ def clock(monkeypatch) -> list[float]:
     hands = [1000.0]
     monkeypatch.setattr(limit, "now_s", lambda: hands[0])
     return hands
-
-
-def new_training() -> Training:
-    (toy, *_) = toy_workloads.WORKLOADS
-    return build(toy, Path("nowhere"), "smoke", 0, CPU)
-
-
-def told(directory: Path) -> list[dict]:
-    """Return what the journal says of metrics, losses, readings and decisions, without times."""
-    kinds = (MetricLogged, IntervalMeasured, PlasticityRead, StageChanged, ModuleFrozen, Thawed)
-    records = [event.to_dict() for event in read_history(directory).events if isinstance(event, kinds)]
-    for record in records:
-        record["values"] = {name: value for name, value in record.get("values", {}).items() if name[-2:] != "_s"}
-    return [{name: value for name, value in record.items() if name[-2:] != "_s"} for record in records]
 
 
 def clocks(directory: Path, name: str) -> list[float]:
@@ -92,7 +70,9 @@ def test_a_run_in_pieces_comes_to_what_one_comes_to_that_never_stopped(name, tmp
     # How long `n` is depends on how long things take; here the steps at which anything happens are to be the same.
     monkeypatch.setattr("egeria.session.budget.Budget.review", lambda *_: None)
     whole = new_training()
-    train(whole, POLICIES[name], tmp_path / "whole", CPU)
+    left: list[Path] = []
+    train(whole, POLICIES[name], tmp_path / "whole", CPU, lambda *_: left.extend(tmp_path.rglob("checkpoint*")))
+    assert left == []  # nobody asked for pieces
     parts = tmp_path / "parts"
     assert make_piece(parts, POLICIES[name], clock, stop=1) is None
     assert make_piece(parts, POLICIES[name], clock, stop=3) is None
@@ -159,12 +139,6 @@ def test_a_sound_checkpoint_is_used_also_without_a_limit_and_removed_at_the_end(
     assert (found.status, found.epoch, found.made_with["pieces"]) == ("finished", 0, 2)
 
 
-def test_a_run_without_a_limit_leaves_no_checkpoint_on_its_way(tmp_path):
-    seen = []
-    train(new_training(), POLICIES["none"], tmp_path, CPU, lambda *_: seen.append(list(tmp_path.glob("checkpoint*"))))
-    assert seen == [[], [], [], [], []]
-
-
 def spoil_torn(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
@@ -219,94 +193,3 @@ def test_a_checkpoint_under_way_does_not_spoil_the_last_one(part_way, monkeypatc
         checkpoint.save(found, part_way)
     assert checkpoint.load(part_way, identity).epoch == 2
     assert [record["epoch"] for record in go_on(part_way)] == [2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(("left_s", "expected"), [(105, False), (115, False), (125, True)])
-def test_an_epoch_begins_only_if_those_before_it_would_have_ended_in_time(left_s, expected, clock, tmp_path):
-    nothing = {"identity": {}, "epoch": 9, "commits": [], "num_pieces": 1, "training": {}, "egeria": None}
-    begun = Checkpoint(**nothing, wall_s=1.0, cpu_s=1.0, lengths_s=[100.0, 900.0, 100.0])  # one of them stalled
-    piece = Piece(new_training(), CPU, tmp_path, limit=Limit(clock[0] + left_s), begun=begun)
-    assert piece.has_time() is expected
-
-
-def test_a_run_is_expected_to_take_as_long_as_its_like():
-    seen = Experience()
-    assert seen.needed_s("small") == 0
-    seen.note("large", 300)
-    assert seen.needed_s("small") == 300
-    seen.note("small", 20)
-    seen.note("small", 10)
-    assert (seen.needed_s("small"), seen.needed_s("large")) == (20, 300)
-
-
-class Noisy(Dataset):
-    def __init__(self) -> None:
-        self.noise = torch.Generator().manual_seed(1)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> float:
-        return index + torch.rand(1, generator=self.noise).item()
-
-
-def test_chance_goes_on_from_where_it_was_read():
-    data = Noisy()
-    sampler = BatchSampler(RandomSampler(data, generator=torch.Generator().manual_seed(2)), 4, drop_last=False)
-    loader = DataLoader(data, batch_sampler=sampler, generator=torch.Generator().manual_seed(3))
-    generators = find_generators(loader)
-    assert len(generators) == 3
-    state = read_chance(generators, CPU)
-    first = [batch.tolist() for batch in loader] + torch.rand(2).tolist()
-    set_chance(state, generators, CPU)
-    assert [batch.tolist() for batch in loader] + torch.rand(2).tolist() == first
-
-
-# --- the command line: the gpu tier, dry -----------------------------------------------------------
-
-
-def bench(results: Path, minutes: float = 30.0) -> list[str]:
-    own = ["--workloads", "tests.toy_that_stops", "--results", str(results), "--minutes", str(minutes)]
-    return ["run", "stops", "--policy", STATIC, *COMMON, *own]
-
-
-def test_one_command_makes_the_gpu_tier_in_pieces(tmp_path, monkeypatch, capsys):
-    command = [sys.executable, "-m", "benchmarks", *bench(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TOY_LATE_AFTER": "2"}
-    first = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert first.returncode == 75, first.stdout + first.stderr
-    assert "2 of 5 epochs" in first.stdout
-    assert "finished: 0 of 1 runs; left: 1. Again, please" in first.stdout
-
-    monkeypatch.setenv("TOY_KILLED_AFTER", "1")
-    assert main(bench(tmp_path)) == 1
-    said = capsys.readouterr().out
-    assert "its process ended with status -9" in said
-    assert "3 of 5 epochs" in said
-
-    monkeypatch.delenv("TOY_KILLED_AFTER")
-    assert main(bench(tmp_path)) == 0
-    assert "finished: 1 of 1 runs; left: 0." in capsys.readouterr().out
-    (run,) = tmp_path.rglob("run.json")
-    train(new_training(), POLICIES["static"], tmp_path / "whole", CPU)
-    assert told(run.parent) == told(tmp_path / "whole")
-    assert read_history(run.parent).num_processes == 3
-    assert main(["compare", "stops", "--results", str(tmp_path)]) == 0
-
-
-def test_an_epoch_that_outlasts_the_command_is_broken_off_in_time(tmp_path, monkeypatch, capsys):
-    hanging = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr(runs, "_command", lambda *_: hanging)
-    monkeypatch.setattr(runs, "LAST_S", 57.0)
-    began_s = time.monotonic()
-    assert main(bench(tmp_path, minutes=1)) == 1
-    assert 2 < time.monotonic() - began_s < 60
-    assert "No epoch ended in this time: give more --minutes." in capsys.readouterr().out
-    (run,) = tmp_path.rglob("run.json")
-    assert runfile.load(run.parent).status != runfile.FINISHED
-
-
-def test_minutes_must_be_above_0(capsys):
-    with pytest.raises(SystemExit):
-        main(["run", "stops", "--policy", "none", "--minutes", "0"])
-    assert "must be above 0" in capsys.readouterr().err

@@ -49,6 +49,11 @@ def run_runs(options: argparse.Namespace, console: Console) -> int:
         for module, workload in workloads
         for policy in policies
     ]
+    if options.again and options.minutes is not None:
+        raise RefusedError(
+            f"--again makes anew also what the last piece left, so that with --minutes it would never end. Remove the "
+            f"runs from {options.results}, or leave one of the two out."
+        )
     if options.again:
         for run in wanted:
             shutil.rmtree(options.results / run.place, ignore_errors=True)
