@@ -2,6 +2,7 @@
 
 python -m benchmarks list
 python -m benchmarks run WORKLOAD[,WORKLOAD] --policy P[,P] --seeds 0,1,2 [--tier cpu|gpu|smoke] [--data DIR]
+                                            [--minutes N]
 python -m benchmarks compare [WORKLOAD ...] [--out RECORD]
 python -m benchmarks table
 python -m benchmarks oracle WORKLOAD --seeds 0,1,2 [--most-runs N]
@@ -10,14 +11,17 @@ python -m benchmarks oracle WORKLOAD --seeds 0,1,2 [--most-runs N]
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from benchmarks.proving import commands
 from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.limit import now_s
 from benchmarks.proving.policies import PLAIN
 from benchmarks.workloads.workload import TIERS, MissingDataError
 from egeria.errors import ConfigError
@@ -25,9 +29,18 @@ from egeria.errors import ConfigError
 DATA, RESULTS = Path("../shared/data"), Path("benchmarks/results")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return its exit status: 0 done, 1 a run failed, 2 refused, 130 interrupted."""
+def main(arguments: list[str] | None = None, began_s: float | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: None takes those of the process.
+        began_s: when the command began, in seconds since 1970; None stands for now.
+
+    Returns:
+        The exit status: 0 done, 1 a run failed, 2 refused, 75 not all finished within --minutes, 130 interrupted.
+    """
     options = _parser().parse_args(arguments)
+    options.began_s = now_s() if began_s is None else began_s
     console = Console()
     if console.width < 100 and not console.is_terminal:
         console = Console(width=160)
@@ -58,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     policies = "none, default, NAME, NAME:key=value,key=value or a TOML file; several with commas"
     run.add_argument("--policy", action="append", required=True, metavar="P[,P]", help=policies)
     run.add_argument("--again", action="store_true", help="make also those again that are finished")
+    minutes = "end by itself before so many minutes, unfinished runs with a checkpoint; the same command goes on"
+    run.add_argument("--minutes", type=_minutes, metavar="N", help=minutes)
     _add_making(run)
     run.set_defaults(verb=commands.run_runs)
 
@@ -119,5 +134,12 @@ def _count(text: str) -> int:
     return count
 
 
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
+    return minutes
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(began_s=psutil.Process().create_time()))  # importing torch takes its time too

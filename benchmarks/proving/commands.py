@@ -16,6 +16,8 @@ from benchmarks.proving.catalogue import REGISTRY, find_workloads, list_workload
 from benchmarks.proving.comparison import WorkloadComparison, compare
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.execution import build
+from benchmarks.proving.left import describe_left, find_left, status_of
+from benchmarks.proving.limit import UNLIMITED, Limit
 from benchmarks.proving.oracle import Trials, measure_weights
 from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy
 from benchmarks.proving.progress import Bars
@@ -47,11 +49,16 @@ def run_runs(options: argparse.Namespace, console: Console) -> int:
         for module, workload in workloads
         for policy in policies
     ]
+    if options.again and options.minutes is not None:
+        raise RefusedError(
+            f"--again makes anew also what the last piece left, so that with --minutes it would never end. Remove the "
+            f"runs from {options.results}, or leave one of the two out."
+        )
     if options.again:
         for run in wanted:
             shutil.rmtree(options.results / run.place, ignore_errors=True)
     recipes = {workload.name: _recipe(workload, options) for _, workload in workloads}
-    return _make(wanted, recipes, options, console)
+    return _make(wanted, recipes, options, console, Limit.after(options.minutes, options.began_s))
 
 
 def run_compare(options: argparse.Namespace, console: Console) -> int:
@@ -108,20 +115,29 @@ def _comparisons(options: argparse.Namespace) -> list[WorkloadComparison]:
     return compare(read_results(options.results, options.workload, options.tier), options.against)
 
 
-def _make(wanted: Sequence[RunFile], recipes: dict[str, Any], options: argparse.Namespace, console: Console) -> int:
-    """Make what is missing; return 1 where a run failed."""
+def _make(
+    wanted: Sequence[RunFile],
+    recipes: dict[str, Any],
+    options: argparse.Namespace,
+    console: Console,
+    limit: Limit = UNLIMITED,
+) -> int:
+    """Make what is missing, as far as the limit allows; return the exit status."""
     known = {name: found for name, found in recipes.items() if found is not None}
     missing = sort_out(wanted, options.results, known)
     if len(missing) < len(wanted):
         console.print(f"finished before: {len(wanted) - len(missing)} of {len(wanted)} runs", highlight=False)
     if not missing:
         return 0
-    place = Place(data=options.data, results=options.results, jobs=options.jobs)
+    place = Place(data=options.data, results=options.results, jobs=options.jobs, limit=limit)
     with Bars(console, len(missing)) as bars:
-        failed = make(missing, place, bars)
-    for run in failed:
+        made = make(missing, place, bars)
+    for run in made.failed:
         console.print(f"failed: {run.name}: {run.error}", style="red", highlight=False, soft_wrap=True, markup=False)
-    return 1 if failed else 0
+    left = find_left(wanted, options.results)
+    if limit.is_set:
+        console.print(describe_left(left, len(wanted), made), highlight=False, soft_wrap=True, markup=False)
+    return status_of(left, made)
 
 
 def _wanted(module: str, workload: Workload, policy: Policy, seed: int, options: argparse.Namespace) -> RunFile:

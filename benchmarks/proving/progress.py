@@ -48,6 +48,10 @@ class Bars:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
+    def tell(self, text: str) -> None:
+        """Print a line of its own."""
+        self._progress.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
     @contextmanager
     def follow(self, name: str) -> Iterator[Show]:
         """Show one run for as long as the block lasts."""
@@ -68,4 +72,4 @@ class Bars:
         self._progress.remove_task(task)
         self._num_ended += 1
         self._progress.update(self._all, detail=f"{self._num_ended} of {self._num_runs}")
-        self._progress.console.print(f"{name}: {detail or 'no epoch'}", highlight=False, soft_wrap=True)
+        self.tell(f"{name}: {detail or 'no epoch'}")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.proving import runfile
+from benchmarks.proving.course import CPU, EPOCH, WALL
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.skipping import Skipped, Span, measure_skipped, spans
-from benchmarks.proving.training import CPU, EPOCH, WALL
 from egeria.errors import JournalError
 from egeria.events import Declined, FaultCaught, MetricLogged
 from egeria.journal.writer import FILE_NAME

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.proving.policies import Policy
 
 FILE_NAME = "run.json"
-WAITING, RUNNING, FINISHED, FAILED = "waiting", "running", "finished", "failed"
+WAITING, RUNNING, PAUSED, FINISHED, FAILED = "waiting", "running", "paused", "finished", "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class WorkloadFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """One run. `status` goes waiting, running, then finished or failed."""
+    """One run. `status` goes waiting, running, then finished or failed, or paused where its time was over."""
 
     status: str
     workload: WorkloadFacts
@@ -40,6 +40,8 @@ class RunFile:
     """'comparison', or 'oracle' for a schedule that the oracle tried."""
     error: str = ""
     pid: int = 0
+    epoch: int = 0
+    """Epochs in its checkpoint, where it has one; what is finished has none."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """What is trained and how, by `recipe.describe`."""
     made_with: dict[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,14 +18,13 @@ from typing import Any
 
 import psutil
 
-from benchmarks.proving import runfile
+from benchmarks.proving import checkpoint, runfile
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.execution import NO_DATA_STATUS
-from benchmarks.proving.progress import Bars
+from benchmarks.proving.execution import NO_DATA_STATUS, OUTPUT_NAME, PAUSED_STATUS
+from benchmarks.proving.limit import LAST_S, UNLIMITED, Experience, Limit
+from benchmarks.proving.progress import Bars, Show
 from benchmarks.proving.recipe import ROOT
 from benchmarks.proving.runfile import RunFile
-
-OUTPUT_NAME = "output.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,18 @@ class Place:
     data: Path
     results: Path
     jobs: int = 1
+    limit: Limit = UNLIMITED
+    """Of the time that all of them may take together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What came of making runs; those that are neither finished nor here are left for another time."""
+
+    failed: list[RunFile]
+    """With their errors."""
+    num_epochs: int
+    """Epochs that ended, in all runs."""
 
 
 def sort_out(wanted: Sequence[RunFile], results: Path, recipes: dict[str, dict[str, Any]]) -> list[RunFile]:
@@ -88,16 +100,20 @@ def _is_alive(found: RunFile) -> bool:
         return False
 
 
-def make(wanted: Sequence[RunFile], place: Place, bars: Bars) -> list[RunFile]:
-    """Make runs in turn, at most `place.jobs` at a time; return those that failed, with their errors."""
+def make(wanted: Sequence[RunFile], place: Place, bars: Bars) -> Made:
+    """Make runs in turn, at most `place.jobs` at a time, as far as there is time."""
     queue = Queue(wanted, place, bars)
+    breaking_off = threading.Timer(place.limit.left_s() - LAST_S, queue.stop)
+    if place.limit.is_set:
+        breaking_off.start()
     with ThreadPoolExecutor(place.jobs) as workers:
         try:
             for done in [workers.submit(queue.work) for _ in range(place.jobs)]:
                 done.result()
         finally:
+            breaking_off.cancel()
             queue.stop()
-    return queue.failed
+    return Made(failed=queue.failed, num_epochs=queue.experience.num_epochs)
 
 
 class Queue:
@@ -105,6 +121,7 @@ class Queue:
 
     def __init__(self, wanted: Sequence[RunFile], place: Place, bars: Bars) -> None:
         self.failed: list[RunFile] = []
+        self.experience = Experience()
         self._waiting = iter(wanted)
         self._place = place
         self._bars = bars
@@ -114,15 +131,17 @@ class Queue:
         self._stopped = False
 
     def work(self) -> None:
-        """Make one run after the other until none waits."""
+        """Make one run after the other until none waits for which there is time."""
         for run in self._take():
+            if not self._place.limit.allows(self.experience.needed_s(run.workload.name)):
+                continue
             reason = self._without_data.get(run.workload.name)
             error = reason if reason is not None else self._make(run)
             if error and not self._stopped:
                 self.failed.append(dataclasses.replace(run, status=runfile.FAILED, error=error))
 
     def stop(self) -> None:
-        """Let nothing new begin, and end what still goes on (nothing does, unless we were interrupted)."""
+        """Let nothing new begin, and end what still goes on (after an interrupt, or when time is over)."""
         self._stopped = True
         for process in tuple(self._processes):
             process.terminate()
@@ -138,12 +157,16 @@ class Queue:
     def _make(self, run: RunFile) -> str:
         """Make a run; return why it failed, or nothing."""
         directory = self._place.results / run.place
-        shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: a journal is only appended to
+        is_begun = (directory / checkpoint.FILE_NAME).exists()
+        if is_begun:
+            found = runfile.load(directory)
+            run = dataclasses.replace(run, epoch=found.epoch if found else 0)
+        else:
+            shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: a journal is only appended to
         run.save(directory)
-        command = [sys.executable, "-u", "-m", "benchmarks.proving.execution", str(directory)]
-        with (directory / OUTPUT_NAME).open("w", encoding="utf-8") as output:
+        with (directory / OUTPUT_NAME).open("a" if is_begun else "w", encoding="utf-8") as output:
             process = subprocess.Popen(
-                [*command, "--data", str(self._place.data)],
+                _command(directory, self._place),
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
@@ -151,16 +174,38 @@ class Queue:
             )
             self._processes.add(process)
             with process, self._bars.follow(run.name) as show:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    show(**json.loads(line))
+                self._follow(process, run, show)
             self._processes.discard(process)
-        if process.returncode == 0:
+        if process.returncode in (0, PAUSED_STATUS):
             return ""
         error = _error(directory, process.returncode)
         if process.returncode == NO_DATA_STATUS:
             self._without_data[run.workload.name] = error
         return error
+
+    def _follow(self, process: subprocess.Popen[str], run: RunFile, show: Show) -> None:
+        """Show what a run says of itself until it ends."""
+        began_s = time.monotonic()
+        first: int | None = None
+        assert process.stdout is not None
+        for line in process.stdout:
+            said = json.loads(line)
+            if "note" in said:
+                self._bars.tell(f"{run.name}: {said['note']}")
+                continue
+            show(**said)
+            if first is None:
+                first = said["epoch"]
+                continue
+            self.experience.num_epochs += 1
+            if said["epoch"] == first + 1:
+                self.experience.note(run.workload.name, time.monotonic() - began_s)
+
+
+def _command(directory: Path, place: Place) -> list[str]:
+    """Return the command line of a run's process."""
+    command = [sys.executable, "-u", "-m", "benchmarks.proving.execution", str(directory), "--data", str(place.data)]
+    return [*command, "--ends-at", str(place.limit.ends_at_s)] if place.limit.is_set else command
 
 
 def _error(directory: Path, status: int) -> str:

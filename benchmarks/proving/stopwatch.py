@@ -43,6 +43,11 @@ class Stopwatch:
         self._began: _Moment | None = None
         self._halted: _Moment | None = None
 
+    def add(self, wall_s: float, cpu_s: float) -> None:
+        """Take in what the watch of an earlier process of the same run showed."""
+        self.wall_s += wall_s
+        self.cpu_s += cpu_s
+
     def go(self) -> None:
         """Begin, or go on."""
         children = _children()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,30 @@ import torch
 from torch import Tensor
 
 import egeria
+from benchmarks.proving.course import CPU, EPOCH, LOSS, WALL, Course
+from benchmarks.proving.piece import Piece
 from benchmarks.proving.policies import Policy
 from benchmarks.proving.stopwatch import Stopwatch
 from benchmarks.workloads.workload import Training
-from egeria.events import MetricLogged, RunClosed, RunStarted
-from egeria.journal import JournalWriter
-
-WALL, CPU, EPOCH, LOSS = "train_wall_s", "train_cpu_s", "epoch", "train_loss"
-"""What is logged beside the workload's metrics: seconds of training so far, the epoch, its mean training loss."""
 
 Told = Callable[[int, float, dict[str, float]], object]
 """Told the epochs that ended, the depth that is frozen, and what was logged."""
 
 
 def train(
-    training: Training, policy: Policy, directory: Path, device: torch.device, told: Told = lambda *_: None
-) -> None:
+    training: Training,
+    policy: Policy,
+    directory: Path,
+    device: torch.device,
+    told: Told = lambda *_: None,
+    *,
+    piece: Piece | None = None,
+) -> bool:
     """Train once; everything that is to be known of it is in the journal afterwards.
 
     The watch goes from before `egeria.attach` until `close` has returned, and halts while the model
     is evaluated. `close` comes before the last evaluation, so that its time is part of the last reading.
+    A run in pieces shows the sum over them: it attaches and loads states once a piece, and that counts.
 
     Args:
         training: new, from `Workload.build`.
@@ -38,12 +41,19 @@ def train(
         directory: gets the journal.
         device: what the training is on.
         told: called after each epoch.
+        piece: the part to train; None trains it whole.
+
+    Returns:
+        Whether the run is finished; where it is not, its checkpoint lies in the directory.
     """
+    piece = piece or Piece(training, device, directory)
+    if not piece.has_time():
+        return False
     watch = Stopwatch(device)
     watch.go()
-    course = _Course(training, policy, directory)
+    course = Course(training, policy, directory)
     try:
-        for epoch in range(1, training.num_epochs + 1):
+        for epoch in range(piece.go_on(course, watch) + 1, training.num_epochs + 1):
             loss = _train_epoch(training, course.run)
             frozen = course.frozen
             if epoch == training.num_epochs:
@@ -53,56 +63,12 @@ def train(
             course.log(epoch * len(training.loader), values)
             told(epoch, frozen, values)
             if epoch < training.num_epochs:
+                if not piece.end_epoch(epoch, course, watch):
+                    return False
                 watch.go()
+        return True
     finally:
         course.close()
-
-
-class _Course:
-    """A run that goes on, with egeria or without, and its journal, which both have."""
-
-    def __init__(self, training: Training, policy: Policy, directory: Path) -> None:
-        self._directory = directory
-        self._total_steps = training.num_epochs * len(training.loader)
-        self._journal: JournalWriter | None = None
-        self.run: egeria.Run | None = None
-        if policy.is_plain:
-            self._journal = _writer(directory)
-            self._journal.write(_plain_start(training, self._total_steps))
-            return
-        self.run = egeria.attach(
-            training.model,
-            training.optimizer,
-            training.loader,
-            scheduler=training.scheduler,
-            total_steps=self._total_steps,
-            directory=directory,
-            **policy.attach_arguments(),
-        )
-
-    @property
-    def frozen(self) -> int:
-        return self.run.frozen if self.run else 0
-
-    def end(self) -> None:
-        """End what egeria does; what is logged after this goes behind its last line."""
-        if self.run:
-            self.run.close()
-            self._journal, self.run = _writer(self._directory), None
-        elif self._journal:
-            self._journal.write(RunClosed(step=self._total_steps, frozen=0, overhead_wall_s=0.0, overhead_cpu_s=0.0))
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        if self.run:
-            self.run.log(**values)
-        elif self._journal:
-            self._journal.write(MetricLogged(step=step, values=values))
-
-    def close(self) -> None:
-        if self.run:
-            self.run.close()
-        if self._journal:
-            self._journal.close()
 
 
 def _train_epoch(training: Training, run: egeria.Run | None) -> float:
@@ -134,28 +100,3 @@ def _evaluate(training: Training) -> dict[str, float]:
     if taken:
         raise ValueError(f"the names {sorted(taken)} are the bench's own; a workload's metrics must have others")
     return values
-
-
-def _plain_start(training: Training, total_steps: int) -> RunStarted:
-    """Return how the journal begins of a run that egeria has no part in."""
-    return RunStarted(
-        step=0,
-        config={},
-        modules=[],
-        trainable=[],
-        deepest_freeze=0,
-        rule="none",
-        total_steps=total_steps,
-        interval_steps=0,
-        interval_reason="plain training: nothing is judged",
-        environment={
-            "model": type(training.model).__name__,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "steps_per_epoch": len(training.loader),
-        },
-    )
-
-
-def _writer(directory: Path) -> JournalWriter:
-    return JournalWriter(directory, on_failure=lambda message: warnings.warn(message, stacklevel=2))

@@ -39,7 +39,11 @@ class Training:
     model: nn.Module
     """On the device, in the memory layout it trains in."""
     loader: DataLoader[Any]
-    """Batches as `loss` takes them; with a `len`. Shuffled by a generator of its own, from the seed."""
+    """Batches as `loss` takes them; with a `len`. Shuffled by a generator of its own, from the seed.
+
+    Whatever else it draws from is a `torch.Generator` that it, its samplers or its data set have as an
+    attribute, or a global one: a run in pieces finds these, and only these, to go on from where it stopped.
+    """
     optimizer: Optimizer
     scheduler: LRScheduler
     """Stepped once after each optimizer step."""

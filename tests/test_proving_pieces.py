@@ -1,0 +1,195 @@
+"""Runs in pieces: what is stopped, killed or spoilt part-way goes on as if nothing had happened, or begins anew."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.proving import checkpoint, limit, runfile
+from benchmarks.proving.checkpoint import UnusableError
+from benchmarks.proving.commands import WorkloadFacts
+from benchmarks.proving.execution import PAUSED_STATUS, execute
+from benchmarks.proving.limit import Limit
+from benchmarks.proving.piece import Piece
+from benchmarks.proving.policies import Policy, parse_policy
+from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.training import train
+from benchmarks.workloads.workload import Training
+from tests import toy_workloads
+from tests.pieces import CPU, STATIC, new_training, told
+
+from egeria.events import MetricLogged, ModuleFrozen
+from egeria.report.history import read_history
+
+STEPS_PER_EPOCH = 32
+EAGER = {
+    "plasticity": {"interval_steps": 2, "window": 2},
+    "bootstrapping": {"change_threshold": 0.99},
+    "controller": {"kind": "inline"},
+    "freezing": {"tolerance_share": 0.9},
+}
+POLICIES = {
+    "none": parse_policy("none"),
+    "egeria": Policy(text="egeria", name="egeria", settings=EAGER),
+    "default": Policy(text="mine", name="default", settings=EAGER),
+    "static": STATIC,
+}
+pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The clock that limits go by, in its only entry."""
+    hands = [1000.0]
+    monkeypatch.setattr(limit, "now_s", lambda: hands[0])
+    return hands
+
+
+def clocks(directory: Path, name: str) -> list[float]:
+    return [event.values[name] for event in read_history(directory).of(MetricLogged)]
+
+
+def make_piece(directory: Path, policy: Policy, clock: list[float], stop: float = math.inf) -> Training | None:
+    """Train from the checkpoint until an epoch after which time is over; return the training if it is finished."""
+    directory.mkdir(exist_ok=True)
+    training = new_training()
+
+    def look(epoch: int, frozen: float, values: dict[str, float]) -> None:
+        clock[0] += 1e6 if epoch == stop else 0.0
+
+    piece = Piece(training, CPU, directory, limit=Limit(clock[0] + 1000), begun=checkpoint.load(directory, {}))
+    return training if train(training, policy, directory, CPU, look, piece=piece) else None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_run_in_pieces_comes_to_what_one_comes_to_that_never_stopped(name, tmp_path, clock, monkeypatch):
+    # How long `n` is depends on how long things take; here the steps at which anything happens are to be the same.
+    monkeypatch.setattr("egeria.session.budget.Budget.review", lambda *_: None)
+    whole = new_training()
+    left: list[Path] = []
+    train(whole, POLICIES[name], tmp_path / "whole", CPU, lambda *_: left.extend(tmp_path.rglob("checkpoint*")))
+    assert left == []  # nobody asked for pieces
+    parts = tmp_path / "parts"
+    assert make_piece(parts, POLICIES[name], clock, stop=1) is None
+    assert make_piece(parts, POLICIES[name], clock, stop=3) is None
+    finished = make_piece(parts, POLICIES[name], clock)
+    assert told(parts) == told(tmp_path / "whole")
+    assert read_history(parts).num_processes == 3
+    for name_of_tensor, tensor in whole.model.state_dict().items():
+        assert torch.equal(finished.model.state_dict()[name_of_tensor], tensor), name_of_tensor
+    if name != "none":
+        frozen = [event.step for event in read_history(parts).of(ModuleFrozen)]
+        assert min(frozen) < 3 * STEPS_PER_EPOCH < max(frozen)  # decisions before a stop and after it
+
+
+def test_times_add_up_over_pieces_with_the_cost_of_going_on(tmp_path, clock, monkeypatch):
+    make_piece(tmp_path, POLICIES["none"], clock, stop=2)
+    (*_, before_s) = clocks(tmp_path, "train_wall_s")
+    loading = torch.optim.Adam.load_state_dict
+    monkeypatch.setattr(torch.optim.Adam, "load_state_dict", lambda *given: (time.sleep(0.5), loading(*given)))
+    make_piece(tmp_path, POLICIES["none"], clock)
+    for name in ("train_wall_s", "train_cpu_s"):
+        assert clocks(tmp_path, name) == sorted(clocks(tmp_path, name))
+    assert clocks(tmp_path, "train_wall_s")[2] >= before_s + 0.5
+
+
+def wanted_run(policy: str = "none") -> RunFile:
+    (toy, *_) = toy_workloads.WORKLOADS
+    facts = {name: getattr(toy, name) for name in ("name", "metric", "higher_is_better", "is_relative", "paper")}
+    return RunFile(
+        status=runfile.WAITING,
+        workload=WorkloadFacts(**facts),
+        module="tests.toy_workloads",
+        tier="gpu",
+        seed=0,
+        policy=parse_policy(policy),
+        device="cpu",
+    )
+
+
+@pytest.fixture
+def part_way(tmp_path, clock) -> Path:
+    """The directory of a plain run that stopped after its second epoch."""
+
+    def say(record: dict) -> None:
+        clock[0] += 1e6 if record["epoch"] == 2 else 0.0
+
+    assert execute(wanted_run(), tmp_path, Path("nowhere"), say, Limit(2000.0)) == PAUSED_STATUS
+    found = runfile.load(tmp_path)
+    assert (found.status, found.epoch, found.pid) == ("paused", 2, 0)
+    return tmp_path
+
+
+def go_on(directory: Path) -> list[dict]:
+    """Make a run without a limit to its end; return what it says of itself."""
+    said: list[dict] = []
+    assert execute(wanted_run(), directory, Path("nowhere"), said.append) == 0
+    assert [event.values["epoch"] for event in read_history(directory).of(MetricLogged)] == [1, 2, 3, 4, 5]
+    assert not list(directory.glob("checkpoint*"))
+    return said
+
+
+def test_a_sound_checkpoint_is_used_also_without_a_limit_and_removed_at_the_end(part_way):
+    assert [record["epoch"] for record in go_on(part_way)] == [2, 3, 4, 5]
+    found = runfile.load(part_way)
+    assert (found.status, found.epoch, found.made_with["pieces"]) == ("finished", 0, 2)
+
+
+def spoil_torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def spoil_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def spoil_journal(path: Path) -> None:
+    journal = path.with_name("journal.jsonl")
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(line for line in lines if '"epoch":2' not in line))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (spoil_torn, "torn or damaged"),
+        (spoil_a_bit, "torn or damaged"),
+        (spoil_journal, "does not reach so far"),
+    ],
+)
+def test_what_is_damaged_begins_anew_and_says_so(spoil, reason, part_way):
+    spoil(part_way / "checkpoint.pt")
+    note, *epochs = go_on(part_way)
+    assert "begins anew" in note["note"]
+    assert reason in note["note"]
+    assert [record["epoch"] for record in epochs] == [0, 1, 2, 3, 4, 5]
+    assert read_history(part_way).num_earlier_runs == 0  # the old journal is gone
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_what_differs(part_way):
+    identity = checkpoint.identify(runfile.load(part_way))
+    assert checkpoint.load(part_way, identity).epoch == 2
+    others = {"torch": "1.0", "its settings": {"policy": {"seed": 1}}, "batch_size": 7, "the device": "cuda"}
+    for name, value in others.items():
+        with pytest.raises(UnusableError, match=f"{name} was .*, now "):
+            checkpoint.load(part_way, {**identity, name: value})
+
+
+def test_a_checkpoint_under_way_does_not_spoil_the_last_one(part_way, monkeypatch):
+    identity = checkpoint.identify(runfile.load(part_way))
+    found = checkpoint.load(part_way, identity)
+
+    def crash(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(found, part_way)
+    assert checkpoint.load(part_way, identity).epoch == 2
+    assert [record["epoch"] for record in go_on(part_way)] == [2, 3, 4, 5]
