@@ -231,6 +231,9 @@ def test_picture_has_a_panel_for_each_sweep_with_its_default_marked(tmp_path):
     at = dict(found)
     assert first == pytest.approx(at["10"], abs=0.5)
     assert at["1e-5"] < second < at["1e-4"]  # 5e-5 is not among the values; it is marked all the same
+    left = [float(text) for text, place in found if re.fullmatch(r"-?\d+\.?\d*", text) and place < at["5"]]
+    assert min(left) <= -7.5  # a perplexity 10 % above is drawn below the line
+    assert max(left) <= 2.5
 
 
 def test_values_that_span_a_decade_stand_on_a_logarithmic_scale(tmp_path):
