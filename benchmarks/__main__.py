@@ -6,6 +6,7 @@ python -m benchmarks run WORKLOAD[,WORKLOAD] --policy P[,P] --seeds 0,1,2 [--tie
 python -m benchmarks compare [WORKLOAD ...] [--out RECORD]
 python -m benchmarks table
 python -m benchmarks oracle WORKLOAD --seeds 0,1,2 [--most-runs N]
+python -m benchmarks sensitivity WORKLOAD[,WORKLOAD] --sweep POLICY:key=value,value [--sweep ...] [--out RECORD]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -91,7 +93,18 @@ def _parser() -> argparse.ArgumentParser:
     oracle.add_argument("--most-runs", type=_count, default=60, metavar="N", help="plain and finished runs counted")
     _add_making(oracle)
     oracle.set_defaults(verb=commands.run_oracle)
+    _add_sensitivity(verbs)
     return parser
+
+
+def _add_sensitivity(verbs: Any) -> None:
+    sensitivity = verbs.add_parser("sensitivity", help="what a parameter of a policy does to quality and saving")
+    sensitivity.add_argument("workload", nargs="?", type=_names, default=[], metavar="WORKLOAD[,WORKLOAD]")
+    swept = "POLICY:key=value,value,..., the last key is swept; can be repeated; none reads a record's journals"
+    sensitivity.add_argument("--sweep", action="append", default=[], metavar="SWEEP", help=swept)
+    sensitivity.add_argument("--out", type=commands.folder, metavar="DIR", help="folder of the record")
+    _add_making(sensitivity)
+    sensitivity.set_defaults(verb=commands.run_sensitivity)
 
 
 def _add_making(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,8 @@ from benchmarks.proving.results import read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.runs import Place, make, sort_out
 from benchmarks.proving.schedules import to_text
+from benchmarks.proving.sensitivity import section, write_sensitivity
+from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table
 from benchmarks.workloads.workload import Training, Workload
 
@@ -41,24 +43,13 @@ def run_list(options: argparse.Namespace, console: Console) -> int:
 
 def run_runs(options: argparse.Namespace, console: Console) -> int:
     """Make the runs that are wanted and not finished."""
-    workloads = find_workloads(options.workload, options.workloads)
-    policies = parse_policies(options.policy)
-    wanted = [
-        _wanted(module, workload, policy, seed, options)
-        for seed in options.seeds
-        for module, workload in workloads
-        for policy in policies
-    ]
     if options.again and options.minutes is not None:
         raise RefusedError(
             f"--again makes anew also what the last piece left, so that with --minutes it would never end. Remove the "
             f"runs from {options.results}, or leave one of the two out."
         )
-    if options.again:
-        for run in wanted:
-            shutil.rmtree(options.results / run.place, ignore_errors=True)
-    recipes = {workload.name: _recipe(workload, options) for _, workload in workloads}
-    return _make(wanted, recipes, options, console, Limit.after(options.minutes, options.began_s))
+    limit = Limit.after(options.minutes, options.began_s)
+    return _make_policies(parse_policies(options.policy), options, console, again=options.again, limit=limit)
 
 
 def run_compare(options: argparse.Namespace, console: Console) -> int:
@@ -111,8 +102,61 @@ def run_oracle(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def run_sensitivity(options: argparse.Namespace, console: Console) -> int:
+    """Make the runs that sweeps need; print what each value does, and write the record where one is asked for."""
+    if bool(options.sweep) != bool(options.workload):
+        raise RefusedError("A sweep needs a workload, and a workload a sweep. Give both, or neither to read a record.")
+    if options.sweep:
+        study = _study(options)
+        if _make_policies(study.policies, options, console):
+            return 1
+    else:
+        study = load_study(options.results)
+    comparisons = study.compare(options.results)
+    for comparison in comparisons:
+        console.print(f"\n{comparison.workload.name} ({comparison.tier})\n", style="bold")
+        for text in section(study, comparison):
+            console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
+    if options.out is not None:
+        write_sensitivity(study, comparisons, options.out)
+        console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
+    return 0
+
+
+def _study(options: argparse.Namespace) -> Study:
+    return Study(
+        workloads=tuple(options.workload),
+        tier=options.tier,
+        seeds=tuple(options.seeds),
+        sweeps=parse_sweeps(options.sweep),
+    )
+
+
 def _comparisons(options: argparse.Namespace) -> list[WorkloadComparison]:
     return compare(read_results(options.results, options.workload, options.tier), options.against)
+
+
+def _make_policies(
+    policies: Sequence[Policy],
+    options: argparse.Namespace,
+    console: Console,
+    *,
+    again: bool = False,
+    limit: Limit = UNLIMITED,
+) -> int:
+    """Make the runs of some policies on all workloads and seeds that are asked for; return the exit status."""
+    workloads = find_workloads(options.workload, options.workloads)
+    wanted = [
+        _wanted(module, workload, policy, seed, options)
+        for seed in options.seeds
+        for module, workload in workloads
+        for policy in policies
+    ]
+    if again:
+        for run in wanted:
+            shutil.rmtree(options.results / run.place, ignore_errors=True)
+    recipes = {workload.name: _recipe(workload, options) for _, workload in workloads}
+    return _make(wanted, recipes, options, console, limit)
 
 
 def _make(

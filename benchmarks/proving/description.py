@@ -9,21 +9,25 @@ from benchmarks.proving.accuracy_time import NUM_CONVERGED
 from benchmarks.proving.comparison import PER_CENT, POINTS, WorkloadComparison
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table, timelines
 
-METHOD = f"""\
-## How it was measured
-
+HOW_SPREAD = """\
 - Mean ± sample standard deviation over seeds. A difference is paired: the run against the plain run of the same
-  seed, which has the same initial weights, batches and augmentation. Its 95 % interval is Student's t over the seeds;
-  with three it reaches 2.5 standard deviations to each side. One that holds 0 may be chance.
+  seed, which has the same initial weights, batches and augmentation."""
+HOW_INTERVAL = """\
+- The 95 % interval of a difference is Student's t over the seeds; with three it reaches 2.5 standard deviations to
+  each side. One that holds 0 may be chance."""
+HOW_TIME = """\
 - Time is of training: loading, forward, backward, optimizer, and all of egeria (attaching, judging, its controller
   process and threads, closing). Evaluation on held-out data is excluded. Wall-clock time depends on what else the
-  machine does; CPU time adds up all threads and processes.
+  machine does; CPU time adds up all threads and processes."""
+HOW_TARGETS = f"""\
 - Time to 'converged' is the training time at the first evaluation (one an epoch) at least as good as the mean of the
   plain run's last {NUM_CONVERGED} evaluations, nothing deducted; time to '99 %' that for within 1 % of this value. A
-  seed that never gets there is counted, and is in no mean: a mean over fewer seeds speaks of the luckier ones.
+  seed that never gets there is counted, and is in no mean: a mean over fewer seeds speaks of the luckier ones."""
+HOW_COMPUTE = """\
 - Compute skipped is the share of the run's floating-point work that was not done: backward passes of frozen layer
   modules, and forward passes for the samples that stored activations served; one part of the work is forward, two
-  are backward.
+  are backward."""
+HOW_LOSS = f"""\
 - 'Without loss' means a mean loss of at most {POINTS} points, or {PER_CENT:g} % where the metric is judged relatively.
   The oracle is the schedule, given in advance, that skips most without loss among those that were tried."""
 
@@ -34,20 +38,31 @@ def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[
     for comparison in comparisons:
         names = pictures[comparison.workload.name, comparison.tier]
         parts += _section(comparison, names)
-    return "\n\n".join([*parts, METHOD, _circumstances(comparisons), _commands(comparisons)]) + "\n"
+    told = method(HOW_SPREAD, HOW_INTERVAL, HOW_TIME, HOW_TARGETS, HOW_COMPUTE, HOW_LOSS)
+    return "\n\n".join([*parts, told, circumstances(comparisons), _commands(comparisons)]) + "\n"
 
 
-def _section(comparison: WorkloadComparison, pictures: Sequence[str]) -> list[str]:
+def method(*points: str) -> str:
+    """Return the section that tells how it was measured."""
+    return "\n".join(["## How it was measured\n", *points])
+
+
+def heading(comparison: WorkloadComparison) -> str:
+    """Return the heading of a workload, and what it trains and how."""
     recipe = comparison.policies[0].outcomes[0].run.recipe
     workload = comparison.workload
     paper = f" The paper's row: {workload.paper}." if workload.paper else ""
     direction = "higher" if workload.higher_is_better else "lower"
-    facts = (
+    return (
+        f"## {workload.name} ({comparison.tier})\n\n"
         f"{recipe['model']}, {recipe['num_parameters']:,} parameters, {recipe['num_epochs']} epochs of "
         f"{recipe['steps_per_epoch']} steps, {recipe['optimizer']}, {recipe['scheduler']}. "
         f"{workload.metric}: {direction} is better.{paper}"
     )
-    parts = [f"## {workload.name} ({comparison.tier})", facts, quality_table(comparison), time_table(comparison)]
+
+
+def _section(comparison: WorkloadComparison, pictures: Sequence[str]) -> list[str]:
+    parts = [heading(comparison), quality_table(comparison), time_table(comparison)]
     parts.append("\n".join(f"![{name.removesuffix('.svg')}]({name})" for name in pictures))
     lines = timelines(comparison)
     if lines:
@@ -58,7 +73,7 @@ def _section(comparison: WorkloadComparison, pictures: Sequence[str]) -> list[st
     return parts
 
 
-def _circumstances(comparisons: Sequence[WorkloadComparison]) -> str:
+def circumstances(comparisons: Sequence[WorkloadComparison]) -> str:
     """Tell machines, versions and commits; of runs that differ, all."""
     found: dict[str, list[str]] = {}
     for comparison in comparisons:

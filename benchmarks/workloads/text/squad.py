@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import BertForQuestionAnswering
 
 from benchmarks.workloads.text.answers import score
 from benchmarks.workloads.text.batching import sorted_batches
@@ -90,6 +89,8 @@ def build(setting: Setting, *, recipes: Mapping[str, QuestionRecipe]) -> Trainin
     Raises:
         MissingDataError: the data or the weights are not there.
     """
+    from transformers import BertForQuestionAnswering  # noqa: PLC0415 (as in `minilm`)
+
     recipe = recipes[setting.tier]
     train = _questions(setting, "train", recipe, recipe.num_train)
     held_out = _questions(setting, "dev", recipe, recipe.num_held_out)

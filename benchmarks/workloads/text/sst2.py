@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import BertForSequenceClassification, BertTokenizerFast
 
 from benchmarks.workloads.text.batching import sorted_batches
 from benchmarks.workloads.text.corpora import read_sentiments
@@ -16,6 +16,9 @@ from benchmarks.workloads.text.fine_tuning import Recipe, Rows, fine_tuning, run
 from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
 from benchmarks.workloads.text.sampling import sample
 from benchmarks.workloads.workload import Setting, Training
+
+if TYPE_CHECKING:
+    from transformers import BertTokenizerFast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ def build(setting: Setting, *, recipes: Mapping[str, Recipe]) -> Training:
     Raises:
         MissingDataError: the data or the weights are not there.
     """
+    from transformers import BertForSequenceClassification  # noqa: PLC0415 (as in `minilm`)
+
     recipe = recipes[setting.tier]
     train = sample(read_sentiments(setting.data, "train"), recipe.num_train)
     held_out = sample(read_sentiments(setting.data, "dev"), recipe.num_held_out)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import BertTokenizerFast
 
 from benchmarks.workloads.text.corpora import Question
 from benchmarks.workloads.text.fine_tuning import Rows
+
+if TYPE_CHECKING:
+    from transformers import BertTokenizerFast
 
 LONGEST_ANSWER = 30
 """Tokens."""

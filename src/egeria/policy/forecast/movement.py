@@ -9,7 +9,7 @@ from typing import Any
 
 LEAST_READINGS = 5
 """Readings from which a law can be fitted."""
-LARGEST_EXPONENT = 2.0
+LARGEST_EXPONENT = 1.0
 """Of a straight movement: plasticity is a square."""
 UNKNOWN_EXPONENT = 1.0
 """Of a random walk; taken where all readings have the same distance from their snapshots."""
