@@ -24,7 +24,7 @@ DEFAULTS = {
         "percentile": 50.0,
         "evaluations": 20,
         "seed": 0,
-        "limit": 3e-5,
+        "limit": 0.02,
         "patience": 3,
     },
     "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},

@@ -141,7 +141,7 @@ def walk(age):
 
 
 def straight(age):
-    return 1e-6 * age**2
+    return 2e-7 * age**2
 
 
 def noise(_age):
@@ -199,8 +199,8 @@ def test_it_freezes_after_enough_readings_that_foresee_little():
     ("plasticity", "settings", "freezes"),
     [
         (walk, {"way_ahead": 40.0}, False),
-        (straight, {"way_ahead": 5.0}, True),
-        (straight, {"way_ahead": 6.0}, False),
+        (straight, {"way_ahead": 20.0}, True),  # followed like a random walk from where it is
+        (straight, {"way_ahead": 60.0}, False),
         (noise, {"way_ahead": 1e-3}, False),  # it fades with the rate, whatever the way
         (noise, {"way_ahead": 1e6, "last_rate": 0.1}, True),  # it stays as it is: no progress
         (noise, {"way_ahead": 1e6, "last_rate": 0.05}, True),
@@ -306,7 +306,7 @@ def test_a_run_freezes_behind_the_decay_and_its_journal_replays(tmp_path):
             "controller": {"budget_share": 100.0},
         },
         directory=tmp_path,
-        controller=ScriptedController(lambda evaluation, module: 1e-3 if evaluation <= 40 else 1e-6),
+        controller=ScriptedController(lambda evaluation, module: 0.1 if evaluation <= 40 else 1e-4),
     )
     inputs = torch.randn(16, 4)
     for step in range(1, 401):

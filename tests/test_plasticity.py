@@ -81,6 +81,26 @@ def test_sp_loss_does_not_care_how_large_the_activations_are(decade):
     assert float(scaled) == pytest.approx(float(sp_loss(training, reference)), rel=1e-3)
 
 
+def test_relative_sp_loss_is_the_sp_loss_over_what_varies_between_samples():
+    training, reference = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    # Similarities of the reference: rows (1, 1)/sqrt(2) and (1, 2)/sqrt(5); of the training: (1, 0) and (0, 1).
+    apart = (1 - 0.5**0.5) ** 2 + 0.5 + 0.2 + (1 - 2 / 5**0.5) ** 2
+    varied = ((0.5**0.5 - 0.2**0.5) ** 2 + (0.5**0.5 - 2 * 0.2**0.5) ** 2) / 2
+    assert float(METRICS["relative_sp"](training, reference)) == pytest.approx(apart / varied, rel=1e-5)
+
+
+def test_relative_sp_loss_does_not_shrink_where_samples_have_much_in_common():
+    torch.manual_seed(0)
+    reference = torch.randn(16, 64)
+    moved = reference + 0.1 * torch.randn(16, 64)
+    common = torch.full((64,), 5.0)
+    plain, shared = (
+        (float(sp_loss(moved + part, reference + part)), float(METRICS["relative_sp"](moved + part, reference + part)))
+        for part in (torch.zeros(64), common)
+    )
+    assert shared[0] / plain[0] < 0.05 * shared[1] / plain[1]
+
+
 def test_sp_loss_sees_samples_and_not_features():
     training, reference = pair(8, 20)
     turned = torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(1))).Q
@@ -177,7 +197,7 @@ def test_unequal_batches_are_refused(metric):
         metric(training[:0], reference[:0])
 
 
-@pytest.mark.parametrize("name", ["sp", "cka"])
+@pytest.mark.parametrize("name", ["sp", "relative_sp", "cka"])
 def test_metrics_of_relations_need_two_samples(name):
     training, reference = pair(1, 7)
     with pytest.raises(ValueError, match="at least 2 samples, found 1 and 1"):
@@ -260,7 +280,9 @@ def test_a_metric_is_found_by_its_name():
 
 
 def test_an_unknown_metric_is_refused_beside_the_known_ones():
-    with pytest.raises(ConfigError, match=r"plasticity\.metric must be 'sp', 'l2', .*found 'SP'\. Name one of them"):
+    with pytest.raises(
+        ConfigError, match=r"plasticity\.metric must be 'sp', 'relative_sp', .*found 'SP'\. Name one of them"
+    ):
         find_metric("SP")
 
 

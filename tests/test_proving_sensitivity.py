@@ -14,6 +14,7 @@ from benchmarks.proving.comparison import compare
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.results import Evaluation, Outcome
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
+from benchmarks.proving.runs import Made
 from benchmarks.proving.sensitivity import draw, sweep_table
 from benchmarks.proving.skipping import Skipped
 from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
@@ -128,7 +129,7 @@ def test_a_record_without_one_of_its_runs_is_refused(two_seeds, tmp_path, capsys
 
 
 def test_no_record_where_a_run_failed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.proving.commands.make", lambda missing, *_: missing[1:])
+    monkeypatch.setattr("benchmarks.proving.commands.make", lambda missing, *_: Made(failed=missing[1:], num_epochs=0))
     arguments = ["--sweep", SWEEP, "--seeds", "0", *COMMON, "--results", tmp_path / "results"]
     assert bench("sensitivity", "toy", *arguments, "--out", tmp_path / "record") == 1
     assert "plasticity.window=2, seed 0" in capsys.readouterr().out
@@ -161,7 +162,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_trains(arguments, reaso
 
 
 def test_values_that_come_to_the_same_settings_are_one_run():
-    (sweep,) = parse_sweeps(["forecast:limit=0.00005,default,5e-5,1e-4"])
+    (sweep,) = parse_sweeps(["forecast:limit=0.02,default,2e-2,1e-4"])
     assert [point.policy for point in sweep.points] == ["forecast", "forecast:limit=1e-4"]
     (own,) = parse_sweeps(["egeria:plasticity.window=5,plasticity.window=5,10"])  # here 5 is what it has without
     assert [(point.value, point.is_default) for point in own.points] == [(5, True), (10, False)]
@@ -221,7 +222,7 @@ def texts(path: Path) -> list[tuple[str, float]]:
 
 
 def test_picture_has_a_panel_for_each_sweep_with_its_default_marked(tmp_path):
-    study = study_of("egeria:plasticity.window=5,10,20", "forecast:limit=1e-6,1e-5,1e-4")
+    study = study_of("egeria:plasticity.window=5,10,20", "forecast:limit=1e-4,1e-3,1e-1")
     draw(study, [made_up(study)], tmp_path / "picture.svg")
     found = texts(tmp_path / "picture.svg")
     names = [text for text, _ in found]
@@ -230,17 +231,17 @@ def test_picture_has_a_panel_for_each_sweep_with_its_default_marked(tmp_path):
     first, second = (place for text, place in found if text == "default")
     at = dict(found)
     assert first == pytest.approx(at["10"], abs=0.5)
-    assert at["1e-5"] < second < at["1e-4"]  # 5e-5 is not among the values; it is marked all the same
+    assert at["1e-3"] < second < at["1e-1"]  # 0.02 is not among the values; it is marked all the same
     left = [float(text) for text, place in found if re.fullmatch(r"-?\d+\.?\d*", text) and place < at["5"]]
     assert min(left) <= -7.5  # a perplexity 10 % above is drawn below the line
     assert max(left) <= 2.5
 
 
 def test_values_that_span_a_decade_stand_on_a_logarithmic_scale(tmp_path):
-    study = study_of("egeria:freezing.tolerance_share=0.1,0.2,0.3", "forecast:limit=1e-6,1e-5,1e-4")
+    study = study_of("egeria:freezing.tolerance_share=0.1,0.2,0.3", "forecast:limit=1e-4,1e-3,1e-2")
     draw(study, [made_up(study)], tmp_path / "picture.svg")
     found = texts(tmp_path / "picture.svg")
-    for labels in (("0.1", "0.2", "0.3"), ("1e-6", "1e-5", "1e-4")):
+    for labels in (("0.1", "0.2", "0.3"), ("1e-4", "1e-3", "1e-2")):
         low, middle, high = (place for text, place in found if text in labels)
         assert middle - low == pytest.approx(high - middle, abs=0.5), labels
 

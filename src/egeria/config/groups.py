@@ -42,9 +42,9 @@ class Policy:
     """'autofreeze': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze: 20."""
     seed: int = 0
     """'random': which times are drawn."""
-    limit: float = 3e-5
-    """'forecast': SP loss that a layer module may still come to by the end of the run and yet freeze. Measured on one
-    network so far."""
+    limit: float = 0.02
+    """'forecast': relative SP loss that a layer module may still come to by the end of the run and yet freeze: the
+    share of the similarities between samples that would still change. Ours, from the bench."""
     patience: int = 3
     """'forecast': readings in a row under the limit that freeze. Our choice."""
 
@@ -109,7 +109,7 @@ class Plasticity:
     """How and how often a layer module is judged (paper eq. 1 and 2, §4.2.2)."""
 
     metric: Any = "sp"
-    """'sp' (the paper), 'l2', 'cosine', 'input_norm', 'cka', or any `egeria.plasticity.Metric`."""
+    """'sp' (the paper), 'relative_sp', 'l2', 'cosine', 'input_norm', 'cka', or any `egeria.plasticity.Metric`."""
     interval_steps: int | None = None
     """`n`: optimizer steps between evaluations. None derives it from `total_steps` by the paper's guideline."""
     window: int = 10

@@ -11,6 +11,8 @@ from egeria.plasticity.metrics import (
     input_norm,
     l2_distance,
     linear_cka_distance,
+    relative_sp_loss,
+    relative_sp_loss_of_grams,
     sp_loss,
     sp_loss_of_grams,
 )
@@ -27,6 +29,8 @@ __all__ = [
     "l2_distance",
     "linear_cka_distance",
     "pool_map",
+    "relative_sp_loss",
+    "relative_sp_loss_of_grams",
     "sp_loss",
     "sp_loss_of_grams",
 ]

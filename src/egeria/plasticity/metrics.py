@@ -44,6 +44,31 @@ def sp_loss_of_grams(training: Tensor, reference: Tensor) -> Tensor:
     return (_similarities(training) - _similarities(reference)).square().sum() / training.shape[0] ** 2
 
 
+def relative_sp_loss(training: Tensor, reference: Tensor) -> Tensor:
+    """Return the share of the similarities that changed: the SP loss over how much the similarities of samples vary.
+
+    What is common to all samples is in every row of `G` and says nothing of them, and how much it makes up differs
+    a hundredfold between networks; without it, values of different networks and depths compare. Source: our own.
+
+    Raises:
+        ValueError: the batches differ in size, or hold fewer than two samples.
+    """
+    a_BD, r_BD = _rows(training, reference, at_least=2)
+    return relative_sp_loss_of_grams(gram(a_BD), gram(r_BD))
+
+
+def relative_sp_loss_of_grams(training: Tensor, reference: Tensor) -> Tensor:
+    """Return the relative SP loss from the grams [B, B] of both activations.
+
+    Raises:
+        ValueError: the batches differ in size, or hold fewer than two samples.
+    """
+    _check_rows(training, reference, at_least=2)
+    a_BB, r_BB = _similarities(training), _similarities(reference)
+    varied = (r_BB - r_BB.mean(dim=0)).square().sum()
+    return (a_BB - r_BB).square().sum() / varied.clamp_min(1e-30)
+
+
 def l2_distance(training: Tensor, reference: Tensor) -> Tensor:
     """Return the squared distance of the activations relative to the squared norm of the reference."""
     a_BD, r_BD = _rows(training, reference)
@@ -88,13 +113,14 @@ def gram(a_BD: Tensor) -> Tensor:
 
 METRICS: dict[str, Metric] = {
     "sp": sp_loss,
+    "relative_sp": relative_sp_loss,
     "l2": l2_distance,
     "cosine": cosine_distance,
     "input_norm": input_norm,
     "cka": linear_cka_distance,
 }
 
-GRAM_FORMS: dict[Metric, Metric] = {sp_loss: sp_loss_of_grams}
+GRAM_FORMS: dict[Metric, Metric] = {sp_loss: sp_loss_of_grams, relative_sp_loss: relative_sp_loss_of_grams}
 """The metrics that need no more than the grams of the two activations, and their form that takes these."""
 
 

@@ -10,9 +10,8 @@ from typing import Any
 LEAST_READINGS = 5
 """Readings from which a law can be fitted."""
 LARGEST_EXPONENT = 1.0
-"""Of a straight movement: plasticity is a square."""
-UNKNOWN_EXPONENT = 1.0
-"""Of a random walk; taken where all readings have the same distance from their snapshots."""
+"""Of a random walk; taken also where all readings have the same distance from their snapshots. A straight movement
+has 2, plasticity being a square, but none stays straight for long."""
 SMALLEST = 1e-14
 """Plasticity under which it is rounding."""
 
@@ -21,8 +20,8 @@ SMALLEST = 1e-14
 class Law:
     """Plasticity as a power of the way since the snapshot: the learning rate, added up over the steps.
 
-    The exponent tells what the movement is: 2 a straight one, 1 a random walk, 0 noise around a place that is
-    reached, as SGD makes at a rate that stays.
+    The exponent tells what the movement is: 1 a random walk, 0 noise around a place that is reached, as SGD makes
+    at a rate that stays.
     """
 
     way: float
@@ -41,8 +40,7 @@ class Law:
         """
         if way <= 0:
             return 0.0
-        noise = 1 - min(1.0, self.exponent)
-        kept = noise * min(1.0, max(0.0, rate_share))
+        kept = (1 - self.exponent) * min(1.0, max(0.0, rate_share))
         return self.level * math.pow(way / self.way, self.exponent) * (1 - kept)
 
 
@@ -66,7 +64,7 @@ class Movement:
         middle, level = math.fsum(ways) / len(ways), math.fsum(levels) / len(levels)
         spread = math.fsum((way - middle) ** 2 for way in ways)
         together = math.fsum((way - middle) * (value - level) for way, value in zip(ways, levels, strict=True))
-        exponent = together / spread if spread > 1e-9 else UNKNOWN_EXPONENT
+        exponent = together / spread if spread > 1e-9 else LARGEST_EXPONENT
         return Law(
             way=math.exp(middle),
             level=math.exp(level),

@@ -32,7 +32,7 @@ POLICIES: dict[str, PolicyMaker] = {
     "random": RandomTimes,
 }
 
-_METRICS = {"skipconv": "input_norm"}
+_METRICS = {"skipconv": "input_norm", "forecast": "relative_sp"}
 """What a policy means by plasticity, where that is not for the user to choose."""
 
 
