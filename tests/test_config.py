@@ -25,7 +25,7 @@ DEFAULTS = {
         "evaluations": 20,
         "seed": 0,
         "limit": 0.02,
-        "patience": 3,
+        "patience": 2,
     },
     "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},
     "bootstrapping": {"change_threshold": 0.1},

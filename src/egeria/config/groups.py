@@ -45,7 +45,7 @@ class Policy:
     limit: float = 0.02
     """'forecast': relative SP loss that a layer module may still come to by the end of the run and yet freeze: the
     share of the similarities between samples that would still change. Ours, from the bench."""
-    patience: int = 3
+    patience: int = 2
     """'forecast': readings in a row under the limit that freeze. Our choice."""
 
     def __post_init__(self) -> None:

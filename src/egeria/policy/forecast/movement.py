@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-LEAST_READINGS = 5
+LEAST_READINGS = 4
 """Readings from which a law can be fitted."""
 LARGEST_EXPONENT = 1.0
 """Of a random walk; taken also where all readings have the same distance from their snapshots. A straight movement

@@ -165,11 +165,11 @@ class Forecast(Rival):
         rate, gone = interval.learning_rate, interval.learning_rate * (interval.step - self._step)
         if rate > self._rate:
             self._guard = LossGuard()
-        if rate * ERA_FALL < self._era_rate:
+        self._ways[interval.evaluation] = gone
+        if rate * ERA_FALL < self._era_rate:  # somewhere in this interval, so that it belongs to no era
             self._ways, self._era_rate, self._is_stale = {}, 0.0, True
             self._look_anew()
         self._era_rate = max(self._era_rate, rate)
-        self._ways[interval.evaluation] = gone
         self._ways = {key: way for key, way in self._ways.items() if key > interval.evaluation - self._longest_memory()}
         self._step, self._rate = interval.step, rate
         self._way_ahead, self._last_rate = interval.way_ahead, interval.last_rate
