@@ -15,6 +15,7 @@ from egeria.session import EgeriaWarning, Run
 from egeria.testing import Specimen
 
 FAST = {
+    "policy": {"name": "egeria"},
     "plasticity": {"interval_steps": 2, "window": 2},
     "bootstrapping": {"change_threshold": 1.0},
     "controller": {"budget_share": 1000.0},  # models this small take less time than a look at them

@@ -15,7 +15,7 @@ from egeria.config import Bootstrapping, Cache, Controller, Freezing, Modules, P
 
 DEFAULTS = {
     "policy": {
-        "name": "egeria",
+        "name": "forecast",
         "schedule": None,
         "start": None,
         "level": 1.0,
@@ -30,7 +30,7 @@ DEFAULTS = {
     "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},
     "bootstrapping": {"change_threshold": 0.1},
     "plasticity": {
-        "metric": "sp",
+        "metric": None,
         "interval_steps": None,
         "window": 10,
         "num_samples": 32,
@@ -95,7 +95,7 @@ CONTRACTS = [
     ("modules.target_share", SHARE, NO_SHARE),
     ("modules.minimum_share", SHARE, NO_SHARE),
     ("bootstrapping.change_threshold", SHARE, NO_SHARE),
-    ("plasticity.metric", "the name of a metric or a callable", (3, None, ["sp"])),
+    ("plasticity.metric", "the name of a metric or a callable", (3, ["sp"])),
     ("plasticity.interval_steps", "a whole number of at least 1", no_count()),
     ("plasticity.window", "a whole number of at least 2", (*no_count(2), None)),
     ("plasticity.num_samples", "a whole number of at least 2", (*no_count(2), None)),
@@ -135,7 +135,7 @@ CONTRACTS = [
 REFUSED = [(setting, contract, value) for setting, contract, values in CONTRACTS for value in values]
 
 
-def test_the_defaults_are_the_papers_rule():
+def test_the_defaults():
     assert Config().to_dict() == DEFAULTS
 
 

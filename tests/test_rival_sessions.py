@@ -47,7 +47,12 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 def attaching(policy, directory, **groups):
     """The arguments of `attach` for a policy."""
-    config = {**FAST, "freezing": {"tolerance_share": 3.0}, "policy": POLICY.get(policy, {}), **groups}
+    config = {
+        **FAST,
+        "freezing": {"tolerance_share": 3.0},
+        "policy": {"name": policy, **POLICY.get(policy, {})},
+        **groups,
+    }
     return {"config": config, "policy": policy, "total_steps": STEPS, "directory": directory}
 
 

@@ -21,10 +21,10 @@ from egeria.config.timetable import describe_fault
 class Policy:
     """Who decides what is frozen: the paper's rule, or a rival."""
 
-    name: Any = "egeria"
-    """'egeria' (the paper), 'forecast' (ours, on trial), 'none', 'static', 'linear', 'freezeout', 'autofreeze',
-    'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a callable that makes an
-    `egeria.policy.Policy`."""
+    name: Any = "forecast"
+    """'forecast' (ours, by what the bench shows), 'egeria' (the paper's rule as written), 'none', 'static', 'linear',
+    'freezeout', 'autofreeze', 'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a callable
+    that makes an `egeria.policy.Policy`."""
     schedule: str | None = None
     """'static': share of the training done : front layer modules frozen from then on, such as "0.54:2 0.9:0"."""
     start: float | None = None
@@ -108,8 +108,9 @@ class Bootstrapping:
 class Plasticity:
     """How and how often a layer module is judged (paper eq. 1 and 2, §4.2.2)."""
 
-    metric: Any = "sp"
-    """'sp' (the paper), 'relative_sp', 'l2', 'cosine', 'input_norm', 'cka', or any `egeria.plasticity.Metric`."""
+    metric: Any = None
+    """'sp' (the paper), 'relative_sp', 'l2', 'cosine', 'input_norm', 'cka', or any `egeria.plasticity.Metric`. None
+    takes that of the policy: 'relative_sp' for 'forecast', whose limit is measured by it, else the paper's."""
     interval_steps: int | None = None
     """`n`: optimizer steps between evaluations. None derives it from `total_steps` by the paper's guideline."""
     window: int = 10
@@ -122,7 +123,7 @@ class Plasticity:
     """Side in pixels above which feature maps are average-pooled by powers of two before they are compared."""
 
     def __post_init__(self) -> None:
-        named = isinstance(self.metric, str) or callable(self.metric)
+        named = self.metric is None or isinstance(self.metric, str) or callable(self.metric)
         require(named, "plasticity.metric", "the name of a metric or a callable", self.metric)
         require_count("plasticity.interval_steps", self.interval_steps, optional=True)
         require_count("plasticity.window", self.window, at_least=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from egeria.events import (
@@ -69,6 +70,8 @@ def _stage_reason(history: History, start: RunStarted) -> str | None:
 def _reading_reason(history: History, start: RunStarted) -> str:
     readings = history.of(PlasticityRead)
     drops = history.of(ReadingDropped)
+    if _setting(start, "policy", "name") == "forecast" and readings:
+        return _forecast_reason(readings, _setting(start, "policy", "limit"))
     if _setting(start, "policy", "name") == "weight_change":
         return "the weights of the front module never changed by a steady amount for long enough."
     if not readings and not drops:
@@ -82,6 +85,20 @@ def _reading_reason(history: History, start: RunStarted) -> str:
     return (
         f"“{longest.name}” was never stationary for long enough. Its longest row was {longest.stationary} "
         f"of the {_patience(history, start)} evaluations that it takes (readings: {len(readings)})."
+    )
+
+
+def _forecast_reason(readings: Sequence[PlasticityRead], limit: object) -> str:
+    foreseen = [reading for reading in readings if reading.change_ahead is not None]
+    if not foreseen:
+        return (
+            "what the modules would still change was never known. It takes some readings since the last decay of "
+            "the learning rate, and a `scheduler` that says what the rate will be."
+        )
+    least = min(foreseen, key=lambda reading: reading.change_ahead or 0.0)
+    return (
+        f"“{least.name}” would always have changed by more to the end of the run than the limit of {limit}; "
+        f"{least.change_ahead:.2g} was the least (readings: {len(readings)})."
     )
 
 

@@ -21,7 +21,7 @@ from egeria.events import ControllerChosen, RunStarted
 from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy, SingleProcess
 from egeria.plasticity import find_metric
-from egeria.policy import PLASTICITY, PolicyMaker, choose_interval, evaluations_of_policy
+from egeria.policy import FORESIGHT, PLASTICITY, PolicyMaker, choose_interval, evaluations_of_policy
 from egeria.session.checks import (
     check_model,
     check_optimizers,
@@ -64,13 +64,15 @@ def attach(
         optimizer: the optimizer, or all of them; never changed.
         loader: the training loader; only its length and the number of its workers are read. With
             `cache.enabled` its samples are followed, and `run.close()` gives it back as it was.
-        scheduler: the learning-rate scheduler; its kind picks the rule for thawing. Never stepped.
-        total_steps: optimizer steps of the whole run; sets how often to evaluate.
+        scheduler: the learning-rate scheduler; read to see what is still to come, or for the paper's rule when to
+            thaw. Never stepped.
+        total_steps: optimizer steps of the whole run; sets how often to evaluate. Without it the default
+            policy freezes nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`.
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your own.
-        policy: 'egeria' (the paper's rule) or one of its rivals, before `config`'s own; or what makes a policy
-            of your own (`egeria.policy.PolicyMaker`).
+        policy: 'forecast', 'egeria' (the paper's rule) or one of their rivals, before `config`'s own; or what makes
+            a policy of your own (`egeria.policy.PolicyMaker`).
         parallel: how several processes train together; None for one process.
 
     Returns:
@@ -101,7 +103,8 @@ def attach(
         make_controller=make_controller,
     )
     modules, refusal = _cut(builder)
-    if modules and PLASTICITY not in builder.make_policy(modules).needs:
+    needs = builder.make_policy(modules).needs if modules else frozenset()
+    if modules and PLASTICITY not in needs:
         choice = Choice(kind="none", device="", reason=f"the policy {builder.policy_name!r} reads no plasticity")
     interval_steps, reason = choose_interval(
         interval_steps=settings.plasticity.interval_steps,
@@ -124,6 +127,8 @@ def attach(
     )
     if refusal:
         recorder.decline("freezing", refusal)
+    elif FORESIGHT in needs and total_steps is None:
+        recorder.decline("freezing", f"{builder.policy_name!r} weighs what is still to come: give attach total_steps")
     if modules:
         recorder.write(ControllerChosen(step=0, controller=choice.kind, reason=choice.reason))
         runs = "the controller runs" if choice.device else "the controller is"

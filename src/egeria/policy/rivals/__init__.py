@@ -33,7 +33,7 @@ POLICIES: dict[str, PolicyMaker] = {
 }
 
 _METRICS = {"skipconv": "input_norm", "forecast": "relative_sp"}
-"""What a policy means by plasticity, where that is not for the user to choose."""
+"""What a policy means by plasticity, where that is not the paper's SP loss."""
 
 
 def find_policy(name: Any) -> PolicyMaker:
@@ -53,9 +53,11 @@ def find_policy(name: Any) -> PolicyMaker:
 
 
 def with_metric_of_policy(config: Config) -> Config:
-    """Return the settings with the metric that the policy brings; most leave it as it is."""
-    metric = _METRICS.get(config.policy.name) if isinstance(config.policy.name, str) else None
-    return config if metric is None else replace(config, plasticity=replace(config.plasticity, metric=metric))
+    """Return the settings with the metric of the policy, unless they name one of their own; Skip-Conv is its metric."""
+    name = config.policy.name if isinstance(config.policy.name, str) else ""
+    if config.plasticity.metric is not None and name != "skipconv":
+        return config
+    return replace(config, plasticity=replace(config.plasticity, metric=_METRICS.get(name, "sp")))
 
 
 def first_stage(name: Any) -> str:
