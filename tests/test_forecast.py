@@ -220,9 +220,17 @@ def test_readings_from_before_a_decay_are_forgotten_and_the_snapshot_renewed():
     assert policy.window == 1, "the snapshot is from before the decay"
     policy.observe_reading(Reading(step=150, evaluation=15, module=0, value=1e-3, age=1))
     assert policy.window == 1, "the rate fell in the midst of that interval"
-    found = readings(policy, 10, first=16, snapshot=15, rate=0.01, way_ahead=2.0)
-    assert [index for index, decisions in enumerate(found) if decisions] == [4, 9]
+    found = readings(policy, 12, first=16, snapshot=15, rate=0.01, way_ahead=2.0)
+    assert [index for index, decisions in enumerate(found) if decisions] == [6, 11], (
+        "the snapshot is from when they had settled"
+    )
     assert policy.window == 10
+
+
+def test_readings_against_another_snapshot_are_not_mixed_in():
+    policy = forecast()
+    assert not any(readings(policy, 10, plasticity=lambda age: 1e-3))
+    assert any(readings(policy, 5, first=13, snapshot=12))
 
 
 def test_a_slow_fall_of_the_rate_forgets_nothing():
@@ -247,7 +255,7 @@ def test_a_loss_that_goes_on_falling_more_slowly_is_no_alarm():
     losses = [1.0 * 0.995**index for index in range(40)]
     policy = forecast()
     for evaluation, loss in enumerate(losses, start=3):
-        found = readings(policy, 1, first=evaluation, loss=loss, snapshot=evaluation - 1 - evaluation % 5)
+        found = readings(policy, 1, first=evaluation, loss=loss, snapshot=evaluation - 1 - evaluation % 7)
         assert not any(isinstance(decision, Thaw) for decision in found[0])
     assert policy.frozen == 2
 
@@ -280,7 +288,7 @@ def test_it_goes_on_from_its_state_as_if_it_had_never_stopped(stop):
     def observe(policy, evaluations):
         for evaluation in evaluations:
             loss = 1.2 if evaluation in (12, 13, 14, 15) else 1.0
-            yield readings(policy, 1, first=evaluation, loss=loss, snapshot=evaluation - 1 - evaluation % 4)
+            yield readings(policy, 1, first=evaluation, loss=loss, snapshot=evaluation - 1 - evaluation % 7)
 
     whole, stopped, other = forecast(), forecast(), forecast()
     expected = list(observe(whole, range(3, 30)))

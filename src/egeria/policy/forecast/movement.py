@@ -46,14 +46,14 @@ class Law:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Movement:
-    """The newest readings of one layer module."""
+    """The readings of one layer module against one snapshot."""
 
     samples: tuple[tuple[float, float], ...] = ()
     """Way since the snapshot, and plasticity."""
 
-    def observe(self, way: float, plasticity: float, most: int) -> Movement:
-        """Return the movement with one reading more; the oldest beyond `most` are left out."""
-        return Movement(samples=(*self.samples, (way, plasticity))[-most:])
+    def observe(self, way: float, plasticity: float) -> Movement:
+        """Return the movement with one reading more."""
+        return Movement(samples=(*self.samples, (way, plasticity)))
 
     def law(self) -> Law | None:
         """Fit the law by least squares over logarithms; None while there are too few readings."""

@@ -26,6 +26,8 @@ from egeria.policy.values import (
 
 ERA_FALL = 4.0
 """Fall of the learning rate that begins a new era: movement at the higher rate says nothing about that to come."""
+SETTLING = 3
+"""Evaluations at the beginning of an era in which the modules fall to where the lower rate lets them."""
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is looked at any more: it could not repay the evaluations."""
 STRICTER = 0.25
@@ -82,11 +84,13 @@ class Forecast(Rival):
         self._rate = 0.0
         self._way_ahead: float | None = None
         self._last_rate: float | None = None
+        self._snapshot: int | None = None
+        """Evaluation after which the snapshot was taken that the movement is measured from."""
         self._movement = Movement()
         self._laws: tuple[Law, ...] = ()
         """Of what is frozen."""
-        self._is_stale = False
-        """Whether the snapshot is still from before this era."""
+        self._settling = 0
+        """Evaluations until the modules have settled in this era; a snapshot from before is not looked at."""
         self._num_under = 0
 
     @property
@@ -96,8 +100,8 @@ class Forecast(Rival):
 
     @property
     def window(self) -> int:
-        """Evaluations that a snapshot is kept for: 1 where it may be from before this era."""
-        return 1 if self._is_stale else super().window
+        """Evaluations that a snapshot is kept for: 1 while the modules settle, so that one is taken when they have."""
+        return 1 if self._settling else max(super().window, 2 * LEAST_READINGS)
 
     @property
     def monitored(self) -> int | None:  # type: ignore[override]
@@ -118,16 +122,18 @@ class Forecast(Rival):
     def observe_reading(self, reading: Reading) -> Judgement:
         """Take in one reading; readings of a module no longer monitored change nothing."""
         way = self._way_since_snapshot(reading)
-        if reading.module != self.monitored or way is None:
+        if reading.module != self.monitored or reading.age is None or way is None:
             return Judgement(smoothed=reading.value)
-        self._movement = self._movement.observe(way, reading.value, self._config.plasticity.window)
-        self._is_stale = False
+        if reading.evaluation - reading.age != self._snapshot:
+            self._snapshot, self._movement = reading.evaluation - reading.age, Movement()
+        self._movement = self._movement.observe(way, reading.value)
         law = self._movement.law()
         change = self._follow(law)
-        self._num_under = self._num_under + 1 if change is not None and change < self._limit else 0
+        if change is not None:
+            self._num_under = self._num_under + 1 if change < self._limit else 0
         stationary = self._num_under
         decisions: tuple[Decision, ...] = ()
-        if law is not None and stationary >= self._config.policy.patience:
+        if law is not None and change is not None and stationary >= self._config.policy.patience:
             reason = f"to the end of the run its plasticity would come to {change:.1e}, under {self._limit:.1e}"
             decisions = self._freeze(law, reason)
         return Judgement(smoothed=reading.value, change_ahead=change, stationary=stationary, decisions=decisions)
@@ -166,9 +172,12 @@ class Forecast(Rival):
         if rate > self._rate:
             self._guard = LossGuard()
         self._ways[interval.evaluation] = gone
-        if rate * ERA_FALL < self._era_rate:  # somewhere in this interval, so that it belongs to no era
-            self._ways, self._era_rate, self._is_stale = {}, 0.0, True
+        self._settling = max(0, self._settling - 1)
+        if rate * ERA_FALL < self._era_rate:
+            self._era_rate, self._settling = 0.0, SETTLING
             self._look_anew()
+        if self._settling:
+            self._ways = {}
         self._era_rate = max(self._era_rate, rate)
         self._ways = {key: way for key, way in self._ways.items() if key > interval.evaluation - self._longest_memory()}
         self._step, self._rate = interval.step, rate
@@ -235,5 +244,5 @@ class Forecast(Rival):
         return self._move_to(depth, "it has no parameters to train")
 
 
-_PLAIN = ("limit", "step", "era_rate", "rate", "way_ahead", "last_rate", "is_stale", "num_under")
+_PLAIN = ("limit", "step", "era_rate", "rate", "way_ahead", "last_rate", "settling", "snapshot", "num_under")
 """Attributes that are saved as they are."""
