@@ -57,6 +57,7 @@ def train(directory, *, window=2, steps=40, names="0123"):
     model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = {
+        "policy": {"name": "egeria"},
         "plasticity": {"interval_steps": 1, "window": window},
         "bootstrapping": {"change_threshold": 1.0},
         "controller": {"budget_share": 1000.0},

@@ -351,6 +351,7 @@ import egeria
 model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 config = {
+    "policy": {"name": "egeria"},
     "plasticity": {"interval_steps": 2, "window": 2},
     "bootstrapping": {"change_threshold": 1.0},
     "freezing": {"enabled": False},

@@ -309,6 +309,7 @@ torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 config = {
+    "policy": {"name": "egeria"},
     "plasticity": {"interval_steps": 2, "window": 2},
     "bootstrapping": {"change_threshold": 1.0},
     "controller": {"load_limit": 1.0, "budget_share": 1000.0, "kind": "process"},

@@ -26,6 +26,7 @@ REFUSED = {
 NEEDS_WHOLE_BATCHES = {"CarryingState", "Translator", "Recurrent", "front_frozen_before"}
 ROWS, BATCHES, EPOCHS = 6, 4, 20
 CONFIG = {
+    "policy": {"name": "egeria"},
     "plasticity": {"interval_steps": 5, "window": 2},
     "bootstrapping": {"change_threshold": 1.0},
     "controller": {"budget_share": 1000.0},

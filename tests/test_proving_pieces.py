@@ -27,6 +27,7 @@ from egeria.report.history import read_history
 
 STEPS_PER_EPOCH = 32
 EAGER = {
+    "policy": {"name": "egeria"},
     "plasticity": {"interval_steps": 2, "window": 2},
     "bootstrapping": {"change_threshold": 0.99},
     "controller": {"kind": "inline"},

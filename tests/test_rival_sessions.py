@@ -371,7 +371,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_freezeout_trains_like_parameter_groups_with_rates_of_their_own(kind, scheduled, tmp_path):
     """The user's optimizer has one group, and may have a schedule; the twin has a group for each layer module."""
-    config = {**FAST, "policy": {"start": 0.6, "shape": "squared"}, "plasticity": {"interval_steps": 1}}
+    config = {**FAST, "policy": {"name": "freezeout", "start": 0.6, "shape": "squared"}, "plasticity": {"interval_steps": 1}}
     loop = Loop(
         PARTS,
         {"config": config, "policy": "freezeout", "total_steps": STEPS, "directory": tmp_path},
@@ -407,7 +407,7 @@ def test_freezeout_trains_like_parameter_groups_with_rates_of_their_own(kind, sc
 
 
 def test_a_module_at_the_end_of_its_time_stands_still_before_it_is_frozen(tmp_path):
-    config = {**FAST, "policy": {"start": 0.1, "shape": "linear"}, "plasticity": {"interval_steps": 20}}
+    config = {**FAST, "policy": {"name": "freezeout", "start": 0.1, "shape": "linear"}, "plasticity": {"interval_steps": 20}}
     loop = Loop(
         SPECIMENS["residual"], {"config": config, "policy": "freezeout", "total_steps": 50, "directory": tmp_path}
     )
