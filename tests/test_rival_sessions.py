@@ -38,6 +38,7 @@ POLICY = {
     "skipconv": {},
     "weight_change": {},
     "random": {"start": 0.3, "seed": 1},
+    "forecast": {"limit": 1e6, "patience": 1},
 }
 TIMED = ("static", "linear", "freezeout", "random")
 MODELS = ("residual", "with_dropout", "Tied")
@@ -371,7 +372,11 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_freezeout_trains_like_parameter_groups_with_rates_of_their_own(kind, scheduled, tmp_path):
     """The user's optimizer has one group, and may have a schedule; the twin has a group for each layer module."""
-    config = {**FAST, "policy": {"name": "freezeout", "start": 0.6, "shape": "squared"}, "plasticity": {"interval_steps": 1}}
+    config = {
+        **FAST,
+        "policy": {"name": "freezeout", "start": 0.6, "shape": "squared"},
+        "plasticity": {"interval_steps": 1},
+    }
     loop = Loop(
         PARTS,
         {"config": config, "policy": "freezeout", "total_steps": STEPS, "directory": tmp_path},
@@ -407,7 +412,11 @@ def test_freezeout_trains_like_parameter_groups_with_rates_of_their_own(kind, sc
 
 
 def test_a_module_at_the_end_of_its_time_stands_still_before_it_is_frozen(tmp_path):
-    config = {**FAST, "policy": {"name": "freezeout", "start": 0.1, "shape": "linear"}, "plasticity": {"interval_steps": 20}}
+    config = {
+        **FAST,
+        "policy": {"name": "freezeout", "start": 0.1, "shape": "linear"},
+        "plasticity": {"interval_steps": 20},
+    }
     loop = Loop(
         SPECIMENS["residual"], {"config": config, "policy": "freezeout", "total_steps": 50, "directory": tmp_path}
     )
@@ -491,4 +500,4 @@ def test_the_report_knows_why_a_rival_froze_nothing(policy, said, tmp_path):
 
 
 def test_every_rival_is_tested_here():
-    assert set(POLICIES) == {*POLICY, "egeria", "none", "forecast"}  # test_forecast.py has the last one
+    assert set(POLICIES) == {*POLICY, "egeria", "none"}
