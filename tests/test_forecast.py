@@ -170,7 +170,7 @@ def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0):
     )
 
 
-def readings(policy, count, *, plasticity=walk, first=3, oldest=10, snapshot=2, **interval_settings):
+def readings(policy, count, *, plasticity=walk, first=3, oldest=10, snapshot=2, work_share=None, **interval_settings):
     """Give so many intervals with a reading each, the snapshot renewed as the policy wants; return the decisions."""
     found = []
     for evaluation in range(first, first + count):
@@ -179,7 +179,14 @@ def readings(policy, count, *, plasticity=walk, first=3, oldest=10, snapshot=2, 
         module = policy.monitored if policy.monitored is not None else 0
         value = plasticity(age)
         judgement = policy.observe_reading(
-            Reading(step=10 * evaluation, evaluation=evaluation, module=module, value=value, age=age)
+            Reading(
+                step=10 * evaluation,
+                evaluation=evaluation,
+                module=module,
+                value=value,
+                age=age,
+                work_share=work_share,
+            )
         )
         if age >= min(oldest, policy.window):
             snapshot = evaluation
@@ -202,9 +209,9 @@ def test_it_freezes_after_enough_readings_that_foresee_little():
         (straight, {"way_ahead": 20.0}, True),  # followed like a random walk from where it is
         (straight, {"way_ahead": 60.0}, False),
         (noise, {"way_ahead": 1e-3}, False),  # it fades with the rate, whatever the way
-        (noise, {"way_ahead": 1e6, "last_rate": 0.1}, True),  # it stays as it is: no progress
-        (noise, {"way_ahead": 1e6, "last_rate": 0.05}, True),
-        (noise, {"way_ahead": 1e6, "last_rate": 0.01}, False),
+        (noise, {"way_ahead": 80.0, "last_rate": 0.1}, True),  # it stays as it is: no progress
+        (noise, {"way_ahead": 80.0, "last_rate": 0.05}, True),
+        (noise, {"way_ahead": 80.0, "last_rate": 0.01}, False),
         (walk, {"way_ahead": None}, False),
         (walk, {"way_ahead": 0.0}, True),
     ],
@@ -225,6 +232,17 @@ def test_readings_from_before_a_decay_are_forgotten_and_the_snapshot_renewed():
         "the snapshot is from when they had settled"
     )
     assert policy.window == 10
+
+
+@pytest.mark.parametrize(("work_share", "way_ahead"), [(0.1, 29.0), (1 / 3, 29.0), (0.5, 44.0), (0.9, 59.0)])
+def test_a_module_with_much_work_may_change_by_as_much_more(work_share, way_ahead):
+    for way, freezes in ((way_ahead, True), (way_ahead + 2, False)):
+        assert any(readings(forecast(), 5, way_ahead=way, work_share=work_share)) == freezes
+
+
+def test_a_law_is_not_followed_much_farther_than_it_was_seen():
+    for way, freezes in ((79.0, True), (101.0, False)):  # four and five units were seen
+        assert any(readings(forecast(), 5, plasticity=lambda age: 1e-8 * age, way_ahead=way)) == freezes
 
 
 def test_readings_against_another_snapshot_are_not_mixed_in():

@@ -107,6 +107,8 @@ class PlasticityRead(Event):
     """CPU seconds of the controller process."""
     age: int | None = None
     """Evaluations since the reference was taken from the training weights."""
+    work_share: float | None = None
+    """Share of the model's forward pass that the module makes; None where that could not be counted."""
     change_ahead: float | None = None
     """Plasticity against now that the module would come to by the end of the run, where the policy foresees that."""
 

@@ -39,6 +39,8 @@ class Reading:
     value: float
     age: int | None = None
     """Evaluations since the snapshot it was compared with was taken; None in old journals."""
+    work_share: float | None = None
+    """Share of the model's forward pass that the module makes; None where that could not be counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

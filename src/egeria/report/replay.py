@@ -152,7 +152,14 @@ def _interval(event: IntervalMeasured) -> Interval:
 
 
 def _reading(event: PlasticityRead) -> Reading:
-    return Reading(step=event.step, evaluation=event.evaluation, module=event.module, value=event.value, age=event.age)
+    return Reading(
+        step=event.step,
+        evaluation=event.evaluation,
+        module=event.module,
+        value=event.value,
+        age=event.age,
+        work_share=event.work_share,
+    )
 
 
 def _decided(step: int, decisions: Sequence[EndBootstrapping | Freeze | Thaw]) -> list[ReplayedDecision]:

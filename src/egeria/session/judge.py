@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from egeria.config import Config
@@ -30,6 +31,7 @@ class Judge:
         self._budget = Budget(config.controller.budget_share, config.plasticity.window)
         self._recorder = recorder
         self._profiled = False
+        self._work_shares: Sequence[float] | None = None
 
     def evaluate(self, engine: Engine, clock: IntervalClock, iteration_s: float) -> None:
         """Ask for an evaluation, take in what is finished, refresh the reference if that is due."""
@@ -66,6 +68,8 @@ class Judge:
 
     def _judge(self, engine: Engine, evaluated: Evaluated) -> Sequence[Decision]:
         reading = evaluated.reading
+        if self._work_shares is not None:
+            reading = replace(reading, work_share=self._work_shares[reading.module])
         judgement = engine.policy.observe_reading(reading)
         self._recorder.write(
             PlasticityRead(
@@ -82,6 +86,7 @@ class Judge:
                 cpu_s=evaluated.cpu_s,
                 controller_cpu_s=evaluated.controller_cpu_s,
                 age=reading.age,
+                work_share=reading.work_share,
                 change_ahead=judgement.change_ahead,
             )
         )
@@ -109,6 +114,6 @@ class Judge:
         if self._profiled or batch is None:
             return
         self._profiled = True
-        shares = engine.applier.forward_shares(batch)
-        if shares is not None:
-            self._recorder.write(ComputeProfiled(step=self._recorder.step, forward_shares=shares))
+        self._work_shares = engine.applier.forward_shares(batch)
+        if self._work_shares is not None:
+            self._recorder.write(ComputeProfiled(step=self._recorder.step, forward_shares=list(self._work_shares)))

@@ -9,6 +9,8 @@ from typing import Any
 
 LEAST_READINGS = 4
 """Readings from which a law can be fitted."""
+FARTHEST = 20.0
+"""Times the longest way that was seen over which a law may be followed: in a warm-up the way behind is tiny."""
 LARGEST_EXPONENT = 1.0
 """Of a random walk; taken also where all readings have the same distance from their snapshots. A straight movement
 has 2, plasticity being a square, but none stays straight for long."""
@@ -26,12 +28,14 @@ class Law:
 
     way: float
     """Middle of the ways it was fitted to."""
+    longest: float
+    """The longest of them."""
     level: float
     """Plasticity after that way."""
     exponent: float
 
-    def change_ahead(self, way: float, rate_share: float) -> float:
-        """Return the plasticity against now that the module comes to over a way.
+    def change_ahead(self, way: float, rate_share: float) -> float | None:
+        """Return the plasticity against now that the module comes to over a way; None where that is too far to see.
 
         Args:
             way: still ahead.
@@ -40,6 +44,8 @@ class Law:
         """
         if way <= 0:
             return 0.0
+        if way > FARTHEST * self.longest:
+            return None
         kept = (1 - self.exponent) * min(1.0, max(0.0, rate_share))
         return self.level * math.pow(way / self.way, self.exponent) * (1 - kept)
 
@@ -67,6 +73,7 @@ class Movement:
         exponent = together / spread if spread > 1e-9 else LARGEST_EXPONENT
         return Law(
             way=math.exp(middle),
+            longest=max(way for way, _ in self.samples),
             level=math.exp(level),
             exponent=min(LARGEST_EXPONENT, max(0.0, exponent)),
         )

@@ -30,6 +30,8 @@ SETTLING = 3
 """Evaluations at the beginning of an era in which the modules fall to where the lower rate lets them."""
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is looked at any more: it could not repay the evaluations."""
+LARGEST_WEIGHT = 2.0
+"""Times the limit that a module with much work may change by."""
 STRICTER = 0.25
 """What an alarm of the guard makes of the limit."""
 UNFORESEEN = 10.0
@@ -42,7 +44,8 @@ class Forecast(Rival):
     Plasticity grows with the *way* since the snapshot (the learning rate, added up over the steps) by a power
     that readings of different age show. Followed over the way that the schedule still has ahead, that law says
     how far the module would come by the end of the run: what a freeze takes from it. Under `policy.limit` for
-    `policy.patience` readings in a row, it freezes.
+    `policy.patience` readings in a row, it freezes. A module with more than the average of the work saves more by
+    that, and may change by as much more.
 
     At a constant high rate, plasticity is stationary but large: noise that is still to fade when the rate falls.
     Behind the last decay of a step schedule or late in a cosine the way is short, and in fine-tuning front
@@ -129,14 +132,17 @@ class Forecast(Rival):
         self._movement = self._movement.observe(way, reading.value)
         law = self._movement.law()
         change = self._follow(law)
+        limit = self._limit * _weight(reading.work_share, len(self._trainable))
         if change is not None:
-            self._num_under = self._num_under + 1 if change < self._limit else 0
+            self._num_under = self._num_under + 1 if change < limit else 0
         stationary = self._num_under
         decisions: tuple[Decision, ...] = ()
         if law is not None and change is not None and stationary >= self._config.policy.patience:
-            reason = f"to the end of the run its plasticity would come to {change:.1e}, under {self._limit:.1e}"
+            reason = f"to the end of the run its plasticity would come to {change:.1e}, under {limit:.1e}"
             decisions = self._freeze(law, reason)
-        return Judgement(smoothed=reading.value, change_ahead=change, stationary=stationary, decisions=decisions)
+        return Judgement(
+            smoothed=reading.value, tolerance=limit, change_ahead=change, stationary=stationary, decisions=decisions
+        )
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the steps that the next freeze takes at least."""
@@ -216,9 +222,11 @@ class Forecast(Rival):
         if excess is not None:
             self._limit *= STRICTER
             return f"the training loss came {excess:.1%} above its trend after a freeze"
-        change = max((self._follow(law) or 0.0 for law in self._laws), default=0.0)
-        if change > UNFORESEEN * self._limit:
-            return f"the learning rate to come is more than was foreseen: plasticity would come to {change:.1e}"
+        if self._way_ahead is None:
+            return None
+        changes = [self._follow(law) for law in self._laws]
+        if any(change is None or change > UNFORESEEN * self._limit for change in changes):
+            return f"the learning rate to come adds up to {self._way_ahead:.2g}, far more than was foreseen"
         return None
 
     def _thaw(self, reason: str) -> tuple[Decision, ...]:
@@ -242,6 +250,14 @@ class Forecast(Rival):
         while depth < self._deepest and not self._trainable[depth]:
             depth += 1
         return self._move_to(depth, "it has no parameters to train")
+
+
+def _weight(work_share: float | None, num_modules: int) -> float:
+    """Return what the limit is multiplied by for a module: its work against the average, where that is more.
+
+    It is never made stricter for one with little work, since that one also keeps those behind it from freezing.
+    """
+    return 1.0 if work_share is None else min(LARGEST_WEIGHT, max(1.0, work_share * num_modules))
 
 
 _PLAIN = ("limit", "step", "era_rate", "rate", "way_ahead", "last_rate", "settling", "snapshot", "num_under")
