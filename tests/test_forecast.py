@@ -108,9 +108,9 @@ def test_the_last_rate_is_foreseen():
     assert ahead.last_rate == pytest.approx(0.002)
 
 
-def test_without_a_scheduler_the_rate_is_taken_to_stay():
+def test_without_a_scheduler_the_worst_is_foreseen():
     ahead = Foresight(None, TOTAL).ahead(TOTAL - 10, 0.1)
-    assert (ahead.way, ahead.last_rate) == (pytest.approx(1.0), 0.1)
+    assert (ahead.way, ahead.last_rate) == (pytest.approx(1.0), 0.0)
 
 
 @pytest.mark.parametrize("scheduler", [object(), schedulers.ReduceLROnPlateau(sgd())])

@@ -242,7 +242,21 @@ def test_skipconv_is_the_papers_rule_on_its_own_metric():
     config = with_metric_of_policy(Config.from_dict({"policy": {"name": "skipconv"}}))
     assert config.plasticity.metric == "input_norm"
     assert type(make("skipconv")) is type(make("egeria"))
-    assert with_metric_of_policy(Config()) == Config()
+
+
+@pytest.mark.parametrize(
+    ("policy", "metric", "taken"),
+    [
+        ("egeria", None, "sp"),
+        ("forecast", None, "relative_sp"),
+        ("forecast", "cka", "cka"),
+        ("skipconv", "cka", "input_norm"),
+    ],
+)
+def test_a_policy_has_its_metric_unless_the_user_names_one(policy, metric, taken):
+    config = Config.from_dict({"policy": {"name": policy}, "plasticity": {"metric": metric}})
+    assert with_metric_of_policy(config).plasticity.metric == taken
+    assert with_metric_of_policy(with_metric_of_policy(config)) == with_metric_of_policy(config)
 
 
 def test_the_boundary_stays_until_the_next_move():

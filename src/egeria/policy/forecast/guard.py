@@ -23,8 +23,7 @@ LEAST_SHARE = 0.01
 class LossGuard:
     """Compares the mean loss of the intervals since a freeze with the line through those before it.
 
-    Freezing more while a freeze is watched goes on with the trend from before the first. A rate that rises moves
-    the loss by itself: the guard begins anew then.
+    Freezing more while a freeze is watched goes on with the trend from before the first.
     """
 
     before: tuple[float, ...] = ()

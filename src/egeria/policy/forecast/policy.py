@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from egeria.config import Config
 from egeria.policy.bootstrap import Bootstrap
+from egeria.policy.forecast.course import Course
 from egeria.policy.forecast.guard import LossGuard
 from egeria.policy.forecast.movement import LEAST_READINGS, Law, Movement
 from egeria.policy.protocol import FORESIGHT, PLASTICITY
@@ -24,10 +24,6 @@ from egeria.policy.values import (
     Reading,
 )
 
-ERA_FALL = 4.0
-"""Fall of the learning rate that begins a new era: movement at the higher rate says nothing about that to come."""
-SETTLING = 3
-"""Evaluations at the beginning of an era in which the modules fall to where the lower rate lets them."""
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is looked at any more: it could not repay the evaluations."""
 LARGEST_WEIGHT = 2.0
@@ -79,21 +75,12 @@ class Forecast(Rival):
         self._bootstrap = Bootstrap(change_threshold=config.bootstrapping.change_threshold)
         self._guard = LossGuard()
         self._limit = config.policy.limit
-        self._step = 0
-        self._ways: dict[int, float] = {}
-        """By evaluation of this era, the way from the one before."""
-        self._era_rate = 0.0
-        """Largest learning rate of this era."""
-        self._rate = 0.0
-        self._way_ahead: float | None = None
-        self._last_rate: float | None = None
+        self._course = Course(memory=_longest_memory(config))
         self._snapshot: int | None = None
         """Evaluation after which the snapshot was taken that the movement is measured from."""
         self._movement = Movement()
         self._laws: tuple[Law, ...] = ()
         """Of what is frozen."""
-        self._settling = 0
-        """Evaluations until the modules have settled in this era; a snapshot from before is not looked at."""
         self._num_under = 0
 
     @property
@@ -104,17 +91,21 @@ class Forecast(Rival):
     @property
     def window(self) -> int:
         """Evaluations that a snapshot is kept for: 1 while the modules settle, so that one is taken when they have."""
-        return 1 if self._settling else max(super().window, 2 * LEAST_READINGS)
+        return 1 if self._course.settling else max(super().window, 2 * LEAST_READINGS)
 
     @property
     def monitored(self) -> int | None:  # type: ignore[override]
         """The frontmost active module, or None: bootstrapping, nothing left to freeze, or no time to repay it."""
-        is_late = self._total_steps is not None and self._step > (1 - LAST_SHARE) * self._total_steps
+        is_late = self._total_steps is not None and self._course.step > (1 - LAST_SHARE) * self._total_steps
         return None if self.stage == BOOTSTRAPPING or is_late or self._frozen >= self._deepest else self._frozen
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Take in the loss, the way that was gone and the way ahead."""
-        self._go_on(interval)
+        era_begins = self._course.go_on(interval)
+        if era_begins:
+            self._look_anew()
+        if era_begins or self._course.rose:  # both move the loss by themselves
+            self._guard = LossGuard()
         if not self._bootstrap.is_over:
             return self._observe_bootstrapping(interval.loss)
         if interval.loss is not None:
@@ -124,14 +115,14 @@ class Forecast(Rival):
 
     def observe_reading(self, reading: Reading) -> Judgement:
         """Take in one reading; readings of a module no longer monitored change nothing."""
-        way = self._way_since_snapshot(reading)
+        way = self._course.way_since_snapshot(reading)
         if reading.module != self.monitored or reading.age is None or way is None:
             return Judgement(smoothed=reading.value)
         if reading.evaluation - reading.age != self._snapshot:
             self._snapshot, self._movement = reading.evaluation - reading.age, Movement()
         self._movement = self._movement.observe(way, reading.value)
         law = self._movement.law()
-        change = self._follow(law)
+        change = self._course.change_ahead(law)
         limit = self._limit * _weight(reading.work_share, len(self._trainable))
         if change is not None:
             self._num_under = self._num_under + 1 if change < limit else 0
@@ -157,7 +148,7 @@ class Forecast(Rival):
             "guard": self._guard.state_dict(),
             "movement": self._movement.state_dict(),
             "laws": [asdict(law) for law in self._laws],
-            "ways": list(self._ways.items()),
+            "course": self._course.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _PLAIN},
         }
 
@@ -168,26 +159,9 @@ class Forecast(Rival):
         self._guard = LossGuard.from_state(state["guard"])
         self._movement = Movement.from_state(state["movement"])
         self._laws = tuple(Law(**law) for law in state["laws"])
-        self._ways = {int(evaluation): way for evaluation, way in state["ways"]}
+        self._course = Course.from_state(state["course"])
         for name in _PLAIN:
             setattr(self, f"_{name}", state[name])
-
-    def _go_on(self, interval: Interval) -> None:
-        """Take in where the training is, and begin a new era where the rate has fallen far."""
-        rate, gone = interval.learning_rate, interval.learning_rate * (interval.step - self._step)
-        if rate > self._rate:
-            self._guard = LossGuard()
-        self._ways[interval.evaluation] = gone
-        self._settling = max(0, self._settling - 1)
-        if rate * ERA_FALL < self._era_rate:
-            self._era_rate, self._settling = 0.0, SETTLING
-            self._look_anew()
-        if self._settling:
-            self._ways = {}
-        self._era_rate = max(self._era_rate, rate)
-        self._ways = {key: way for key, way in self._ways.items() if key > interval.evaluation - self._longest_memory()}
-        self._step, self._rate = interval.step, rate
-        self._way_ahead, self._last_rate = interval.way_ahead, interval.last_rate
 
     def _observe_bootstrapping(self, loss: float | None) -> tuple[Decision, ...]:
         self._bootstrap = self._bootstrap.observe(loss)
@@ -196,25 +170,6 @@ class Forecast(Rival):
         reason = f"the loss changed by {self._bootstrap.change:.1%} in an interval"
         return (EndBootstrapping(reason=reason), *self._pass_over_untrainable())
 
-    def _longest_memory(self) -> int:
-        """Return the evaluations that a reading can reach back, to the snapshot and by coming late."""
-        kept = self._config.reference.refresh_evaluations or self._config.plasticity.window
-        return 2 * kept + self._config.controller.queue_length
-
-    def _way_since_snapshot(self, reading: Reading) -> float | None:
-        """Return the way from the snapshot to the reading; None where it is unknown, or reaches into an older era."""
-        if reading.age is None:
-            return None
-        since = [self._ways.get(reading.evaluation - back) for back in range(reading.age)]
-        way = math.fsum(way for way in since if way is not None)
-        return way if way > 0 and None not in since else None
-
-    def _follow(self, law: Law | None) -> float | None:
-        """Return the plasticity against now that a module would reach by the end; None while that is unknown."""
-        if law is None or self._way_ahead is None or self._last_rate is None:
-            return None
-        return law.change_ahead(self._way_ahead, self._last_rate / self._rate if self._rate > 0 else 1.0)
-
     def _reason_to_thaw(self) -> str | None:
         if not self._frozen:
             return None
@@ -222,11 +177,11 @@ class Forecast(Rival):
         if excess is not None:
             self._limit *= STRICTER
             return f"the training loss came {excess:.1%} above its trend after a freeze"
-        if self._way_ahead is None:
+        if self._course.way_ahead is None:
             return None
-        changes = [self._follow(law) for law in self._laws]
+        changes = [self._course.change_ahead(law) for law in self._laws]
         if any(change is None or change > UNFORESEEN * self._limit for change in changes):
-            return f"the learning rate to come adds up to {self._way_ahead:.2g}, far more than was foreseen"
+            return f"the learning rate to come adds up to {self._course.way_ahead:.2g}, far more than was foreseen"
         return None
 
     def _thaw(self, reason: str) -> tuple[Decision, ...]:
@@ -260,5 +215,11 @@ def _weight(work_share: float | None, num_modules: int) -> float:
     return 1.0 if work_share is None else min(LARGEST_WEIGHT, max(1.0, work_share * num_modules))
 
 
-_PLAIN = ("limit", "step", "era_rate", "rate", "way_ahead", "last_rate", "settling", "snapshot", "num_under")
+def _longest_memory(config: Config) -> int:
+    """Return the evaluations that a reading can reach back, to the snapshot and by coming late."""
+    kept = config.reference.refresh_evaluations or max(config.plasticity.window, 2 * LEAST_READINGS)
+    return 2 * kept + config.controller.queue_length
+
+
+_PLAIN = ("limit", "snapshot", "num_under")
 """Attributes that are saved as they are."""

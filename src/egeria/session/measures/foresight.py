@@ -43,8 +43,8 @@ class Foresight:
     that schedules by epoch and by step are both understood.
 
     Args:
-        scheduler: of `torch.optim.lr_scheduler` or made like those; None where the loop has none: the rate is taken
-            to stay as it is, which foresees too much, never too little, where a loop lowers it by hand.
+        scheduler: of `torch.optim.lr_scheduler` or made like those. Without one the rate may stay or be lowered by
+            hand, so the worst of both is foreseen: it stays as it is to the end, where it is zero.
         total_steps: optimizer steps of the run; None where unknown.
     """
 
@@ -73,7 +73,7 @@ class Foresight:
         if self._total_steps is None:
             return None
         if self._scheduler is None:
-            return Ahead(way=rate * max(0, self._total_steps - step), last_rate=rate)
+            return Ahead(way=rate * max(0, self._total_steps - step), last_rate=0.0)
         if len(self._changes) < 2:
             return None
         (first_step, first_calls), (last_step, last_calls) = self._changes

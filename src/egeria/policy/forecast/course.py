@@ -1,0 +1,76 @@
+"""The learning rate: the way that was gone, interval by interval, and the way still ahead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from egeria.policy.forecast.movement import Law
+from egeria.policy.values import Interval, Reading
+
+ERA_FALL = 4.0
+"""Fall of the learning rate that begins a new era: movement at the higher rate says nothing about that to come."""
+SETTLING = 3
+"""Evaluations at the beginning of an era in which the modules fall to where the lower rate lets them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Course:
+    """Where the training is on its way; eras begin where the rate falls far.
+
+    Args:
+        memory: evaluations that a reading can reach back, to its snapshot and by coming late.
+    """
+
+    memory: int
+    step: int = 0
+    rate: float = 0.0
+    """The learning rate now."""
+    rose: bool = False
+    """Whether it rose in the newest interval."""
+    era_rate: float = 0.0
+    """Largest rate of this era."""
+    settling: int = 0
+    """Evaluations until the modules have settled in this era."""
+    way_ahead: float | None = None
+    last_rate: float | None = None
+    ways: dict[int, float] = field(default_factory=dict)
+    """By evaluation of this era, the way from the one before."""
+
+    def go_on(self, interval: Interval) -> bool:
+        """Take in an interval; return whether an era began with it."""
+        rate = interval.learning_rate
+        begins = rate * ERA_FALL < self.era_rate
+        self.settling = SETTLING if begins else max(0, self.settling - 1)
+        self.era_rate = rate if begins else max(self.era_rate, rate)
+        ways = {**self.ways, interval.evaluation: rate * (interval.step - self.step)}
+        oldest = interval.evaluation - self.memory
+        self.ways = {} if self.settling else {at: way for at, way in ways.items() if at > oldest}
+        self.step, self.rose, self.rate = interval.step, rate > self.rate, rate
+        self.way_ahead, self.last_rate = interval.way_ahead, interval.last_rate
+        return begins
+
+    def way_since_snapshot(self, reading: Reading) -> float | None:
+        """Return the way from the snapshot to the reading; None where it is unknown, or reaches into an older era."""
+        if reading.age is None:
+            return None
+        since = [self.ways.get(reading.evaluation - back) for back in range(reading.age)]
+        way = math.fsum(way for way in since if way is not None)
+        return way if way > 0 and None not in since else None
+
+    def change_ahead(self, law: Law | None) -> float | None:
+        """Return the plasticity against now that a module would reach by the end; None where that is unknown."""
+        if law is None or self.way_ahead is None or self.last_rate is None:
+            return None
+        return law.change_ahead(self.way_ahead, self.last_rate / self.rate if self.rate > 0 else 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {**asdict(self), "ways": list(self.ways.items())}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Course:
+        """Rebuild it from `state_dict`."""
+        return cls(**{**state, "ways": {int(evaluation): way for evaluation, way in state["ways"]}})
