@@ -248,7 +248,9 @@ def test_replay_with_quicker_settings_decides_earlier_on_what_it_has(tmp_path, c
     journal = train(tmp_path / "run", window=6)
     froze = journal.of(events.ModuleFrozen)[0].step
     settings = tmp_path / "quicker.toml"
-    settings.write_text("[plasticity]\nwindow = 2\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8")
+    settings.write_text(
+        "policy.name = 'egeria'\n[plasticity]\nwindow = 2\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8"
+    )
     status, output, _ = command("replay", tmp_path / "run", "--config", settings)
     steps = {replayed: int(step) for step, _, replayed in table(output)}
     assert status == 0 and steps["freeze 0"] < froze

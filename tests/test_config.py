@@ -24,7 +24,7 @@ DEFAULTS = {
         "percentile": 50.0,
         "evaluations": 20,
         "seed": 0,
-        "limit": 0.02,
+        "limit": 0.005,
         "patience": 2,
     },
     "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},

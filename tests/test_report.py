@@ -30,7 +30,7 @@ def started(names=NAMES, **changes):
     sizes = (100, 300, 600)
     settings = {
         "step": 0,
-        "config": Config().to_dict(),
+        "config": Config.from_dict({"policy": {"name": "egeria"}}).to_dict(),
         "modules": [{"name": name, "num_parameters": size} for name, size in zip(names, sizes, strict=True)],
         "trainable": [True, True, True],
         "deepest_freeze": 2,

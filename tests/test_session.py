@@ -189,7 +189,8 @@ def test_a_wrapped_model_is_left_alone_with_the_reason(wrapper, tmp_path):
 
 def test_a_cache_without_a_loader_is_declined(tmp_path):
     with pytest.warns(EgeriaWarning, match="pass the DataLoader that the batches come from"):
-        egeria.attach(*model_and_optimizer(), config={"cache": {"enabled": True}}, directory=tmp_path).close()
+        config = {"cache": {"enabled": True}}
+        egeria.attach(*model_and_optimizer(), config=config, total_steps=9, directory=tmp_path).close()
 
 
 # --- faults of ours ------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ def test_a_run_that_is_dropped_thaws_the_model(tmp_path):
 
 def test_an_exception_in_the_loop_closes_the_run_in_a_with_block(tmp_path):
     model, optimizer = model_and_optimizer()
-    with pytest.raises(ZeroDivisionError), egeria.attach(model, optimizer, directory=tmp_path) as run:
+    with pytest.raises(ZeroDivisionError), egeria.attach(model, optimizer, total_steps=9, directory=tmp_path) as run:
         run.log(accuracy=0.5)
         raise ZeroDivisionError
     kinds = [event.kind for event in read_journal(tmp_path)]

@@ -21,7 +21,7 @@ from benchmarks.proving.policies import DEFAULT, PLAIN, Policy, parse_policies, 
 from benchmarks.proving.results import read_results
 from egeria.config import Config
 from egeria.errors import ConfigError
-from egeria.policy.rivals import find_policy
+from egeria.policy.rivals import find_policy, with_metric_of_policy
 
 FILE_NAME = "study.json"
 _SWEEP = re.compile(r"(?P<name>[^:=]+)(?P<fixed>:.+,|:)(?P<key>(?:\w+\.)?\w+)=(?P<values>[^=]+)")
@@ -155,7 +155,7 @@ def _settings(policy: str) -> Config:
     """Return the settings that `attach` would be given; what is wrong with them is told now, before anything trains."""
     config = Config.from_dict(parse_policy(policy).attach_arguments().get("config", {}))
     find_policy(config.policy.name)
-    return config
+    return with_metric_of_policy(config)
 
 
 def _read(config: Config, key: str) -> Any:

@@ -42,7 +42,7 @@ class Policy:
     """'autofreeze': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze: 20."""
     seed: int = 0
     """'random': which times are drawn."""
-    limit: float = 0.02
+    limit: float = 0.005
     """'forecast': relative SP loss that a layer module may still come to by the end of the run and yet freeze: the
     share of the similarities between samples that would still change. Ours, from the bench."""
     patience: int = 2

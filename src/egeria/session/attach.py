@@ -127,12 +127,12 @@ def attach(
     )
     if refusal:
         recorder.decline("freezing", refusal)
-    elif FORESIGHT in needs and total_steps is None:
-        recorder.decline("freezing", f"{builder.policy_name!r} weighs what is still to come: give attach total_steps")
     if modules:
         recorder.write(ControllerChosen(step=0, controller=choice.kind, reason=choice.reason))
         runs = "the controller runs" if choice.device else "the controller is"
         logging.getLogger("egeria").info("%s %s: %s", runs, choice.kind, choice.reason)
+    if FORESIGHT in needs and total_steps is None:
+        recorder.decline("freezing", f"{builder.policy_name!r} weighs what is still to come: give attach total_steps")
     pace = Pace()
     skipping = None
     if settings.cache.enabled and modules:

@@ -11,8 +11,6 @@ LENGTH = 10
 """Intervals that the trend is fitted to, and that a freeze is watched for."""
 LEAST_BEFORE, LEAST_SINCE = 5, 3
 """Intervals that either side must have before anything is said."""
-DECELERATION = 0.5
-"""Share of a fall that is expected to go on: losses fall ever more slowly."""
 NUM_ERRORS = 4.0
 """Standard errors above the trend that make an alarm: eight looks at each freeze shall hardly ever be wrong."""
 LEAST_SHARE = 0.01
@@ -21,9 +19,10 @@ LEAST_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossGuard:
-    """Compares the mean loss of the intervals since a freeze with the line through those before it.
+    """Compares the mean loss of the intervals since a freeze with the end of the line through those before it.
 
-    Freezing more while a freeze is watched goes on with the trend from before the first.
+    A loss that merely falls no further is no alarm: losses fall ever more slowly by themselves. Freezing more while
+    a freeze is watched goes on with the trend from before the first.
     """
 
     before: tuple[float, ...] = ()
@@ -46,14 +45,12 @@ class LossGuard:
         """Share of the loss by which it lies above its trend, where that is an alarm; else None."""
         if self.since is None or len(self.since) < LEAST_SINCE or len(self.before) < LEAST_BEFORE:
             return None
-        centre, mean, slope, scatter = _line(self.before)
-        ahead = len(self.before) + (len(self.since) - 1) / 2 - centre
-        found = math.fsum(self.since) / len(self.since)
-        expected = mean + min(0.0, slope) * DECELERATION * ahead
-        error = scatter * math.sqrt(1 / len(self.before) + 1 / len(self.since))
-        above = found - expected
-        is_alarm = above > max(NUM_ERRORS * error, LEAST_SHARE * abs(expected))
-        return above / abs(expected) if is_alarm and expected else None
+        reached, scatter = _end_of_trend(self.before)
+        # The end of a line is known half as well as its middle.
+        error = scatter * math.sqrt(4 / len(self.before) + 1 / len(self.since))
+        above = math.fsum(self.since) / len(self.since) - reached
+        is_alarm = above > max(NUM_ERRORS * error, LEAST_SHARE * abs(reached))
+        return above / abs(reached) if is_alarm and reached else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses as plain values."""
@@ -66,11 +63,11 @@ class LossGuard:
         return cls(before=tuple(state["before"]), since=None if since is None else tuple(since))
 
 
-def _line(values: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return the middle place, the mean, the slope and the scatter of the least-squares line through losses."""
+def _end_of_trend(values: Sequence[float]) -> tuple[float, float]:
+    """Return where the least-squares line through losses ends, and how they scatter around it."""
     count = len(values)
     centre, mean = (count - 1) / 2, math.fsum(values) / count
     spread = count * (count * count - 1) / 12
     slope = math.fsum((place - centre) * (value - mean) for place, value in enumerate(values)) / spread
     rests = [value - mean - slope * (place - centre) for place, value in enumerate(values)]
-    return centre, mean, slope, math.sqrt(math.fsum(rest * rest for rest in rests) / (count - 2))
+    return mean + slope * centre, math.sqrt(math.fsum(rest * rest for rest in rests) / (count - 2))
