@@ -159,7 +159,7 @@ def forecast(num_modules=3, trainable=None, total_steps=10_000, **settings):
     return policy
 
 
-def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0):
+def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0):
     return Interval(
         step=10 * evaluation,
         evaluation=evaluation,
@@ -167,6 +167,7 @@ def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0):
         learning_rate=rate,
         way_ahead=way_ahead,
         last_rate=last_rate,
+        noise=None if step_noise is None else (step_noise,) * 4,
     )
 
 
