@@ -345,6 +345,7 @@ def test_what_a_session_thaws_for_good_is_not_frozen(tmp_path):
     assert summary.declined == (("freezing", "ending an interval failed 3 times"),)
 
 
+FORECAST = Config().to_dict()
 WHY = {
     "no interval was completed": [started(), events.MetricLogged(step=4, values={"accuracy": 0.1}), closed(4)],
     "still bootstrapping": [started(), interval(10), interval(20, loss=0.5), closed(20)],
@@ -363,6 +364,22 @@ WHY = {
         events.ReadingDropped(step=30, evaluation=3, module=0, reason="not finite"),
     ],
     "was never stationary (readings: 1)": [started(), interval(20), stage(20), interval(30), reading(30)],
+    "was never known": [started(config=FORECAST), interval(20), stage(20), interval(30), reading(30)],
+    "by 0.05 at least": [
+        started(config=FORECAST),
+        interval(20),
+        stage(20),
+        interval(30),
+        reading(30, change_ahead=0.07, loss_ahead=0.01),
+        reading(40, change_ahead=0.05, loss_ahead=0.03),
+    ],
+    "kept 0.01 of the loss": [
+        started(config=FORECAST),
+        interval(20),
+        stage(20),
+        interval(30),
+        reading(30, change_ahead=0.07, loss_ahead=0.01),
+    ],
     "4 of the 10 evaluations": [started(), interval(20), stage(20), interval(30), reading(30, stationary=4)],
 }
 
