@@ -57,7 +57,7 @@ def interval(step, *, frozen=0, wall=0.1, cpu=0.2, loss=1.0, rate=0.1):
     )
 
 
-def reading(step, module=0, *, value=0.01, stationary=0, name=None, wall=0.01, cpu=0.02):
+def reading(step, module=0, *, value=0.01, stationary=0, name=None, wall=0.01, cpu=0.02, **foreseen):
     return events.PlasticityRead(
         step=step,
         evaluation=step // 10,
@@ -70,6 +70,7 @@ def reading(step, module=0, *, value=0.01, stationary=0, name=None, wall=0.01, c
         stationary=stationary,
         wall_s=wall,
         cpu_s=cpu,
+        **foreseen,
     )
 
 

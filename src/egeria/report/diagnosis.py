@@ -98,7 +98,7 @@ def _forecast_reason(readings: Sequence[PlasticityRead], limit: object, loss_lim
         )
     least = min(foreseen, key=lambda reading: reading.change_ahead or 0.0)
     said = (
-        f"“{least.name}” would have changed by {least.change_ahead:.2g} at least to the end of the run (limit: {limit}; "
+        f"“{least.name}” would have changed by {least.change_ahead:.2g} at least to the end (limit: {limit}, "
         f"readings: {len(readings)})"
     )
     losses = [reading.loss_ahead for reading in foreseen if reading.loss_ahead is not None]
