@@ -15,8 +15,6 @@ GRADIENTS = "gradients"
 """`Interval.gradients`."""
 WEIGHTS = "weights"
 """`Interval.weight_changes`."""
-NOISE = "noise"
-"""`Interval.noise`."""
 FORESIGHT = "foresight"
 """`Interval.way_ahead` and `last_rate`."""
 
@@ -30,7 +28,7 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it decides by: 'plasticity', 'gradients', 'weights', 'noise', 'foresight'; nothing else is measured."""
+        """Which of 'plasticity', 'gradients', 'weights', 'foresight' it decides by; nothing else is measured for it."""
         ...
 
     @property
