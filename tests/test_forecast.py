@@ -148,18 +148,18 @@ def noise(_age):
     return 4e-5
 
 
-def forecast(num_modules=3, trainable=None, total_steps=10_000, **settings):
+def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.0, **settings):
     config = Config.from_dict({"policy": {"name": "forecast", "limit": 3e-5, **settings}})
     policy = find_policy("forecast")(
         config, trainable=trainable or [True] * num_modules, rule=find_rule("step"), total_steps=total_steps
     )
-    assert policy.observe_interval(interval(1)) == ()
-    (ended, *_) = policy.observe_interval(interval(2, loss=1.01))
+    assert policy.observe_interval(interval(1, step_noise=step_noise)) == ()
+    (ended, *_) = policy.observe_interval(interval(2, loss=1.01, step_noise=step_noise))
     assert isinstance(ended, EndBootstrapping)
     return policy
 
 
-def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0):
+def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0):
     return Interval(
         step=10 * evaluation,
         evaluation=evaluation,
@@ -167,6 +167,7 @@ def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0):
         learning_rate=rate,
         way_ahead=way_ahead,
         last_rate=last_rate,
+        noise=None if step_noise is None else (step_noise,) * 4,
     )
 
 
@@ -243,6 +244,38 @@ def test_a_module_with_much_work_may_change_by_as_much_more(work_share, way_ahea
 def test_a_law_is_not_followed_much_farther_than_it_was_seen():
     for way, freezes in ((79.0, True), (101.0, False)):  # four and five units were seen
         assert any(readings(forecast(), 5, plasticity=lambda age: 1e-8 * age, way_ahead=way)) == freezes
+
+
+def still(_age):
+    return 1e-6
+
+
+@pytest.mark.parametrize(
+    ("plasticity", "settings", "freezes"),
+    [
+        (still, {"step_noise": 0.014}, True),  # 1.4 % of a loss of 1, all of which the falling rate would take away
+        (still, {"step_noise": 0.016}, False),
+        (still, {"step_noise": 0.016, "loss": 2.0}, True),
+        (still, {"step_noise": 0.029, "last_rate": 0.05}, True),  # the rate falls by half only
+        (still, {"step_noise": 0.031, "last_rate": 0.05}, False),
+        (still, {"step_noise": 10.0, "last_rate": 0.1}, True),
+        (walk, {"step_noise": 10.0}, True),  # it wanders: there is no place that it trembles around
+        (still, {"step_noise": -1.0}, True),
+    ],
+)
+def test_noise_that_a_falling_rate_would_take_from_the_loss_is_not_frozen_in(plasticity, settings, freezes):
+    assert any(readings(forecast(), 8, plasticity=plasticity, **settings)) == freezes
+
+
+def test_what_is_frozen_keeps_no_more_of_the_loss_than_the_limit_in_all():
+    policy = forecast(num_modules=4)
+    readings(policy, 20, plasticity=still, step_noise=0.006)
+    assert policy.frozen == 2
+
+
+@pytest.mark.parametrize(("way_ahead", "freezes"), [(7.0, True), (8.0, False)])
+def test_where_noise_cannot_be_measured_the_limit_is_a_quarter(way_ahead, freezes):
+    assert any(readings(forecast(step_noise=None), 8, way_ahead=way_ahead, step_noise=None)) == freezes
 
 
 def test_readings_against_another_snapshot_are_not_mixed_in():

@@ -371,8 +371,15 @@ WHY = {
         interval(20),
         stage(20),
         interval(30),
-        reading(30, change_ahead=0.07),
-        reading(40, change_ahead=0.05),
+        reading(30, change_ahead=0.07, loss_ahead=0.01),
+        reading(40, change_ahead=0.05, loss_ahead=0.03),
+    ],
+    "kept 0.01 of the loss": [
+        started(config=FORECAST),
+        interval(20),
+        stage(20),
+        interval(30),
+        reading(30, change_ahead=0.07, loss_ahead=0.01),
     ],
     "4 of the 10 evaluations": [started(), interval(20), stage(20), interval(30), reading(30, stationary=4)],
 }

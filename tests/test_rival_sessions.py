@@ -38,7 +38,7 @@ POLICY = {
     "skipconv": {},
     "weight_change": {},
     "random": {"start": 0.3, "seed": 1},
-    "forecast": {"limit": 1e6, "patience": 1},
+    "forecast": {"limit": 1e6, "loss_limit": 1e6, "patience": 1},
 }
 TIMED = ("static", "linear", "freezeout", "random")
 MODELS = ("residual", "with_dropout", "Tied")

@@ -42,9 +42,12 @@ class Policy:
     """'autofreeze': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze: 20."""
     seed: int = 0
     """'random': which times are drawn."""
-    limit: float = 0.005
+    limit: float = 0.02
     """'forecast': relative SP loss that a layer module may still come to by the end of the run and yet freeze: the
     share of the similarities between samples that would still change. Ours, from the bench."""
+    loss_limit: float = 0.015
+    """'forecast': share of the training loss that the frozen modules may keep from falling when the rate falls, all
+    together. Ours, from the bench."""
     patience: int = 2
     """'forecast': readings in a row under the limit that freeze. Our choice."""
 
@@ -62,8 +65,9 @@ class Policy:
         require(percentile, "policy.percentile", "a number from 0 to 100", self.percentile)
         require_count("policy.evaluations", self.evaluations, at_least=2)
         require_count("policy.seed", self.seed, at_least=0)
-        positive = is_number(self.limit) and self.limit > 0
-        require(positive, "policy.limit", "a finite number above 0", self.limit)
+        for name in ("limit", "loss_limit"):
+            value = getattr(self, name)
+            require(is_number(value) and value > 0, f"policy.{name}", "a finite number above 0", value)
         require_count("policy.patience", self.patience)
 
     def _check_schedule(self) -> None:

@@ -81,6 +81,8 @@ class IntervalMeasured(Event):
     """L1 norm of the gradients of each layer module, added up over the interval, where the policy needs it."""
     weight_changes: list[float | None] | None = None
     """Relative change of the weights of each layer module over the interval, where the policy needs it."""
+    noise: list[float | None] | None = None
+    """By how much the noise of the steps of each layer module holds the loss up, where the policy needs it."""
     way_ahead: float | None = None
     """The learning rate added up over the steps still to come, where the policy needs it and it can be foreseen."""
     last_rate: float | None = None
@@ -111,6 +113,8 @@ class PlasticityRead(Event):
     """Share of the model's forward pass that the module makes; None where that could not be counted."""
     change_ahead: float | None = None
     """Plasticity against now that the module would come to by the end of the run, where the policy foresees that."""
+    loss_ahead: float | None = None
+    """Share of the training loss that freezing so far would keep from falling, like `change_ahead`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,17 @@ from egeria.policy.bootstrap import Bootstrap
 from egeria.policy.engine import EgeriaPolicy
 from egeria.policy.history import ModuleHistory, least_squares_slope
 from egeria.policy.interval import choose_interval
-from egeria.policy.protocol import FORESIGHT, GRADIENTS, PLASTICITY, WEIGHTS, Annealing, Foreseeing, Policy, PolicyMaker
+from egeria.policy.protocol import (
+    FORESIGHT,
+    GRADIENTS,
+    NOISE,
+    PLASTICITY,
+    WEIGHTS,
+    Annealing,
+    Foreseeing,
+    Policy,
+    PolicyMaker,
+)
 from egeria.policy.rivals import POLICIES, evaluations_of_policy, find_policy, first_stage, with_metric_of_policy
 from egeria.policy.schedules import RULES, Moment, ScheduleRule, UnfreezeRule, Verdict, find_rule, rule_for_schedule
 from egeria.policy.values import (
@@ -29,6 +39,7 @@ __all__ = [
     "FORESIGHT",
     "GRADIENTS",
     "KNOWLEDGE_GUIDED",
+    "NOISE",
     "PLASTICITY",
     "POLICIES",
     "RULES",

@@ -15,6 +15,8 @@ GRADIENTS = "gradients"
 """`Interval.gradients`."""
 WEIGHTS = "weights"
 """`Interval.weight_changes`."""
+NOISE = "noise"
+"""`Interval.noise`."""
 FORESIGHT = "foresight"
 """`Interval.way_ahead` and `last_rate`."""
 
@@ -28,7 +30,7 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which of 'plasticity', 'gradients', 'weights', 'foresight' it decides by; nothing else is measured for it."""
+        """What it decides by: 'plasticity', 'gradients', 'weights', 'noise', 'foresight'; nothing else is measured."""
         ...
 
     @property

@@ -23,6 +23,9 @@ class Interval:
     weight_changes: tuple[float | None, ...] | None = None
     """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None for one that is frozen, and in
     the first interval. None in all where the policy has no need of weights."""
+    noise: tuple[float | None, ...] | None = None
+    """For each layer module by how much the noise of the optimizer's steps holds the loss up, where it trembles
+    around its place; None for one that is frozen. None in all where the policy has no need of it."""
     way_ahead: float | None = None
     """The learning rate added up over the steps still to come; None where it cannot be foreseen, or is not needed."""
     last_rate: float | None = None
@@ -80,4 +83,6 @@ class Judgement:
     """Consecutive stationary evaluations, this one included."""
     change_ahead: float | None = None
     """Plasticity against now that the module would come to by the end of the run, where the policy foresees that."""
+    loss_ahead: float | None = None
+    """Share of the training loss that freezing so far would keep from falling, like `change_ahead`."""
     decisions: tuple[Decision, ...] = ()

@@ -71,7 +71,8 @@ def _reading_reason(history: History, start: RunStarted) -> str:
     readings = history.of(PlasticityRead)
     drops = history.of(ReadingDropped)
     if _setting(start, "policy", "name") == "forecast" and readings:
-        return _forecast_reason(readings, _setting(start, "policy", "limit"))
+        limits = (_setting(start, "policy", "limit"), _setting(start, "policy", "loss_limit"))
+        return _forecast_reason(readings, *limits)
     if _setting(start, "policy", "name") == "weight_change":
         return "the weights of the front module never changed by a steady amount for long enough."
     if not readings and not drops:
@@ -88,7 +89,7 @@ def _reading_reason(history: History, start: RunStarted) -> str:
     )
 
 
-def _forecast_reason(readings: Sequence[PlasticityRead], limit: object) -> str:
+def _forecast_reason(readings: Sequence[PlasticityRead], limit: object, loss_limit: object) -> str:
     foreseen = [reading for reading in readings if reading.change_ahead is not None]
     if not foreseen:
         return (
@@ -96,10 +97,14 @@ def _forecast_reason(readings: Sequence[PlasticityRead], limit: object) -> str:
             "the learning rate, and a `scheduler` that says what the rate will be."
         )
     least = min(foreseen, key=lambda reading: reading.change_ahead or 0.0)
-    return (
-        f"“{least.name}” would have changed by {least.change_ahead:.2g} at least to the end (limit: {limit}, readings: "
-        f"{len(readings)})."
+    said = (
+        f"“{least.name}” would have changed by {least.change_ahead:.2g} at least to the end (limit: {limit}, "
+        f"readings: {len(readings)})"
     )
+    losses = [reading.loss_ahead for reading in foreseen if reading.loss_ahead is not None]
+    if not losses:
+        return f"{said}."
+    return f"{said}, and kept {min(losses):.2g} of the loss from falling at least (limit: {loss_limit})."
 
 
 def _patience(history: History, start: RunStarted) -> str:

@@ -146,6 +146,7 @@ def _interval(event: IntervalMeasured) -> Interval:
         learning_rate=event.learning_rate,
         gradients=None if event.gradients is None else tuple(event.gradients),
         weight_changes=None if event.weight_changes is None else tuple(event.weight_changes),
+        noise=None if event.noise is None else tuple(event.noise),
         way_ahead=event.way_ahead,
         last_rate=event.last_rate,
     )

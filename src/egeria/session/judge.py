@@ -88,6 +88,7 @@ class Judge:
                 age=reading.age,
                 work_share=reading.work_share,
                 change_ahead=judgement.change_ahead,
+                loss_ahead=judgement.loss_ahead,
             )
         )
         return judgement.decisions

@@ -71,6 +71,7 @@ class IntervalMeter:
             learning_rate=rate,
             gradients=_fixed(measured["gradients"]),
             weight_changes=_fixed(measured["weight_changes"]),
+            noise=_fixed(measured["noise"]),
             way_ahead=measured["way_ahead"],
             last_rate=measured["last_rate"],
         )

@@ -66,6 +66,13 @@ class Course:
             return None
         return law.change_ahead(self.way_ahead, self.last_rate / self.rate if self.rate > 0 else 1.0)
 
+    @property
+    def rate_fall(self) -> float:
+        """How far the learning rate will have fallen at the end, as a share of the one now; 1 where that is unknown."""
+        if self.last_rate is None or self.rate <= 0:
+            return 1.0
+        return 1 - min(1.0, max(0.0, self.last_rate / self.rate))
+
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain values."""
         return {**asdict(self), "ways": list(self.ways.items())}

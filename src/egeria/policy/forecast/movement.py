@@ -34,6 +34,11 @@ class Law:
     """Plasticity after that way."""
     exponent: float
 
+    @property
+    def stillness(self) -> float:
+        """How far the module is at its place, from 0 for one that still wanders to 1 for one that only trembles."""
+        return min(1.0, 2 * (1 - self.exponent))
+
     def change_ahead(self, way: float, rate_share: float) -> float | None:
         """Return the plasticity against now that the module comes to over a way; None where that is too far to see.
 

@@ -11,7 +11,8 @@ from egeria.policy.bootstrap import Bootstrap
 from egeria.policy.forecast.course import Course
 from egeria.policy.forecast.guard import LossGuard
 from egeria.policy.forecast.movement import LEAST_READINGS, Law, Movement
-from egeria.policy.protocol import FORESIGHT, PLASTICITY
+from egeria.policy.forecast.noise import Noise
+from egeria.policy.protocol import FORESIGHT, NOISE, PLASTICITY
 from egeria.policy.rivals.base import Rival
 from egeria.policy.schedules import UnfreezeRule
 from egeria.policy.values import (
@@ -29,7 +30,7 @@ LAST_SHARE = 0.05
 LARGEST_WEIGHT = 2.0
 """Times the limit that a module with much work may change by."""
 STRICTER = 0.25
-"""What an alarm of the guard makes of the limit."""
+"""What an alarm of the guard makes of the limit, and what holds where the noise of steps cannot be measured."""
 UNFORESEEN = 10.0
 """Times the limit that a frozen module would have to change by, as the rate to come looks now, to thaw."""
 
@@ -42,6 +43,10 @@ class Forecast(Rival):
     how far the module would come by the end of the run: what a freeze takes from it. Under `policy.limit` for
     `policy.patience` readings in a row, it freezes. A module with more than the average of the work saves more by
     that, and may change by as much more.
+
+    Where a module only trembles around its place, the noise of its steps holds the loss up, and a rate that falls
+    would let it down: from a frozen module it cannot. That part of the loss is measured too, and all that is
+    frozen may keep no more than `policy.loss_limit` of it.
 
     At a constant high rate, plasticity is stationary but large: noise that is still to fade when the rate falls.
     Behind the last decay of a step schedule or late in a cosine the way is short, and in fine-tuning front
@@ -60,7 +65,7 @@ class Forecast(Rival):
         deepest_freeze: at most this many front modules freeze; the last one never does.
     """
 
-    needs = frozenset({PLASTICITY, FORESIGHT})
+    needs = frozenset({PLASTICITY, NOISE, FORESIGHT})
 
     def __init__(
         self,
@@ -81,6 +86,9 @@ class Forecast(Rival):
         self._movement = Movement()
         self._laws: tuple[Law, ...] = ()
         """Of what is frozen."""
+        self._noise = Noise()
+        self._loss_given = 0.0
+        """Share of the loss that what is frozen keeps from falling."""
         self._num_under = 0
 
     @property
@@ -104,6 +112,7 @@ class Forecast(Rival):
         era_begins = self._course.go_on(interval)
         if era_begins:
             self._look_anew()
+        self._noise = Noise() if self._course.settling else self._noise.observe(interval.noise, interval.loss)
         if era_begins or self._course.rose:  # both move the loss by themselves
             self._guard = LossGuard()
         if not self._bootstrap.is_over:
@@ -123,16 +132,24 @@ class Forecast(Rival):
         self._movement = self._movement.observe(way, reading.value)
         law = self._movement.law()
         change = self._course.change_ahead(law)
-        limit = self._limit * _weight(reading.work_share, len(self._trainable))
+        loss = None if law is None else self._loss_ahead(law)
+        limit = self._limit * _weight(reading.work_share, len(self._trainable)) * (STRICTER if loss is None else 1)
         if change is not None:
-            self._num_under = self._num_under + 1 if change < limit else 0
+            is_little = change < limit and (loss or 0.0) < self._config.policy.loss_limit
+            self._num_under = self._num_under + 1 if is_little else 0
         stationary = self._num_under
         decisions: tuple[Decision, ...] = ()
         if law is not None and change is not None and stationary >= self._config.policy.patience:
             reason = f"to the end of the run its plasticity would come to {change:.1e}, under {limit:.1e}"
+            reason += "" if loss is None else f", and all that is frozen keeps {loss:.1%} of the loss from falling"
             decisions = self._freeze(law, reason)
         return Judgement(
-            smoothed=reading.value, tolerance=limit, change_ahead=change, stationary=stationary, decisions=decisions
+            smoothed=reading.value,
+            tolerance=limit,
+            change_ahead=change,
+            loss_ahead=loss,
+            stationary=stationary,
+            decisions=decisions,
         )
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
@@ -147,6 +164,7 @@ class Forecast(Rival):
             "bootstrap": asdict(self._bootstrap),
             "guard": self._guard.state_dict(),
             "movement": self._movement.state_dict(),
+            "noise": self._noise.state_dict(),
             "laws": [asdict(law) for law in self._laws],
             "course": self._course.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _PLAIN},
@@ -158,6 +176,7 @@ class Forecast(Rival):
         self._bootstrap = Bootstrap(**state["bootstrap"])
         self._guard = LossGuard.from_state(state["guard"])
         self._movement = Movement.from_state(state["movement"])
+        self._noise = Noise.from_state(state["noise"])
         self._laws = tuple(Law(**law) for law in state["laws"])
         self._course = Course.from_state(state["course"])
         for name in _PLAIN:
@@ -169,6 +188,11 @@ class Forecast(Rival):
             return ()
         reason = f"the loss changed by {self._bootstrap.change:.1%} in an interval"
         return (EndBootstrapping(reason=reason), *self._pass_over_untrainable())
+
+    def _loss_ahead(self, law: Law) -> float | None:
+        """Return the share of the loss that freezing the monitored module too would keep from falling."""
+        own = self._noise.share(self._frozen)
+        return None if own is None else self._loss_given + own * law.stillness * self._course.rate_fall
 
     def _reason_to_thaw(self) -> str | None:
         if not self._frozen:
@@ -185,16 +209,18 @@ class Forecast(Rival):
         return None
 
     def _thaw(self, reason: str) -> tuple[Decision, ...]:
-        self._guard, self._laws = LossGuard(), ()
+        self._guard, self._laws, self._loss_given = LossGuard(), (), 0.0
         self._look_anew()
         return (*self._move_to(0, reason), *self._pass_over_untrainable())
 
     def _freeze(self, law: Law, reason: str) -> tuple[Decision, ...]:
+        loss = self._loss_ahead(law)
         self._look_anew()
         decisions = (*self._move_to(self._frozen + 1, reason), *self._pass_over_untrainable())
         if decisions:
             self._guard = self._guard.watch()
             self._laws = (*self._laws, law)
+            self._loss_given = self._loss_given if loss is None else loss
         return decisions
 
     def _look_anew(self) -> None:
@@ -221,5 +247,5 @@ def _longest_memory(config: Config) -> int:
     return 2 * kept + config.controller.queue_length
 
 
-_PLAIN = ("limit", "snapshot", "num_under")
+_PLAIN = ("limit", "snapshot", "num_under", "loss_given")
 """Attributes that are saved as they are."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
-from egeria.policy import FORESIGHT, GRADIENTS, WEIGHTS
+from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
 from egeria.session.measures.foresight import Foresight
 from egeria.session.measures.gradients import GradientSums
 from egeria.session.measures.hooks import OptimizerHooks
+from egeria.session.measures.noise import StepNoise
 from egeria.session.measures.weights import WeightChanges
 from egeria.session.recorder import Recorder
 
@@ -41,12 +43,15 @@ class Measures:
     ) -> None:
         self._gradients = GradientSums(model) if GRADIENTS in needs else None
         self._weights = WeightChanges(model) if WEIGHTS in needs else None
+        self._noise = StepNoise(model) if NOISE in needs else None
         self._foresight = foresight if FORESIGHT in needs else None
-        self._hooks: OptimizerHooks | None = None
+        hook = partial(OptimizerHooks, optimizers, recorder, spend)
+        self._hooks: dict[str, OptimizerHooks] = {}
         if self._gradients is not None:
-            self._hooks = OptimizerHooks(
-                optimizers, recorder, spend, what="adding up gradients", before=self._gradients.take_in
-            )
+            self._hooks[GRADIENTS] = hook(what="adding up gradients", before=self._gradients.take_in)
+        if self._noise is not None:
+            measure = self._noise
+            self._hooks[NOISE] = hook(what="measuring noise", before=measure.before, after=measure.after)
 
     def take(self, step: int, rate: float, modules: Sequence[LayerModule], num_frozen: int) -> dict[str, Any]:
         """Return the measures of an interval that has ended, by the names that the interval has for them.
@@ -57,32 +62,40 @@ class Measures:
             modules: the layer modules.
             num_frozen: how many of them are frozen.
         """
-        gradients = weights = ahead = None
-        if self._gradients is not None and self._hooks is not None and not self._hooks.is_closed:
+        gradients = weights = noise = ahead = None
+        if self._gradients is not None and not self._hooks[GRADIENTS].is_closed:
             gradients = self._gradients.take(modules, num_frozen)
         if self._weights is not None:
             weights = self._weights.take(modules, num_frozen)
+        if self._noise is not None and not self._hooks[NOISE].is_closed:
+            noise = self._noise.take(modules, num_frozen)
         if self._foresight is not None:
             ahead = self._foresight.ahead(step, rate)
         way, last_rate = (ahead.way, ahead.last_rate) if ahead else (None, None)
-        return {"gradients": gradients, "weight_changes": weights, "way_ahead": way, "last_rate": last_rate}
+        return {
+            "gradients": gradients,
+            "weight_changes": weights,
+            "noise": noise,
+            "way_ahead": way,
+            "last_rate": last_rate,
+        }
 
     def close(self) -> None:
         """Leave the optimizers as they were found, and let go of all tensors."""
-        if self._hooks is not None:
-            self._hooks.close()
-        self._gradients = self._weights = None
+        for hooks in self._hooks.values():
+            hooks.close()
+        self._hooks.clear()
+        self._gradients = self._weights = self._noise = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an interval under way has gathered."""
-        parts = {"gradients": self._gradients, "weights": self._weights, "foresight": self._foresight}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {name: part.state_dict() for name, part in self._parts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; what it has nothing on begins anew."""
-        if self._gradients is not None:
-            self._gradients.load_state_dict(state.get("gradients", {}))
-        if self._weights is not None:
-            self._weights.load_state_dict(state.get("weights", {}))
-        if self._foresight is not None:
-            self._foresight.load_state_dict(state.get("foresight", {}))
+        for name, part in self._parts():
+            part.load_state_dict(state.get(name, {}))
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        parts = {GRADIENTS: self._gradients, WEIGHTS: self._weights, NOISE: self._noise, FORESIGHT: self._foresight}
+        return [(name, part) for name, part in parts.items() if part is not None]

@@ -1,0 +1,120 @@
+"""The part of the loss that is the noise of steps, measured from a step itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria.events import IntervalMeasured
+from egeria.session.measures.noise import MOST_ELEMENTS, StepNoise
+from loops import FAST
+
+
+def one_step(make_optimizer, parameter, gradient):
+    """Return the measure of one step on a model with one parameter."""
+    model = nn.Module()
+    model.weight = nn.Parameter(parameter.clone())
+    optimizer = make_optimizer([model.weight])
+    noise = StepNoise(model)
+    model.weight.grad = gradient.clone()
+    noise.before(optimizer)
+    optimizer.step()
+    noise.after(optimizer)
+    return noise, optimizer, model
+
+
+class Whole:
+    """A layer module that has every parameter."""
+
+    parameters = ("weight",)
+
+
+GRADIENT = torch.tensor([[3.0, 4.0]])
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "expected"),
+    [
+        (lambda own: torch.optim.SGD(own, lr=0.1), 0.1 * 25 / 4),
+        (lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9), 0.1 * 25 / 4 / 0.1),  # its first step has no past
+        (
+            lambda own: torch.optim.AdamW(own, lr=0.1, weight_decay=0.0),
+            0.1 * (3 + 4) / 4 / 0.1,
+        ),  # signs of the gradient
+        (lambda own: torch.optim.RMSprop(own, lr=0.1, alpha=0.0, eps=0.0), 0.1 * (3 + 4) / 4),
+    ],
+)
+def test_it_is_the_rate_times_what_the_step_did_along_its_own_gradient(make_optimizer, expected):
+    noise, _, _ = one_step(make_optimizer, torch.ones(1, 2), GRADIENT)
+    assert noise.take([Whole], 0) == [pytest.approx(expected, rel=1e-4)]
+
+
+def test_it_is_the_loss_above_the_floor_of_a_bowl_that_sgd_trembles_in():
+    """In a bowl h w² / 2 with gradients of variance c, SGD settles at a loss of rate c / 4 above the floor."""
+    torch.manual_seed(0)
+    rate, height, scatter, width = 0.02, 1.0, 3.0, 2000
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.5)
+    noise, measured, losses = StepNoise(model), [], []
+    for step in range(400):
+        model.weight.grad = height * model.weight.detach() + scatter * torch.randn(width)
+        noise.before(optimizer)
+        optimizer.step()
+        noise.after(optimizer)
+        (value,) = noise.take([Whole], 0)
+        if step >= 200:
+            measured.append(value)
+            losses.append(height * float(model.weight.detach().square().sum()) / 2)
+    assert sum(measured) / len(measured) == pytest.approx(sum(losses) / len(losses), rel=0.1)
+
+
+def test_only_the_first_step_of_an_interval_is_measured():
+    noise, optimizer, model = one_step(lambda own: torch.optim.SGD(own, lr=0.1), torch.ones(1, 2), GRADIENT)
+    model.weight.grad = 10 * GRADIENT
+    noise.before(optimizer)
+    optimizer.step()
+    noise.after(optimizer)
+    assert noise.take([Whole], 0) == [pytest.approx(0.1 * 25 / 4)]
+    noise.before(optimizer)
+    optimizer.step()
+    noise.after(optimizer)
+    assert noise.take([Whole], 0) == [pytest.approx(100 * 0.1 * 25 / 4)]
+
+
+def test_of_a_large_parameter_rows_stand_for_the_whole():
+    torch.manual_seed(0)
+    gradient = torch.randn(4 * MOST_ELEMENTS // 64 + 1, 64)
+    noise, _, _ = one_step(lambda own: torch.optim.SGD(own, lr=0.1), torch.zeros_like(gradient), gradient)
+    assert noise.take([Whole], 0) == [pytest.approx(0.1 * float(gradient.square().sum()) / 4, rel=0.01)]
+
+
+def test_an_interval_that_was_measured_before_a_resume_is_not_measured_again():
+    noise, optimizer, model = one_step(lambda own: torch.optim.SGD(own, lr=0.1), torch.ones(1, 2), GRADIENT)
+    resumed = StepNoise(model)
+    resumed.load_state_dict(noise.state_dict())
+    model.weight.grad = 10 * GRADIENT
+    resumed.before(optimizer)
+    optimizer.step()
+    resumed.after(optimizer)
+    assert resumed.take([Whole], 0) == noise.take([Whole], 0)
+
+
+def test_a_run_journals_it_for_what_is_not_frozen(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {**FAST, "modules": {"pattern": r"\d"}, "policy": {"limit": 1e6, "patience": 1}}
+    with egeria.attach(
+        model, optimizer, policy="forecast", config=config, total_steps=40, controller="inline", directory=tmp_path
+    ) as run:
+        for _ in range(40):
+            run.model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(1.0)
+    intervals = egeria.read_journal(tmp_path).of(IntervalMeasured)
+    assert all(event.noise is not None for event in intervals)
+    assert intervals[-1].frozen == 2 and intervals[-1].noise[:2] == [None, None] and intervals[-1].noise[2] > 0
