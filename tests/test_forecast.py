@@ -149,7 +149,7 @@ def noise(_age):
 
 
 def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.0, **settings):
-    config = Config.from_dict({"policy": {"name": "forecast", "limit": 3e-5, **settings}})
+    config = Config.from_dict({"policy": {"name": "forecast", "limit": 3e-5, "loss_limit": 0.015, **settings}})
     policy = find_policy("forecast")(
         config, trainable=trainable or [True] * num_modules, rule=find_rule("step"), total_steps=total_steps
     )

@@ -162,7 +162,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_trains(arguments, reaso
 
 
 def test_values_that_come_to_the_same_settings_are_one_run():
-    (sweep,) = parse_sweeps(["forecast:limit=0.005,default,5e-3,1e-4"])
+    (sweep,) = parse_sweeps(["forecast:limit=0.01,default,1e-2,1e-4"])
     assert [point.policy for point in sweep.points] == ["forecast", "forecast:limit=1e-4"]
     (own,) = parse_sweeps(["egeria:plasticity.window=5,plasticity.window=5,10"])  # here 5 is what it has without
     assert [(point.value, point.is_default) for point in own.points] == [(5, True), (10, False)]
@@ -231,7 +231,7 @@ def test_picture_has_a_panel_for_each_sweep_with_its_default_marked(tmp_path):
     first, second = (place for text, place in found if text == "default")
     at = dict(found)
     assert first == pytest.approx(at["10"], abs=0.5)
-    assert at["1e-3"] < second < at["1e-1"]  # 0.005 is not among the values; it is marked all the same
+    assert at["1e-3"] < second < at["1e-1"]  # 0.01 is not among the values; it is marked all the same
     left = [float(text) for text, place in found if re.fullmatch(r"-?\d+\.?\d*", text) and place < at["5"]]
     assert min(left) <= -7.5  # a perplexity 10 % above is drawn below the line
     assert max(left) <= 2.5

@@ -42,10 +42,10 @@ class Policy:
     """'autofreeze': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze: 20."""
     seed: int = 0
     """'random': which times are drawn."""
-    limit: float = 0.02
+    limit: float = 0.01
     """'forecast': relative SP loss that a layer module may still come to by the end of the run and yet freeze: the
     share of the similarities between samples that would still change. Ours, from the bench."""
-    loss_limit: float = 0.015
+    loss_limit: float = 0.01
     """'forecast': share of the training loss that the frozen modules may keep from falling when the rate falls, all
     together. Ours, from the bench."""
     patience: int = 2

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
 
-MOST_ELEMENTS = 1 << 20
+MOST_ELEMENTS = 1 << 16
 """Elements of a parameter that are looked at; of a larger one, evenly spaced rows."""
 
 
@@ -23,7 +23,7 @@ class StepNoise:
     the squared gradient; taken from the step itself it holds for every optimizer, its own scaling included. A rate
     that falls to nothing takes that part of the loss away, but not from a module that is frozen.
 
-    Takes memory for a copy of the parameters in training and of their gradients, for one step of each interval.
+    Takes memory for what it looks at, twice, during one step of each interval.
 
     Source: the stationary covariance of SGD in a quadratic bowl, `E[loss] = rate tr(C) / (4 (1 - b))` with `C` that
     of the gradients (Mandt, Hoffman and Blei, JMLR 2017, section 3).
