@@ -22,7 +22,7 @@ from egeria.events import (
     Thawed,
 )
 from egeria.policy import POLICIES, RULES, EgeriaPolicy, find_policy
-from egeria.policy.rivals.base import Rival
+from egeria.policy.front import FrontPolicy
 from egeria.report.replay import replay
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences, outside
@@ -227,7 +227,7 @@ def test_no_controller_is_started_for_who_reads_no_plasticity(policy, tmp_path):
 # --- a policy of the user's own ------------------------------------------------------------------
 
 
-class FreezeOnceCalm(Rival):
+class FreezeOnceCalm(FrontPolicy):
     """Freezes one module as soon as gradients and weights were seen twice."""
 
     needs = frozenset({"gradients", "weights"})

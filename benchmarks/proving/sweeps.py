@@ -21,7 +21,7 @@ from benchmarks.proving.policies import DEFAULT, PLAIN, Policy, parse_policies, 
 from benchmarks.proving.results import read_results
 from egeria.config import Config
 from egeria.errors import ConfigError
-from egeria.policy.rivals import find_policy, with_metric_of_policy
+from egeria.policy.catalogue import find_policy, with_metric_of_policy
 
 FILE_NAME = "study.json"
 _SWEEP = re.compile(r"(?P<name>[^:=]+)(?P<fixed>:.+,|:)(?P<key>(?:\w+\.)?\w+)=(?P<values>[^=]+)")

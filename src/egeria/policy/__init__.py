@@ -1,11 +1,12 @@
 """Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
 
-Start with `engine.EgeriaPolicy` (the stages and the frozen prefix); `history` judges one layer
-module (algorithm 1), `bootstrap` ends the critical period, `schedules` says when to thaw. Other
-policies are in `rivals`; `protocol` is what any policy must be.
+`forecast` is the default policy, `engine.EgeriaPolicy` the paper's: `history` judges one layer module (algorithm 1),
+`schedules` says when to thaw. Both end the critical period by `bootstrap`. The policies of others are in `rivals`,
+all are named in `catalogue`, and `protocol` is what any policy must be.
 """
 
 from egeria.policy.bootstrap import Bootstrap
+from egeria.policy.catalogue import POLICIES, evaluations_of_policy, find_policy, first_stage, with_metric_of_policy
 from egeria.policy.engine import EgeriaPolicy
 from egeria.policy.history import ModuleHistory, least_squares_slope
 from egeria.policy.interval import choose_interval
@@ -20,7 +21,6 @@ from egeria.policy.protocol import (
     Policy,
     PolicyMaker,
 )
-from egeria.policy.rivals import POLICIES, evaluations_of_policy, find_policy, first_stage, with_metric_of_policy
 from egeria.policy.schedules import RULES, Moment, ScheduleRule, UnfreezeRule, Verdict, find_rule, rule_for_schedule
 from egeria.policy.values import (
     BOOTSTRAPPING,

@@ -12,8 +12,8 @@ from egeria.policy.forecast.course import Course
 from egeria.policy.forecast.guard import LossGuard
 from egeria.policy.forecast.movement import LEAST_READINGS, Law, Movement
 from egeria.policy.forecast.noise import Noise
+from egeria.policy.front import FrontPolicy
 from egeria.policy.protocol import FORESIGHT, NOISE, PLASTICITY
-from egeria.policy.rivals.base import Rival
 from egeria.policy.schedules import UnfreezeRule
 from egeria.policy.values import (
     BOOTSTRAPPING,
@@ -35,7 +35,7 @@ UNFORESEEN = 10.0
 """Times the limit that a frozen module would have to change by, as the rate to come looks now, to thaw."""
 
 
-class Forecast(Rival):
+class Forecast(FrontPolicy):
     """Freezes the frontmost active module once what it would still change is too little to matter.
 
     Plasticity grows with the *way* since the snapshot (the learning rate, added up over the steps) by a power

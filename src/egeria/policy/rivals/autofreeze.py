@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from egeria.config import Config
+from egeria.policy.front import FrontPolicy
 from egeria.policy.protocol import GRADIENTS
-from egeria.policy.rivals.base import Rival
 from egeria.policy.schedules import UnfreezeRule
 from egeria.policy.values import Decision, Interval
 
 
-class AutoFreeze(Rival):
+class AutoFreeze(FrontPolicy):
     """Freezes the front modules whose gradients change less than those of the others.
 
     At evaluation `k`, the end of an interval, `G_l(k)` is the L1 norm of the gradients of module `l` added up over the

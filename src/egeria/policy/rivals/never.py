@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from egeria.policy.rivals.base import Rival
+from egeria.policy.front import FrontPolicy
 from egeria.policy.values import Decision, Interval
 
 
-class NeverFreeze(Rival):
+class NeverFreeze(FrontPolicy):
     """Freezes nothing, reads nothing, evaluates nothing: the plain run to compare with."""
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:

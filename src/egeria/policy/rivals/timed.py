@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from egeria.config import Config
 from egeria.errors import ConfigError
-from egeria.policy.rivals.base import Rival
+from egeria.policy.front import FrontPolicy
 from egeria.policy.schedules import UnfreezeRule
 from egeria.policy.values import Decision, Interval
 
@@ -24,7 +24,7 @@ class Move:
     depth: int
 
 
-class Timed(Rival):
+class Timed(FrontPolicy):
     """Follows a timetable; a move is made at the end of the first interval that reaches its time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the rivals share: they hold a frozen prefix, and decide at the end of an interval."""
+"""What most policies share: they hold a frozen front, and decide at the end of an interval."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from egeria.policy.schedules import UnfreezeRule
 from egeria.policy.values import KNOWLEDGE_GUIDED, Decision, Freeze, Interval, Judgement, Reading, Thaw
 
 
-class Rival(ABC):
-    """A policy without bootstrapping, plasticity or thaw rules.
+class FrontPolicy(ABC):
+    """A policy without bootstrapping, plasticity or thaw rules, to build others on.
 
     Args:
         config: the settings of the run.
         trainable: for each layer module, front to back, whether it has any parameter to train.
-        rule: not used; rivals thaw by themselves, or never.
+        rule: not used; they thaw by themselves, or never.
         total_steps: optimizer steps of the run, None where unknown.
         deepest_freeze: at most this many front modules freeze; the last one never does.
     """
 
     needs: frozenset[str] = frozenset()
     stage = KNOWLEDGE_GUIDED
-    """There is no other: these sources know no critical period."""
+    """There is no other where the source knows no critical period."""
     monitored: int | None = None
 
     def __init__(
@@ -50,7 +50,7 @@ class Rival(ABC):
 
     @property
     def window(self) -> int:
-        """`W`, which rivals have no use for."""
+        """`W`, which most have no use for."""
         return self._config.plasticity.window
 
     @abstractmethod
