@@ -34,10 +34,12 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("code", PYTHON_BLOCKS, ids=range(len(PYTHON_BLOCKS)))
 def test_readme_code_runs(code):
     model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {
         "egeria": egeria,
         "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12),
         "loader": DataLoader(TensorDataset(torch.ones(12, 4), torch.zeros(12, dtype=torch.long)), batch_size=3),
         "steps": 12,
         "epochs": 3,
