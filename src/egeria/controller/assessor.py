@@ -37,6 +37,8 @@ class Plan:
     precision: str
     device: str
     fidelity_share: float
+    harmless_error: float = 0.0
+    """Error of a reading that no decision turns on, however small plasticity is."""
 
     def beginning_at(self, precision: str) -> Plan:
         """Return the plan with another first rung."""
@@ -62,7 +64,7 @@ class Assessor:
 
     Once in the life of a snapshot, after `checks_at` readings of a tap, its error is compared with
     what it is there to show: the metric between the full-precision snapshot and its quantized form
-    may be at most `fidelity_share` of the mean of those readings. Above that the activation ranges are
+    may be at most `fidelity_share` of the mean of those readings, or harmless. Above that the activation ranges are
     taken anew, and if that does not help the next, more exact number format is taken.
     """
 
@@ -116,7 +118,7 @@ class Assessor:
         if error is None:
             return []
         outcome = "kept"
-        if not error <= self.plan.fidelity_share * plasticity:
+        if not error <= self._limit(plasticity):
             outcome, error = self._improve(tap, error, plasticity)
         read = FidelityRead(tap=tap, rung=rung, error=error, plasticity=plasticity, outcome=outcome)
         return [read, *self._changes()]
@@ -133,7 +135,7 @@ class Assessor:
         self._checked = set(state["checked"])
 
     def _improve(self, tap: str, error: float, plasticity: float) -> tuple[str, float]:
-        limit = self.plan.fidelity_share * plasticity
+        limit = self._limit(plasticity)
         if self.reference.is_stale and self.reference.recalibrate():
             again = self.reference.error(tap, self._metric)
             if again is not None and again <= limit:
@@ -143,6 +145,9 @@ class Assessor:
             f"plasticity of {plasticity:.1e}"
         )
         return ("escalated" if self.reference.escalate(reason) else "exhausted"), error
+
+    def _limit(self, plasticity: float) -> float:
+        return max(self.plan.fidelity_share * plasticity, self.plan.harmless_error)
 
     def _metric(self, first: Tensor, second: Tensor) -> Tensor:
         training = self.plan.reduce(first)

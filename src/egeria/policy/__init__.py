@@ -6,7 +6,14 @@ all are named in `catalogue`, and `protocol` is what any policy must be.
 """
 
 from egeria.policy.bootstrap import Bootstrap
-from egeria.policy.catalogue import POLICIES, evaluations_of_policy, find_policy, first_stage, with_metric_of_policy
+from egeria.policy.catalogue import (
+    POLICIES,
+    evaluations_of_policy,
+    find_policy,
+    first_stage,
+    harmless_error,
+    with_metric_of_policy,
+)
 from egeria.policy.engine import EgeriaPolicy
 from egeria.policy.history import ModuleHistory, least_squares_slope
 from egeria.policy.interval import choose_interval
@@ -67,6 +74,7 @@ __all__ = [
     "find_policy",
     "find_rule",
     "first_stage",
+    "harmless_error",
     "least_squares_slope",
     "rule_for_schedule",
     "with_metric_of_policy",

@@ -34,6 +34,8 @@ POLICIES: dict[str, PolicyMaker] = {
 
 _METRICS = {"skipconv": "input_norm", "forecast": "relative_sp"}
 """What a policy means by plasticity, where that is not the paper's SP loss."""
+HARMLESS_SHARE = 0.05
+"""Share of the limit of 'forecast' that a reading may be wrong by."""
 
 
 def find_policy(name: Any) -> PolicyMaker:
@@ -60,6 +62,11 @@ def with_metric_of_policy(config: Config) -> Config:
     return replace(config, plasticity=replace(config.plasticity, metric=_METRICS.get(name, "sp")))
 
 
+def harmless_error(config: Config) -> float:
+    """Return the error of a reading that no decision of the policy turns on; 0 where each digit may matter."""
+    return HARMLESS_SHARE * config.policy.limit if config.policy.name == "forecast" else 0.0
+
+
 def first_stage(name: Any) -> str:
     """Return the stage in which a run under this policy begins; rivals that know no critical period are past it."""
     maker = POLICIES.get(name) if isinstance(name, str) else None
@@ -71,4 +78,11 @@ def evaluations_of_policy(config: Config) -> int | None:
     return config.policy.evaluations if config.policy.name == "autofreeze" else None
 
 
-__all__ = ["POLICIES", "evaluations_of_policy", "find_policy", "first_stage", "with_metric_of_policy"]
+__all__ = [
+    "POLICIES",
+    "evaluations_of_policy",
+    "find_policy",
+    "first_stage",
+    "harmless_error",
+    "with_metric_of_policy",
+]

@@ -21,7 +21,7 @@ from egeria.events import ControllerChosen, RunStarted
 from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy, SingleProcess
 from egeria.plasticity import find_metric
-from egeria.policy import FORESIGHT, PLASTICITY, PolicyMaker, choose_interval, evaluations_of_policy
+from egeria.policy import FORESIGHT, PLASTICITY, PolicyMaker, choose_interval, evaluations_of_policy, harmless_error
 from egeria.session.checks import (
     check_model,
     check_optimizers,
@@ -191,6 +191,7 @@ def _choose_controller(
             precision=config.reference.precision,
             device=choice.device,
             fidelity_share=config.reference.fidelity_share,
+            harmless_error=harmless_error(config),
         )
 
     limits = Limits(
