@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -95,6 +96,37 @@ def test_a_rate_that_somebody_sets_by_hand_is_gone_on_from():
     optimizer.param_groups[0]["lr"] *= 10
     after = foresight.ahead(4, optimizer.param_groups[0]["lr"])
     assert (after.way, after.last_rate) == (pytest.approx(10 * before.way), pytest.approx(10 * before.last_rate))
+
+
+def two_groups(front, head):
+    """An optimizer whose front is scheduled by one function of the step, and its head by another."""
+    groups = [{"params": [nn.Parameter(torch.zeros(2))]}, {"params": [nn.Parameter(torch.zeros(2))], "lr": 1.0}]
+    optimizer = SGD(groups, lr=0.1)
+    return optimizer, schedulers.LambdaLR(optimizer, [front, head])
+
+
+def test_groups_with_another_rate_do_not_count():
+    optimizer, scheduler = two_groups(lambda step: 1.0, lambda step: 0.5**step)
+    foresight = Foresight(scheduler, 100)
+    for step in range(1, 11):
+        optimizer.step()
+        scheduler.step()
+        ahead = foresight.ahead(step, 0.1)
+    assert (ahead.way, ahead.last_rate) == (pytest.approx(9.0), pytest.approx(0.1))
+    assert foresight.ahead(10, 0.03) is None, "no group of this scheduler trains the front"
+
+
+def test_a_scheduler_that_is_begun_anew_is_watched_anew():
+    optimizer = sgd()
+    scheduler = schedulers.CosineAnnealingLR(optimizer, 50)
+    foresight = Foresight(scheduler, 100)
+    for step in range(1, 100):
+        optimizer.step()
+        scheduler.step()
+        if step == 40:
+            scheduler = foresight._scheduler = schedulers.CosineAnnealingLR(optimizer, 50)
+        ahead = foresight.ahead(step, optimizer.param_groups[0]["lr"])
+        assert ahead is None or ahead.way > 0
 
 
 def test_the_last_rate_is_foreseen():
@@ -311,6 +343,36 @@ def test_a_loss_that_goes_on_falling_more_slowly_is_no_alarm():
     assert policy.frozen == 2
 
 
+def test_behind_a_thaw_nothing_is_read_from_when_it_was_frozen():
+    policy = forecast(num_modules=4)
+    readings(policy, 5)
+    for evaluation in range(8, 11):
+        decisions = policy.observe_interval(interval(evaluation, loss=1.1))
+    assert isinstance(decisions[0], Thaw)
+    # The snapshot is from when the module was frozen, so that it has not moved at all.
+    found = policy.observe_reading(Reading(step=100, evaluation=10, module=0, value=0.0, age=3))
+    assert found.change_ahead is None and policy.window == 1
+    assert not any(readings(policy, 6, first=11, snapshot=10, way_ahead=1.0)), "it settles, and the guard has to learn"
+    assert any(readings(policy, 8, first=17, snapshot=13, way_ahead=1.0))
+
+
+def test_a_later_freeze_is_watched_as_long_as_the_first():
+    policy = forecast(num_modules=4)
+    found = readings(policy, 5)
+    while policy.frozen < 2:
+        found = readings(policy, 1, first=policy.state_dict()["course"]["step"] // 10 + 1, snapshot=2, oldest=99)
+    step = policy.state_dict()["course"]["step"] // 10
+    found = [policy.observe_interval(interval(evaluation, loss=1.2)) for evaluation in range(step + 1, step + 5)]
+    assert any(isinstance(decision, Thaw) for decisions in found for decision in decisions)
+
+
+@pytest.mark.parametrize(("level", "freezes"), [(0.2, True), (0.5, False)])
+def test_readings_beyond_what_can_change_are_not_taken_for_noise_that_stays(level, freezes):
+    policy = forecast(limit=0.01)
+    found = readings(policy, 8, plasticity=lambda age: level, last_rate=0.1)
+    assert any(found) == freezes
+
+
 def test_more_rate_than_was_foreseen_thaws():
     policy = forecast()
     readings(policy, 5)
@@ -385,3 +447,27 @@ def test_a_run_freezes_behind_the_decay_and_its_journal_replays(tmp_path):
     assert all(event.age is not None for event in journal if isinstance(event, PlasticityRead))
     assert any(event.way_ahead for event in journal if isinstance(event, IntervalMeasured))
     assert replay(tmp_path).agrees
+
+
+def test_the_age_of_a_reading_counts_intervals_without_a_loss_too(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = SGD(model.parameters(), lr=0.01)
+    config = {"modules": {"pattern": r"\d"}, "plasticity": {"interval_steps": 1}, "controller": {"budget_share": 100.0}}
+    with egeria.attach(
+        model, optimizer, total_steps=60, config=config, directory=tmp_path, controller=ScriptedController()
+    ) as run:
+        for step in range(1, 31):
+            loss = run.model(torch.randn(16, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(math.nan if 12 <= step < 20 else 1.0)
+    snapshot, ages = 0, []
+    for event in egeria.read_journal(tmp_path):
+        if isinstance(event, PlasticityRead):
+            ages.append(event.age)
+            assert event.age == event.evaluation - snapshot
+        elif event.kind == "reference":
+            snapshot = event.evaluation
+    assert max(ages) > 10

@@ -442,6 +442,7 @@ def test_a_fault_in_the_rates_leaves_them_to_the_optimizer(tmp_path):
     for entry in (plain, loop):
         entry.step(10)
     assert differences(plain.everything(), loop.everything()) == []
+    loop.run.close()
     assert num_hooks(loop.optimizer) == 0
     (declined,) = read_journal(tmp_path).of(Declined)
     assert declined.what == "setting learning rates by layer module" and "3 times in a row" in declined.reason

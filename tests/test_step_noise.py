@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import egeria
 from egeria.events import IntervalMeasured
+from egeria.session.measures.hooks import OptimizerHooks
 from egeria.session.measures.noise import MOST_ELEMENTS, StepNoise
+from egeria.session.recorder import Recorder
 from loops import FAST
 
 
@@ -100,6 +105,54 @@ def test_an_interval_that_was_measured_before_a_resume_is_not_measured_again():
     optimizer.step()
     resumed.after(optimizer)
     assert resumed.take([Whole], 0) == noise.take([Whole], 0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_no_measure(bad):
+    noise, _, _ = one_step(lambda own: torch.optim.SGD(own, lr=0.1), torch.ones(1, 2), GRADIENT * bad)
+    assert noise.take([Whole], 0) == [None]
+
+
+def test_without_a_step_there_is_no_measure():
+    assert StepNoise(nn.Linear(2, 2)).take([Whole], 0) == [None]
+
+
+def hooked(recorder, **arguments):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, OptimizerHooks([optimizer], recorder, lambda *_: None, what="testing", **arguments)
+
+
+def test_steps_with_a_closure_are_left_out_where_gradients_are_read_before(tmp_path):
+    called = []
+    model, optimizer, _ = hooked(Recorder(tmp_path), before=called.append, takes_closures=False)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure=closure)
+    assert not called
+    optimizer.step()
+    assert called == [optimizer]
+
+
+def test_a_hook_that_gives_up_leaves_those_behind_it_in_place(tmp_path):
+    def fail(_optimizer):
+        raise RuntimeError("injected")
+
+    model, optimizer, hooks = hooked(Recorder(tmp_path), before=fail)
+    others = []
+    optimizer.register_step_pre_hook(lambda *_: others.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert hooks.is_closed and len(others) == 5
 
 
 def test_a_run_journals_it_for_what_is_not_frozen(tmp_path):

@@ -59,6 +59,10 @@ class Plan:
             return float(metric(training.tensor, reference.tensor.to(training.tensor.device)))
 
 
+MOST_UNCHECKED = 3
+"""Readings before the reference is checked: fewer than any policy decides by."""
+
+
 class Assessor:
     """Runs the reference, compares, and watches whether the reference is exact enough.
 
@@ -71,7 +75,7 @@ class Assessor:
     def __init__(self, plan: Plan, reference: LadderReference | None = None) -> None:
         self.plan = plan
         self.reference = reference or LadderReference(plan.taps, precision=plan.precision, device=plan.device)
-        self.checks_at = max(2, plan.window // 2)
+        self.checks_at = min(MOST_UNCHECKED, max(2, plan.window // 2))
         self._readings: dict[str, list[float]] = {}
         self._checked: set[str] = set()
 

@@ -28,6 +28,7 @@ class Judge:
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
         self._refresh_evaluations = config.reference.refresh_evaluations
+        self._window = config.reference.refresh_evaluations or config.plasticity.window
         self._budget = Budget(config.controller.budget_share, config.plasticity.window)
         self._recorder = recorder
         self._profiled = False
@@ -47,7 +48,8 @@ class Judge:
         watch = Stopwatch()
         period = self._refresh_evaluations or engine.policy.window
         if engine.evaluator.refresh_if_due(clock.evaluation, period) and iteration_s > 0:
-            self._budget.note_refresh(watch.read()[0] / iteration_s, period)
+            # A policy may ask for some in a row; what counts is how often they come in the long run.
+            self._budget.note_refresh(watch.read()[0] / iteration_s, max(period, self._window))
         self._keep_to_the_budget(clock)
 
     def take_in_readings(self, engine: Engine) -> None:

@@ -52,6 +52,10 @@ class Course:
         self.way_ahead, self.last_rate = interval.way_ahead, interval.last_rate
         return begins
 
+    def settle(self) -> None:
+        """Begin to settle: what was frozen moves again, and a snapshot from before would not show that."""
+        self.settling, self.ways = SETTLING, {}
+
     def way_since_snapshot(self, reading: Reading) -> float | None:
         """Return the way from the snapshot to the reading; None where it is unknown, or reaches into an older era."""
         if reading.age is None:

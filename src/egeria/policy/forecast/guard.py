@@ -12,7 +12,7 @@ LENGTH = 10
 LEAST_BEFORE, LEAST_SINCE = 5, 3
 """Intervals that either side must have before anything is said."""
 NUM_ERRORS = 4.0
-"""Standard errors above the trend that make an alarm: eight looks at each freeze shall hardly ever be wrong."""
+"""Standard errors above the trend that make an alarm: seven looks at each freeze shall hardly ever be wrong."""
 LEAST_SHARE = 0.01
 """Share of the loss that it must be above its trend: less is no reason to thaw, however certain."""
 
@@ -22,7 +22,7 @@ class LossGuard:
     """Compares the mean loss of the intervals since a freeze with the end of the line through those before it.
 
     A loss that merely falls no further is no alarm: losses fall ever more slowly by themselves. Freezing more while
-    a freeze is watched goes on with the trend from before the first.
+    a freeze is watched begins the watch anew, against the trend from before the first.
     """
 
     before: tuple[float, ...] = ()
@@ -31,7 +31,12 @@ class LossGuard:
 
     def watch(self) -> LossGuard:
         """Return the guard right after a freeze."""
-        return replace(self, since=()) if self.since is None else self
+        return replace(self, since=())
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether a freeze could be watched now."""
+        return len(self.before) >= LEAST_BEFORE
 
     def observe(self, loss: float) -> LossGuard:
         """Return the guard with one interval more."""
@@ -43,11 +48,11 @@ class LossGuard:
     @property
     def excess(self) -> float | None:
         """Share of the loss by which it lies above its trend, where that is an alarm; else None."""
-        if self.since is None or len(self.since) < LEAST_SINCE or len(self.before) < LEAST_BEFORE:
+        if self.since is None or len(self.since) < LEAST_SINCE or not self.is_ready:
             return None
         reached, scatter = _end_of_trend(self.before)
-        # The end of a line is known half as well as its middle.
-        error = scatter * math.sqrt(4 / len(self.before) + 1 / len(self.since))
+        # The end of a line is known half as well as its middle, and few points hardly tell how they scatter.
+        error = scatter * math.sqrt(4 / len(self.before) + 1 / len(self.since)) * (1 + 2 / (len(self.before) - 2))
         above = math.fsum(self.since) / len(self.since) - reached
         is_alarm = above > max(NUM_ERRORS * error, LEAST_SHARE * abs(reached))
         return above / abs(reached) if is_alarm and reached else None

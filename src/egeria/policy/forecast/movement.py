@@ -14,6 +14,8 @@ FARTHEST = 20.0
 LARGEST_EXPONENT = 1.0
 """Of a random walk; taken also where all readings have the same distance from their snapshots. A straight movement
 has 2, plasticity being a square, but none stays straight for long."""
+SATURATED = 0.25
+"""Share of the similarities from which more change hardly shows: such readings are flat, whatever the module does."""
 SMALLEST = 1e-14
 """Plasticity under which it is rounding."""
 
@@ -51,7 +53,7 @@ class Law:
             return 0.0
         if way > FARTHEST * self.longest:
             return None
-        kept = (1 - self.exponent) * min(1.0, max(0.0, rate_share))
+        kept = (1 - self.exponent) * min(1.0, max(0.0, rate_share)) if self.level < SATURATED else 0.0
         return self.level * math.pow(way / self.way, self.exponent) * (1 - kept)
 
 

@@ -53,7 +53,7 @@ class Forecast(FrontPolicy):
     modules hardly move at all. Nothing freezes while the way ahead cannot be foreseen.
 
     Everything thaws when the training loss leaves its trend after a freeze, with a quarter of the limit from then
-    on, and when the rate to come turns out larger than it was foreseen at the freeze.
+    on, and when the rate to come turns out so large that what is frozen would change by ten times the limit.
 
     Source: our own, from the observation that stationary plasticity at a high rate is the noise of SGD.
 
@@ -139,7 +139,8 @@ class Forecast(FrontPolicy):
             self._num_under = self._num_under + 1 if is_little else 0
         stationary = self._num_under
         decisions: tuple[Decision, ...] = ()
-        if law is not None and change is not None and stationary >= self._config.policy.patience:
+        is_still = law is not None and change is not None and stationary >= self._config.policy.patience
+        if law is not None and is_still and self._guard.is_ready:
             reason = f"to the end of the run its plasticity would come to {change:.1e}, under {limit:.1e}"
             reason += "" if loss is None else f", and all that is frozen keeps {loss:.1%} of the loss from falling"
             decisions = self._freeze(law, reason)
@@ -210,6 +211,7 @@ class Forecast(FrontPolicy):
 
     def _thaw(self, reason: str) -> tuple[Decision, ...]:
         self._guard, self._laws, self._loss_given = LossGuard(), (), 0.0
+        self._course.settle()
         self._look_anew()
         return (*self._move_to(0, reason), *self._pass_over_untrainable())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class Foresight:
         self._played: list[float] = []
         """Rates after `_played_from` calls, and after each further one: played once, as long as they come true."""
         self._played_from = 0
+        self._played_groups: list[int] = []
 
     def ahead(self, step: int, rate: float) -> Ahead | None:
         """Return the learning rate still to come.
@@ -74,14 +75,14 @@ class Foresight:
             return None
         if self._scheduler is None:
             return Ahead(way=rate * max(0, self._total_steps - step), last_rate=0.0)
-        if len(self._changes) < 2:
+        if len(self._changes) < 2 or rate <= 0:
             return None
         (first_step, first_calls), (last_step, last_calls) = self._changes
         period = (last_step - first_step) / (last_calls - first_calls)
         left = max(0, self._total_steps - step)
         until_next = min(left, max(0.0, last_step + period - step))
         num_calls = math.ceil((left - until_next) / period)
-        shares = self._shares(num_calls)
+        shares = self._shares(num_calls, rate)
         if shares is None:
             return None
         way = rate * (until_next + sum(shares) * (left - until_next) / max(1, num_calls))
@@ -100,28 +101,37 @@ class Foresight:
         calls = getattr(self._scheduler, "last_epoch", None)
         if not isinstance(calls, int) or calls == self._calls:
             return
+        if self._calls is not None and calls < self._calls:  # it was begun anew
+            self._changes, self._played, self._calls = [], [], None
         if self._calls is not None:
             self._changes = [*self._changes[:1], (step, calls)]
         self._calls = calls
 
-    def _shares(self, num_calls: int) -> list[float] | None:
-        """Return the rate after each of the next calls, as a share of the rate now; None where it cannot be told."""
+    def _shares(self, num_calls: int, rate: float) -> list[float] | None:
+        """Return the rate after each of the next calls, as a share of the rate now; None where it cannot be told.
+
+        Groups of parameters may have schedules of their own: those count that have this rate now.
+        """
         assert self._calls is not None
         if num_calls > MOST_CALLS:
             return None
         try:
-            now = _largest(self._scheduler.optimizer.param_groups)
+            groups = self._scheduler.optimizer.param_groups
+            fitting = [index for index, group in enumerate(groups) if abs(float(group["lr"]) - rate) <= SAME * rate]
+            if not fitting:
+                return None
             known = self._played[self._calls - self._played_from :] if self._calls >= self._played_from else []
-            if len(known) <= num_calls or abs(known[0] - now) > SAME * now:
-                self._played = known = [now, *play(self._scheduler, num_calls)]
-                self._played_from = self._calls
+            is_true = fitting == self._played_groups and len(known) > num_calls and abs(known[0] - rate) <= SAME * rate
+            if not is_true:
+                self._played = known = [rate, *play(self._scheduler, num_calls, fitting)]
+                self._played_from, self._played_groups = self._calls, fitting
         except Exception:  # whatever a scheduler of the user's own makes of being copied: it cannot be foreseen then
             return None
-        return [rate / now for rate in known[1 : num_calls + 1]] if now > 0 else None
+        return [later / rate for later in known[1 : num_calls + 1]]
 
 
-def play(scheduler: Any, num_calls: int) -> list[float]:
-    """Return the largest rate of all groups after each of the next calls; the scheduler itself stays as it is."""
+def play(scheduler: Any, num_calls: int, fitting: Sequence[int]) -> list[float]:
+    """Return the largest rate of some groups after each of the next calls; the scheduler itself stays as it is."""
     optimizer = scheduler.optimizer
     groups = [
         {"params": [], **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}}
@@ -134,9 +144,5 @@ def play(scheduler: Any, num_calls: int) -> list[float]:
         warnings.simplefilter("ignore")  # of calls without a step of the optimizer: there is none to make
         for _ in range(num_calls):
             twin.step()
-            rates.append(_largest(groups))
+            rates.append(max(float(groups[index]["lr"]) for index in fitting))
     return rates
-
-
-def _largest(groups: list[dict[str, Any]]) -> float:
-    return max(float(group["lr"]) for group in groups)

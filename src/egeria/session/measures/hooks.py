@@ -23,6 +23,7 @@ class OptimizerHooks:
         what: what is not done where it fails, in the words of a warning.
         before: called with an optimizer before its step.
         after: the same after it; None for nothing.
+        takes_closures: whether steps with a closure, which computes gradients within the step, are called back for.
     """
 
     def __init__(
@@ -34,11 +35,14 @@ class OptimizerHooks:
         what: str,
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer], None] | None = None,
+        takes_closures: bool = True,
     ) -> None:
         self._recorder = recorder
         self._spend = spend
         self._what = what
         self._handles: list[Any] = []
+        self._has_given_up = False
+        self._takes_closures = takes_closures
         try:
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(self._calling(before)))
@@ -51,7 +55,7 @@ class OptimizerHooks:
     @property
     def is_closed(self) -> bool:
         """Tell whether no callback is made any more."""
-        return not self._handles
+        return self._has_given_up or not self._handles
 
     def close(self) -> None:
         """Leave the optimizers as they were found."""
@@ -62,8 +66,11 @@ class OptimizerHooks:
     def _calling(self, action: Callable[[Optimizer], None]) -> Callable[..., None]:
         faults_in_a_row = 0
 
-        def call(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal faults_in_a_row
+            has_closure = kwargs.get("closure") is not None or any(callable(entry) for entry in args[1:])
+            if self._has_given_up or (has_closure and not self._takes_closures):
+                return
             watch = Stopwatch()
             try:
                 action(optimizer)
@@ -78,5 +85,5 @@ class OptimizerHooks:
     def _note(self, error: Exception, count: int) -> None:
         self._recorder.fault(self._what, error)
         if count >= FAULTS_BEFORE_GIVING_UP:
-            self.close()
+            self._has_given_up = True  # hooks must not be removed in the midst of a step, which goes through them
             self._recorder.decline(self._what, f"it failed {count} times in a row, last with: {error}")

@@ -51,7 +51,9 @@ class Measures:
             self._hooks[GRADIENTS] = hook(what="adding up gradients", before=self._gradients.take_in)
         if self._noise is not None:
             measure = self._noise
-            self._hooks[NOISE] = hook(what="measuring noise", before=measure.before, after=measure.after)
+            self._hooks[NOISE] = hook(
+                what="measuring noise", before=measure.before, after=measure.after, takes_closures=False
+            )
 
     def take(self, step: int, rate: float, modules: Sequence[LayerModule], num_frozen: int) -> dict[str, Any]:
         """Return the measures of an interval that has ended, by the names that the interval has for them.
@@ -62,6 +64,9 @@ class Measures:
             modules: the layer modules.
             num_frozen: how many of them are frozen.
         """
+        for hooks in self._hooks.values():
+            if hooks.is_closed:
+                hooks.close()
         gradients = weights = noise = ahead = None
         if self._gradients is not None and not self._hooks[GRADIENTS].is_closed:
             gradients = self._gradients.take(modules, num_frozen)

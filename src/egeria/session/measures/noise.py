@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ class StepNoise:
 
     Where SGD trembles around its place, the loss lies above its floor by `-<g, dw> / (4 (1 - b))`: `g` is the
     gradient of a step, `dw` what the step made of it, `b` the momentum. For plain SGD `-<g, dw>` is the rate times
-    the squared gradient; taken from the step itself it holds for every optimizer, its own scaling included. A rate
+    the squared gradient; taken from the step itself it holds for every optimizer, its own scaling included, but
+    for steps with a closure or with sparse gradients, of which there is no measure. A rate
     that falls to nothing takes that part of the loss away, but not from a module that is frozen.
 
     Takes memory for what it looks at, twice, during one step of each interval.
@@ -70,8 +72,9 @@ class StepNoise:
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
-        """Return it for each layer module, None for the frozen ones, and start anew; synchronises the device.
+        """Return it for each layer module and start anew; synchronises the device.
 
+        None for the frozen ones, and for those of which no step was measured or the numbers are not finite.
         It is below 0 where a step went up its own gradient, as momentum may.
         """
         found, self._found = self._found, {}
@@ -79,8 +82,8 @@ class StepNoise:
         values = list(found.values())
         table = torch.stack([entry.to(values[0].device) for entry in values]).tolist() if values else []
         numbers = dict(zip(found, table, strict=True))
-        sums = [sum(numbers[name] for name in module.parameters if name in numbers) for module in modules]
-        return [None if index < num_frozen or not numbers else total for index, total in enumerate(sums)]
+        parts = [[numbers[name] for name in module.parameters if name in numbers] for module in modules]
+        return [None if index < num_frozen else _total(part) for index, part in enumerate(parts)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this interval has shown so far."""
@@ -98,6 +101,11 @@ class StepNoise:
             for parameter in group["params"]
             if id(parameter) in self._names
         ]
+
+
+def _total(numbers: Sequence[float]) -> float | None:
+    total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
+    return total if numbers and math.isfinite(total) else None
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
