@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from egeria.config import Config
-from egeria.controller import Controller, Refreshed, Report, Request, Result, RungTaken, SteppedBack, Ticket
+from egeria.controller import Controller, Refreshed, Report, Request, Result, SteppedBack, Ticket
 from egeria.events import ReadingDropped
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
@@ -64,7 +64,6 @@ class Evaluator:
         self._evaluations_since_refresh: int | None = None
         """Asked for: intervals without a loss are none."""
         self._refreshed_at: int | None = None
-        self._is_refresh_due = False
         self._voided_before = 0
         self._costs: dict[int, tuple[float, float]] = {}
         self._ages: dict[int, int] = {}
@@ -116,7 +115,7 @@ class Evaluator:
         calibration = None if self.batch is None else self._batch(self.batch)
         if not self._controller.refresh(evaluation, self._model, calibration):
             return False
-        self._evaluations_since_refresh, self._refreshed_at, self._is_refresh_due = 0, evaluation, False
+        self._evaluations_since_refresh, self._refreshed_at = 0, evaluation
         self._refresh_cost = RefreshCost(*watch.read())
         self._take_in(self._controller.poll())
         return True
@@ -124,7 +123,7 @@ class Evaluator:
     def refresh_if_due(self, evaluation: int, period: int) -> bool:
         """Refresh after `period` evaluations, or at once what was never made; return whether it was done."""
         age = self._evaluations_since_refresh
-        is_due = age is None or age >= period or self._is_refresh_due
+        is_due = age is None or age >= period
         return is_due and not self.has_given_up and self.refresh(evaluation)
 
     def evaluate(self, step: int, evaluation: int, index: int, module: LayerModule) -> bool:
@@ -227,8 +226,6 @@ class Evaluator:
         if isinstance(report, Refreshed) and report.error:
             self._evaluations_since_refresh = None
             self._note_failure(f"the reference cannot be refreshed: {report.error}")
-        elif (isinstance(report, RungTaken) and report.before) or getattr(report, "outcome", "") == "recalibrated":
-            self._is_refresh_due = True  # readings in one number format do not go on from those in another
         elif isinstance(report, SteppedBack) and report.final:
             self._num_failures = FAILURES_BEFORE_GIVING_UP
             self._close_controller()
