@@ -22,7 +22,7 @@ class Policy:
     """Who decides what is frozen: the paper's rule, or a rival."""
 
     name: Any = "forecast"
-    """'forecast' (ours, by what the bench shows), 'egeria' (the paper's rule as written), 'none', 'static', 'linear',
+    """'forecast' (ours, after a first look), 'egeria' (the paper's rule as written), 'none', 'static', 'linear',
     'freezeout', 'autofreeze', 'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a callable
     that makes an `egeria.policy.Policy`."""
     schedule: str | None = None
