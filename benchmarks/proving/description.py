@@ -20,7 +20,7 @@ HOW_TIME = """\
   process and threads, closing). Evaluation on held-out data is excluded. Wall-clock time depends on what else the
   machine does; CPU time adds up all threads and processes."""
 HOW_TARGETS = f"""\
-- Time to 'converged' is the training time at the first evaluation (one an epoch) at least as good as the mean of the
+- Time to 'converged' is the training time at the first evaluation at least as good as the mean of the
   plain run's last {NUM_CONVERGED} evaluations, nothing deducted; time to '99 %' that for within 1 % of this value. A
   seed that never gets there is counted, and is in no mean: a mean over fewer seeds speaks of the luckier ones."""
 HOW_COMPUTE = """\

@@ -38,6 +38,7 @@ def describe(training: Training) -> dict[str, Any]:
         },
         "num_epochs": training.num_epochs,
         "steps_per_epoch": len(training.loader),
+        "evaluations_per_epoch": len(training.evaluation_steps) + 1,
         "batch_size": training.loader.batch_size,
         "clip_norm": training.clip_norm,
         "torch_threads": torch.get_num_threads(),

@@ -23,9 +23,10 @@ PACKED_NAME = f"{FILE_NAME}.gz"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was found on held-out data after an epoch, and the training it took to get there."""
+    """What was found on held-out data, and the training it took to get there."""
 
-    epoch: int
+    epoch: float
+    """Whole at the end of one."""
     step: int
     value: float
     """Of the workload's metric."""
@@ -91,7 +92,7 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
     history = _history(directory)
     evaluations = tuple(
         Evaluation(
-            epoch=int(event.values[EPOCH]),
+            epoch=event.values[EPOCH],
             step=event.step,
             value=event.values[run.workload.metric],
             wall_s=event.values[WALL],
@@ -100,9 +101,10 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
         for event in history.of(MetricLogged)
         if {EPOCH, WALL, CPU, run.workload.metric} <= event.values.keys()
     )
-    if len(evaluations) != run.recipe["num_epochs"]:
+    num_evaluations = run.recipe["num_epochs"] * run.recipe.get("evaluations_per_epoch", 1)
+    if len(evaluations) != num_evaluations:
         raise RefusedError(
-            f"The journal of {run.name} must have {run.recipe['num_epochs']} evaluations; {directory} has "
+            f"The journal of {run.name} must have {num_evaluations} evaluations; {directory} has "
             f"{len(evaluations)}. Remove that directory and make the run again."
         )
     found = spans(history, run.recipe["steps_per_epoch"])

@@ -1,8 +1,8 @@
-"""One training run, plainly or with egeria: the loop, an evaluation after each epoch, and the time it took."""
+"""One training run, plainly or with egeria: the loop, evaluations on held-out data, and the time it took."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,20 @@ def train(
     watch.go()
     course = Course(training, policy, directory)
     try:
+        num_steps = len(training.loader)
         for epoch in range(piece.go_on(course, watch) + 1, training.num_epochs + 1):
-            loss = _train_epoch(training, course.run)
-            frozen = course.frozen
-            if epoch == training.num_epochs:
-                course.end()
-            watch.halt()
-            values = {**_evaluate(training), EPOCH: epoch, LOSS: loss, WALL: watch.wall_s, CPU: watch.cpu_s}
-            course.log(epoch * len(training.loader), values)
-            told(epoch, frozen, values)
+            for step, loss in _train_epoch(training, course.run):
+                is_end, frozen = step == num_steps, course.frozen
+                if is_end and epoch == training.num_epochs:
+                    course.end()
+                watch.halt()
+                at = epoch if is_end else epoch - 1 + step / num_steps
+                values = {**_evaluate(training), EPOCH: at, LOSS: loss, WALL: watch.wall_s, CPU: watch.cpu_s}
+                course.log((epoch - 1) * num_steps + step, values)
+                if is_end:
+                    told(epoch, frozen, values)
+                else:
+                    watch.go()
             if epoch < training.num_epochs:
                 if not piece.end_epoch(epoch, course, watch):
                     return False
@@ -71,12 +76,13 @@ def train(
         course.close()
 
 
-def _train_epoch(training: Training, run: egeria.Run | None) -> float:
-    """Train one epoch; return the mean loss."""
+def _train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[int, float]]:
+    """Train one epoch; halt where it is to be evaluated, with the steps of the epoch so far and their mean loss."""
     network: Any = run.model if run else training.model
-    network.train()
+    halts = training.evaluation_steps
     total: Tensor | float = 0.0
     num_steps = 0
+    network.train()
     for batch in training.loader:
         loss = training.loss(network, batch)
         loss.backward()
@@ -87,9 +93,12 @@ def _train_epoch(training: Training, run: egeria.Run | None) -> float:
         training.optimizer.zero_grad()
         if run:
             run.step(loss)
-        total = total + loss.detach()  # its value is asked for once an epoch: an accelerator is not kept waiting
+        total = total + loss.detach()  # its value is asked for in a halt: an accelerator is not kept waiting
         num_steps += 1
-    return float(total) / max(num_steps, 1)
+        if num_steps in halts:
+            yield num_steps, float(total) / num_steps
+            network.train()
+    yield num_steps, float(total) / max(num_steps, 1)
 
 
 def _evaluate(training: Training) -> dict[str, float]:

@@ -54,6 +54,14 @@ class Training:
     """Takes the network, in inference mode and without gradients; returns metrics on held-out data by name."""
     clip_norm: float | None = None
     """Norm that gradients are clipped to."""
+    evaluations_per_epoch: int = 1
+    """Spread evenly, the last at its end: few long epochs would tell little of when a quality was reached."""
+
+    @property
+    def evaluation_steps(self) -> frozenset[int]:
+        """Steps of an epoch after which the model is evaluated; its end comes besides."""
+        length, count = len(self.loader), self.evaluations_per_epoch
+        return frozenset(length * number // count for number in range(1, count)) - {0, length}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ class Recipe:
     num_epochs: int
     peak_rate: float
     weight_decay: float = 0.01
+    evaluations_per_epoch: int = 4
 
 
 class Rows(Dataset[Any]):
@@ -105,6 +106,7 @@ def fine_tuning(
         loss=loss,
         evaluate=evaluate,
         clip_norm=CLIP_NORM,
+        evaluations_per_epoch=recipe.evaluations_per_epoch,
     )
 
 

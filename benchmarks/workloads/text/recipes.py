@@ -38,6 +38,7 @@ TINY_MULTI30K = {
         num_epochs=3,
         peak_rate=2e-3,
         warmup_steps=200,
+        evaluations_per_epoch=4,
     ),
     "gpu": Translation(
         width=256,
@@ -90,6 +91,7 @@ BASE_WMT = {
         num_epochs=5,
         peak_rate=3e-3,
         warmup_steps=200,
+        evaluations_per_epoch=2,
     ),
     "gpu": Translation(
         width=512,
@@ -120,6 +122,7 @@ SQUAD = {
         batch_size=8,
         num_epochs=2,
         peak_rate=1e-4,
+        evaluations_per_epoch=1,
     ),
     "cpu": QuestionRecipe(
         longest=128,
@@ -143,7 +146,15 @@ SQUAD = {
 }
 
 SST2 = {
-    "smoke": FineTuning(longest=32, num_train=160, num_held_out=100, batch_size=16, num_epochs=2, peak_rate=1e-4),
+    "smoke": FineTuning(
+        longest=32,
+        num_train=160,
+        num_held_out=100,
+        batch_size=16,
+        num_epochs=2,
+        peak_rate=1e-4,
+        evaluations_per_epoch=2,
+    ),
     "cpu": FineTuning(longest=64, num_train=6000, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=1e-4),
     "gpu": FineTuning(longest=128, num_train=None, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=3e-5),
 }

@@ -58,6 +58,7 @@ class Recipe:
     peak_rate: float
     warmup_steps: int
     label_smoothing: float = 0.1
+    evaluations_per_epoch: int = 1
 
 
 class Pairs(Dataset[Any]):
@@ -179,6 +180,7 @@ def build(setting: Setting, *, corpus: Corpus, recipes: Mapping[str, Recipe]) ->
             device=setting.device,
             batch_size=recipe.batch_size,
         ),
+        evaluations_per_epoch=recipe.evaluations_per_epoch,
     )
 
 
