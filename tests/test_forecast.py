@@ -243,7 +243,7 @@ def test_it_freezes_after_enough_readings_that_foresee_little():
         (straight, {"way_ahead": 60.0}, False),
         (noise, {"way_ahead": 1e-3}, False),  # it fades with the rate, whatever the way
         (noise, {"way_ahead": 80.0, "last_rate": 0.1}, True),  # it stays as it is: no progress
-        (noise, {"way_ahead": 80.0, "last_rate": 0.05}, True),
+        (noise, {"way_ahead": 80.0, "last_rate": 0.09}, True),
         (noise, {"way_ahead": 80.0, "last_rate": 0.01}, False),
         (walk, {"way_ahead": None}, False),
         (walk, {"way_ahead": 0.0}, True),
@@ -276,6 +276,24 @@ def test_a_module_with_much_work_may_change_by_as_much_more(work_share, way_ahea
 def test_a_law_is_not_followed_much_farther_than_it_was_seen():
     for way, freezes in ((79.0, True), (101.0, False)):  # four and five units were seen
         assert any(readings(forecast(), 5, plasticity=lambda age: 1e-8 * age, way_ahead=way)) == freezes
+
+
+@pytest.mark.parametrize(("ratio", "way_ahead", "freezes"), [(1, 80.0, True), (3, 80.0, False), (3, 5.0, True)])
+def test_readings_that_scatter_tell_little_of_a_long_way(ratio, way_ahead, freezes):
+    found = readings(
+        forecast(),
+        6,
+        plasticity=lambda age: 1e-5 * ratio ** (0.5 if age % 2 else -0.5),
+        way_ahead=way_ahead,
+        last_rate=0.02,
+    )
+    assert any(found) == freezes
+
+
+@pytest.mark.parametrize(("last_rate", "way_ahead"), [(0.0, 29.0), (0.025, 29.0), (0.026, 7.0), (0.1, 7.0)])
+def test_a_run_that_ends_in_the_midst_of_learning_has_a_quarter_of_the_limit(last_rate, way_ahead):
+    for way, freezes in ((way_ahead, True), (way_ahead + 2, False)):
+        assert any(readings(forecast(), 5, way_ahead=way, last_rate=last_rate)) == freezes
 
 
 def still(_age):

@@ -32,6 +32,8 @@ class Course:
     """Whether it rose in the newest interval."""
     era_rate: float = 0.0
     """Largest rate of this era."""
+    largest_rate: float = 0.0
+    """Of all."""
     settling: int = 0
     """Evaluations until the modules have settled in this era."""
     way_ahead: float | None = None
@@ -45,6 +47,7 @@ class Course:
         begins = rate * ERA_FALL < self.era_rate
         self.settling = SETTLING if begins else max(0, self.settling - 1)
         self.era_rate = rate if begins else max(self.era_rate, rate)
+        self.largest_rate = max(self.largest_rate, rate)
         ways = {**self.ways, interval.evaluation: rate * (interval.step - self.step)}
         oldest = interval.evaluation - self.memory
         self.ways = {} if self.settling else {at: way for at, way in ways.items() if at > oldest}
@@ -69,6 +72,11 @@ class Course:
         if law is None or self.way_ahead is None or self.last_rate is None:
             return None
         return law.change_ahead(self.way_ahead, self.last_rate / self.rate if self.rate > 0 else 1.0)
+
+    @property
+    def comes_to_rest(self) -> bool:
+        """Whether the rate will have fallen far at the end. Else the run ends in the midst of learning."""
+        return self.last_rate is not None and self.last_rate * ERA_FALL <= self.largest_rate
 
     @property
     def rate_fall(self) -> float:

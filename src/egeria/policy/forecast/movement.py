@@ -18,6 +18,10 @@ SATURATED = 0.25
 """Share of the similarities from which more change hardly shows: such readings are flat, whatever the module does."""
 SMALLEST = 1e-14
 """Plasticity under which it is rounding."""
+SMALLEST_SPREAD = 1e-9
+"""Under which all readings have the same distance from their snapshots."""
+LARGEST_LOGARITHM = 100.0
+"""Of growth: more is as good as endless, and stays a number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +39,12 @@ class Law:
     level: float
     """Plasticity after that way."""
     exponent: float
+    count: int
+    """Readings it was fitted to."""
+    spread: float
+    """Of the logarithms of their ways: sum of the squared distances from the middle."""
+    scatter: float
+    """Of the logarithms of the readings around the law."""
 
     @property
     def stillness(self) -> float:
@@ -42,7 +52,10 @@ class Law:
         return min(1.0, 2 * (1 - self.exponent))
 
     def change_ahead(self, way: float, rate_share: float) -> float | None:
-        """Return the plasticity against now that the module comes to over a way; None where that is too far to see.
+        """Return the plasticity against now that the module may come to; None over a way too long to see the end of.
+
+        That is one standard error above the law, in the exponent too: the farther the way, the less a few readings
+        tell of it.
 
         Args:
             way: still ahead.
@@ -53,8 +66,11 @@ class Law:
             return 0.0
         if way > FARTHEST * self.longest:
             return None
-        kept = (1 - self.exponent) * min(1.0, max(0.0, rate_share)) if self.level < SATURATED else 0.0
-        return self.level * math.pow(way / self.way, self.exponent) * (1 - kept)
+        exponent = min(1.0, self.exponent + self.scatter / math.sqrt(self.spread))
+        kept = (1 - exponent) * min(1.0, max(0.0, rate_share)) if self.level < SATURATED else 0.0
+        distance = math.log(way / self.way)
+        error = self.scatter * math.sqrt(1 / self.count + distance * distance / self.spread)
+        return self.level * math.exp(min(LARGEST_LOGARITHM, self.exponent * distance + error)) * (1 - kept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +93,16 @@ class Movement:
         middle, level = math.fsum(ways) / len(ways), math.fsum(levels) / len(levels)
         spread = math.fsum((way - middle) ** 2 for way in ways)
         together = math.fsum((way - middle) * (value - level) for way, value in zip(ways, levels, strict=True))
-        exponent = together / spread if spread > 1e-9 else LARGEST_EXPONENT
+        slope = together / spread if spread > SMALLEST_SPREAD else LARGEST_EXPONENT
+        rests = (value - level - slope * (way - middle) for way, value in zip(ways, levels, strict=True))
         return Law(
             way=math.exp(middle),
             longest=max(way for way, _ in self.samples),
             level=math.exp(level),
-            exponent=min(LARGEST_EXPONENT, max(0.0, exponent)),
+            exponent=min(LARGEST_EXPONENT, max(0.0, slope)),
+            count=len(ways),
+            spread=max(spread, SMALLEST_SPREAD),
+            scatter=math.sqrt(math.fsum(rest * rest for rest in rests) / (len(ways) - 2)),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,7 +30,8 @@ LAST_SHARE = 0.05
 LARGEST_WEIGHT = 2.0
 """Times the limit that a module with much work may change by."""
 STRICTER = 0.25
-"""What an alarm of the guard makes of the limit, and what holds where the noise of steps cannot be measured."""
+"""What an alarm of the guard makes of the limit. Holds too where the noise of steps cannot be measured, and where the
+rate stays high to the end: movement is progress there, and cost four times as much of the loss as where it settles."""
 UNFORESEEN = 10.0
 """Times the limit that a frozen module would have to change by, as the rate to come looks now, to thaw."""
 
@@ -50,7 +51,8 @@ class Forecast(FrontPolicy):
 
     At a constant high rate, plasticity is stationary but large: noise that is still to fade when the rate falls.
     Behind the last decay of a step schedule or late in a cosine the way is short, and in fine-tuning front
-    modules hardly move at all. Nothing freezes while the way ahead cannot be foreseen.
+    modules hardly move at all. Where the rate does not come down, the limit is a quarter. Nothing freezes while
+    the way ahead cannot be foreseen.
 
     Everything thaws when the training loss leaves its trend after a freeze, with a quarter of the limit from then
     on, and when the rate to come turns out so large that what is frozen would change by ten times the limit.
@@ -79,7 +81,8 @@ class Forecast(FrontPolicy):
         super().__init__(config, trainable=trainable, rule=rule, total_steps=total_steps, deepest_freeze=deepest_freeze)
         self._bootstrap = Bootstrap(change_threshold=config.bootstrapping.change_threshold)
         self._guard = LossGuard()
-        self._limit = config.policy.limit
+        self._strictness = 1.0
+        """What the limit is multiplied by."""
         self._course = Course(memory=_longest_memory(config))
         self._snapshot: int | None = None
         """Evaluation after which the snapshot was taken that the movement is measured from."""
@@ -100,6 +103,11 @@ class Forecast(FrontPolicy):
     def window(self) -> int:
         """Evaluations that a snapshot is kept for: 1 while the modules settle, so that one is taken when they have."""
         return 1 if self._course.settling else max(super().window, 2 * LEAST_READINGS)
+
+    @property
+    def limit(self) -> float:
+        """Plasticity that an average module may still come to and yet freeze; smaller after an alarm."""
+        return self._config.policy.limit * self._strictness
 
     @property
     def monitored(self) -> int | None:  # type: ignore[override]
@@ -133,7 +141,8 @@ class Forecast(FrontPolicy):
         law = self._movement.law()
         change = self._course.change_ahead(law)
         loss = None if law is None else self._loss_ahead(law)
-        limit = self._limit * _weight(reading.work_share, len(self._trainable)) * (STRICTER if loss is None else 1)
+        limit = self.limit * _weight(reading.work_share, len(self._trainable))
+        limit *= STRICTER if loss is None or not self._course.comes_to_rest else 1
         if change is not None:
             is_little = change < limit and (loss or 0.0) < self._config.policy.loss_limit
             self._num_under = self._num_under + 1 if is_little else 0
@@ -141,7 +150,7 @@ class Forecast(FrontPolicy):
         decisions: tuple[Decision, ...] = ()
         is_still = law is not None and change is not None and stationary >= self._config.policy.patience
         if law is not None and is_still and self._guard.is_ready:
-            reason = f"to the end of the run its plasticity would come to {change:.1e}, under {limit:.1e}"
+            reason = f"to the end of the run its plasticity would come to {change:.1e} at most, under {limit:.1e}"
             reason += "" if loss is None else f", and all that is frozen keeps {loss:.1%} of the loss from falling"
             decisions = self._freeze(law, reason)
         return Judgement(
@@ -200,12 +209,12 @@ class Forecast(FrontPolicy):
             return None
         excess = self._guard.excess
         if excess is not None:
-            self._limit *= STRICTER
+            self._strictness *= STRICTER
             return f"the training loss came {excess:.1%} above its trend after a freeze"
         if self._course.way_ahead is None:
             return None
         changes = [self._course.change_ahead(law) for law in self._laws]
-        if any(change is None or change > UNFORESEEN * self._limit for change in changes):
+        if any(change is None or change > UNFORESEEN * self.limit for change in changes):
             return f"the learning rate to come adds up to {self._course.way_ahead:.2g}, far more than was foreseen"
         return None
 
@@ -249,5 +258,5 @@ def _longest_memory(config: Config) -> int:
     return 2 * kept + config.controller.queue_length
 
 
-_PLAIN = ("limit", "snapshot", "num_under", "loss_given")
+_PLAIN = ("strictness", "snapshot", "num_under", "loss_given")
 """Attributes that are saved as they are."""
