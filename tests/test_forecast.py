@@ -399,6 +399,14 @@ def test_more_rate_than_was_foreseen_thaws():
     assert isinstance(thaw, Thaw) and "foreseen" in thaw.reason
 
 
+def test_a_reference_that_is_renewed_too_soon_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(egeria.ConfigError, match=r"refresh_evaluations must be at least 4 .* found 3"):
+        egeria.attach(model, optimizer, total_steps=9, config={"reference": {"refresh_evaluations": 3}})
+    assert egeria.attach(model, optimizer, total_steps=9).close() is None, "the refused call left nothing behind"
+
+
 def test_a_run_that_is_nearly_over_is_not_looked_at():
     policy = forecast(total_steps=100)
     policy.observe_interval(interval(9))
@@ -430,7 +438,8 @@ def test_it_goes_on_from_its_state_as_if_it_had_never_stopped(stop):
     assert any(isinstance(decision, Thaw) for found in expected for decisions in found for decision in decisions)
 
 
-def test_a_run_freezes_behind_the_decay_and_its_journal_replays(tmp_path):
+@pytest.mark.parametrize("refresh_evaluations", [None, 4])
+def test_a_run_freezes_behind_the_decay_and_its_journal_replays(refresh_evaluations, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -445,6 +454,7 @@ def test_a_run_freezes_behind_the_decay_and_its_journal_replays(tmp_path):
             "modules": {"pattern": r"\d"},
             "plasticity": {"interval_steps": 5},
             "controller": {"budget_share": 100.0},
+            "reference": {"refresh_evaluations": refresh_evaluations},
         },
         directory=tmp_path,
         controller=ScriptedController(lambda evaluation, module: 0.1 if evaluation <= 40 else 1e-4),

@@ -480,7 +480,8 @@ def test_a_journal_is_replayed_under_another_policy_as_far_as_it_can_tell(tmp_pa
     static = replay(tmp_path, Config.from_dict({"policy": {"name": "static", "schedule": "0.5:1"}}))
     assert [(entry.step, entry.kind) for entry in static.replayed] == [(30, "freeze")]
     assert static.waiting_since is None
-    assert replay(tmp_path, Config.from_dict({"policy": {"name": "autofreeze"}})).waiting_since == 2
+    for lacking in ("autofreeze", "forecast"):
+        assert replay(tmp_path, Config.from_dict({"policy": {"name": lacking}})).waiting_since == 2
     clock = rival_loop("static", tmp_path / "clock")
     clock.step(STEPS)
     clock.run.close()

@@ -107,6 +107,22 @@ def test_an_interval_that_was_measured_before_a_resume_is_not_measured_again():
     assert resumed.take([Whole], 0) == noise.take([Whole], 0)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_are_scaled_for_half_precision_measure_the_same(fused):
+    found = []
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        noise = StepNoise(model)
+        optimizer.register_step_pre_hook(lambda own, *_, noise=noise: noise.before(own))
+        optimizer.register_step_post_hook(lambda own, *_, noise=noise: noise.after(own))
+        scaler.scale(model(torch.ones(8, 4)).square().mean()).backward()
+        scaler.step(optimizer)
+        found += noise.take([Whole], 0)
+    assert found[0] > 0 and found[1] == pytest.approx(found[0], rel=1e-3)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_are_no_measure(bad):
     noise, _, _ = one_step(lambda own: torch.optim.SGD(own, lr=0.1), torch.ones(1, 2), GRADIENT * bad)

@@ -20,8 +20,11 @@ from egeria.events import (
     Thawed,
 )
 from egeria.policy import (
+    FORESIGHT,
     GRADIENTS,
+    NOISE,
     PLASTICITY,
+    POLICIES,
     WEIGHTS,
     EndBootstrapping,
     Freeze,
@@ -33,7 +36,7 @@ from egeria.policy import (
     find_rule,
     with_metric_of_policy,
 )
-from egeria.report.history import read_history
+from egeria.report.history import History, read_history
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +93,10 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
     policy = _policy(started, cut, config)
     replayed: list[ReplayedDecision] = []
     unused, waiting_since = 0, None
-    reads_plasticity = any(isinstance(event, PlasticityRead) for event in history.events)
+    measured = _measured(history, started)
     for event in history.events:
         if isinstance(event, IntervalMeasured):
-            if waiting_since is None and _lacks(policy, event, reads_plasticity):
+            if waiting_since is None and _lacks(policy, event, measured):
                 waiting_since = event.step
             replayed += _decided(event.step, policy.observe_interval(_interval(event)))
         elif isinstance(event, PlasticityRead) and event.module == policy.monitored:
@@ -129,12 +132,25 @@ def _without_objects(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "plasticity": plasticity}
 
 
-def _lacks(policy: Policy, event: IntervalMeasured, reads_plasticity: bool) -> bool:
+def _measured(history: History, started: RunStarted) -> frozenset[str]:
+    """Return what the run measured, now and then at least, or would have told if there had been anything to tell."""
+    own: frozenset[str] = getattr(POLICIES.get(started.config.get("policy", {}).get("name")), "needs", frozenset())
+    intervals = history.of(IntervalMeasured)
+    seen = {
+        PLASTICITY: history.of(PlasticityRead),
+        NOISE: any(event.noise for event in intervals),
+        FORESIGHT: any(event.way_ahead is not None for event in intervals),
+    }
+    return own & {NOISE, FORESIGHT} | {need for need, found in seen.items() if found}
+
+
+def _lacks(policy: Policy, event: IntervalMeasured, measured: frozenset[str]) -> bool:
     """Tell whether the policy goes by something that the run did not measure in this interval."""
+    wanted = policy.needs if policy.monitored is not None else policy.needs - {PLASTICITY}
     return (
-        (GRADIENTS in policy.needs and event.gradients is None)
-        or (WEIGHTS in policy.needs and event.weight_changes is None)
-        or (PLASTICITY in policy.needs and policy.monitored is not None and not reads_plasticity)
+        (GRADIENTS in wanted and event.gradients is None)
+        or (WEIGHTS in wanted and event.weight_changes is None)
+        or not wanted - {GRADIENTS, WEIGHTS} <= measured
     )
 
 

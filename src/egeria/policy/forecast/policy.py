@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from egeria.config import Config
+from egeria.config.checks import require
 from egeria.policy.bootstrap import Bootstrap
 from egeria.policy.forecast.course import Course
 from egeria.policy.forecast.guard import LossGuard
@@ -65,6 +66,9 @@ class Forecast(FrontPolicy):
         rule: not used.
         total_steps: optimizer steps of the run, None where unknown.
         deepest_freeze: at most this many front modules freeze; the last one never does.
+
+    Raises:
+        ConfigError: no reference is kept for long enough to see how a module moves.
     """
 
     needs = frozenset({PLASTICITY, NOISE, FORESIGHT})
@@ -79,6 +83,13 @@ class Forecast(FrontPolicy):
         deepest_freeze: int | None = None,
     ) -> None:
         super().__init__(config, trainable=trainable, rule=rule, total_steps=total_steps, deepest_freeze=deepest_freeze)
+        kept = config.reference.refresh_evaluations
+        require(
+            kept is None or kept >= LEAST_READINGS,
+            "reference.refresh_evaluations",
+            f"at least {LEAST_READINGS} under the policy 'forecast', which needs as many readings against one",
+            kept,
+        )
         self._bootstrap = Bootstrap(change_threshold=config.bootstrapping.change_threshold)
         self._guard = LossGuard()
         self._strictness = 1.0

@@ -50,8 +50,10 @@ class StepNoise:
         """Hold on to what an optimizer is about to change, unless this interval has its measure of that."""
         if self._is_complete or id(optimizer) in self._done:
             return
+        # A fused optimizer under GradScaler gets scaled gradients, and this beside them.
+        scale = getattr(optimizer, "grad_scale", None)
         self._held = {
-            name: (_rows(parameter).clone(), _rows(parameter.grad).clone())
+            name: (_rows(parameter).clone(), _rows(parameter.grad) / (1.0 if scale is None else scale))
             for name, parameter, _ in self._own(optimizer)
             if parameter.grad is not None and not parameter.grad.is_sparse
         }
