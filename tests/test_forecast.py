@@ -15,6 +15,7 @@ import egeria
 from egeria import Config
 from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
 from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
+from egeria.policy.forecast.course import Course
 from egeria.report.replay import replay
 from egeria.session.measures import Foresight
 from egeria.testing import ScriptedController
@@ -397,6 +398,45 @@ def test_more_rate_than_was_foreseen_thaws():
     assert policy.observe_interval(interval(8, way_ahead=100.0)) == ()
     (thaw,) = policy.observe_interval(interval(9, way_ahead=400.0))
     assert isinstance(thaw, Thaw) and "foreseen" in thaw.reason
+
+
+def held(optimizer):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("make", "rests"),
+    [
+        *((make, True) for name, make in BY_STEP.items() if name != "inverse square root"),
+        (BY_STEP["inverse square root"], True),  # to 0.17 of the highest rate over 1,000 steps
+        (lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: min(1, 300 / (step + 1)) ** 0.5), False),
+        (held, False),  # no scheduler: whoever holds the rate, or lowers it by hand, has not said that it will fall
+    ],
+)
+def test_it_knows_whether_a_run_comes_to_rest(make, rests):
+    optimizer = sgd()
+    scheduler = make(optimizer)
+    foresight, course = Foresight(scheduler, TOTAL), Course(memory=10, total_steps=TOTAL)
+    for step in range(1, TOTAL // 2):
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        rate = optimizer.param_groups[0]["lr"]
+        ahead = foresight.ahead(step, rate)
+        if step % 20 == 0:
+            course.go_on(
+                Interval(
+                    step=step,
+                    evaluation=step // 20,
+                    loss=1.0,
+                    learning_rate=rate,
+                    way_ahead=ahead.way,
+                    last_rate=ahead.last_rate,
+                )
+            )
+    assert course.comes_to_rest == rests
+    course.go_on(Interval(step=step + 20, evaluation=99, loss=1.0, learning_rate=0.02, way_ahead=9.9, last_rate=0.0))
+    assert course.comes_to_rest, "it was lowered by hand"
 
 
 def test_a_reference_that_is_renewed_too_soon_is_refused():

@@ -22,9 +22,11 @@ class Course:
 
     Args:
         memory: evaluations that a reading can reach back, to its snapshot and by coming late.
+        total_steps: of the run; None where unknown.
     """
 
     memory: int
+    total_steps: int | None = None
     step: int = 0
     rate: float = 0.0
     """The learning rate now."""
@@ -75,8 +77,14 @@ class Course:
 
     @property
     def comes_to_rest(self) -> bool:
-        """Whether the rate will have fallen far at the end. Else the run ends in the midst of learning."""
-        return self.last_rate is not None and self.last_rate * ERA_FALL <= self.largest_rate
+        """Whether the rate will have fallen far at the end. Else the run ends in the midst of learning.
+
+        One that would stay to the last step and then be zero is no schedule, but what is feared where none is known.
+        """
+        if self.last_rate is None or self.way_ahead is None or self.total_steps is None:
+            return False
+        stays = self.way_ahead > 0.999 * self.rate * (self.total_steps - self.step)
+        return (self.rate if stays else self.last_rate) * ERA_FALL <= self.largest_rate
 
     @property
     def rate_fall(self) -> float:

@@ -94,7 +94,7 @@ class Forecast(FrontPolicy):
         self._guard = LossGuard()
         self._strictness = 1.0
         """What the limit is multiplied by."""
-        self._course = Course(memory=_longest_memory(config))
+        self._course = Course(memory=_longest_memory(config), total_steps=total_steps)
         self._snapshot: int | None = None
         """Evaluation after which the snapshot was taken that the movement is measured from."""
         self._movement = Movement()
