@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -330,7 +331,7 @@ def test_where_noise_cannot_be_measured_the_limit_is_a_quarter(way_ahead, freeze
 
 def test_readings_against_another_snapshot_are_not_mixed_in():
     policy = forecast()
-    assert not any(readings(policy, 10, plasticity=lambda age: 1e-3))
+    assert not any(readings(policy, 10, plasticity=lambda age: 1e-4))
     assert any(readings(policy, 5, first=13, snapshot=12))
 
 
@@ -452,6 +453,29 @@ def test_a_reference_that_is_renewed_too_soon_is_refused():
     with pytest.raises(egeria.ConfigError, match=r"refresh_evaluations must be at least 4 .* found 3"):
         egeria.attach(model, optimizer, total_steps=9, config={"reference": {"refresh_evaluations": 3}})
     assert egeria.attach(model, optimizer, total_steps=9).close() is None, "the refused call left nothing behind"
+
+
+def watched(policy, evaluations, **settings):
+    """Return the evaluations at which a module is wanted, and read; the snapshot is kept for ten."""
+    wanted, snapshot = [], evaluations.start - 1
+    for evaluation in evaluations:
+        policy.observe_interval(interval(evaluation, **{"way_ahead": 20.0, **settings}))
+        if policy.monitored is not None:
+            wanted.append(evaluation)
+            reading = Reading(
+                step=10 * evaluation, evaluation=evaluation, module=0, value=1e-3, age=evaluation - snapshot
+            )
+            assert not policy.observe_reading(reading).decisions
+            snapshot = evaluation if evaluation - snapshot >= policy.window else snapshot
+    return wanted
+
+
+def test_what_is_far_from_freezing_is_looked_at_seldom_until_the_rate_falls():
+    policy = forecast()
+    wanted = watched(policy, range(3, 103))
+    assert 30 <= len(wanted) <= 45 and max(after - before for before, after in pairwise(wanted)) <= 11
+    assert policy.monitored is None and policy.steady_steps(1030, 10) > 40, "at rest, and not for ever"
+    assert watched(policy, range(103, 108), rate=0.01) == list(range(103, 108))
 
 
 def test_a_run_that_is_nearly_over_is_not_looked_at():

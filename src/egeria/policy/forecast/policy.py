@@ -28,6 +28,8 @@ from egeria.policy.values import (
 
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is looked at any more: it could not repay the evaluations."""
+FAR = 10.0
+"""Times the limit from which a change to come is far from it."""
 LARGEST_WEIGHT = 2.0
 """Times the limit that a module with much work may change by."""
 STRICTER = 0.25
@@ -56,6 +58,8 @@ class Forecast(FrontPolicy):
     Behind the last decay of a step schedule or late in a cosine the way is short, and in fine-tuning front
     modules hardly move at all. Where the rate does not come down, the limit is a tenth. Nothing freezes while
     the way ahead cannot be foreseen.
+
+    While a module is ten times as far from its limit, two of three evaluations are left out.
 
     Everything thaws when the training loss leaves its trend after a freeze, with a quarter of the limit from then
     on, and when the rate to come turns out so large that what is frozen would change by ten times the limit.
@@ -106,6 +110,9 @@ class Forecast(FrontPolicy):
         self._loss_given = 0.0
         """Share of the loss that what is frozen keeps from falling."""
         self._num_under = 0
+        self._num_far = 0
+        self._rests_until = 0
+        """Evaluation."""
 
     @property
     def stage(self) -> str:  # type: ignore[override]
@@ -124,7 +131,12 @@ class Forecast(FrontPolicy):
 
     @property
     def monitored(self) -> int | None:  # type: ignore[override]
-        """The frontmost active module, or None: bootstrapping, nothing left to freeze, or no time to repay it."""
+        """The frontmost active module, or None: nothing can freeze any more, or nothing will for a while."""
+        return None if self._course.evaluation < self._rests_until else self._candidate
+
+    @property
+    def _candidate(self) -> int | None:
+        """The next to freeze, or None: bootstrapping, nothing left to freeze, or no time to repay it."""
         is_late = self._total_steps is not None and self._course.step > (1 - LAST_SHARE) * self._total_steps
         return None if self.stage == BOOTSTRAPPING or is_late or self._frozen >= self._deepest else self._frozen
 
@@ -159,6 +171,7 @@ class Forecast(FrontPolicy):
         if change is not None:
             is_little = change < limit and (loss or 0.0) < self._config.policy.loss_limit
             self._num_under = self._num_under + 1 if is_little else 0
+        self._rest_if_far(law, change, limit)
         stationary = self._num_under
         decisions: tuple[Decision, ...] = ()
         is_still = law is not None and change is not None and stationary >= self._config.policy.patience
@@ -177,8 +190,9 @@ class Forecast(FrontPolicy):
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the steps that the next freeze takes at least."""
-        least = max(LEAST_READINGS, self._config.policy.patience)
-        return None if self.monitored is None else float(least * interval_steps)
+        rest = max(0, self._rests_until - self._course.evaluation)
+        least = max(LEAST_READINGS, self._config.policy.patience) + rest
+        return None if self._candidate is None else float(least * interval_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values."""
@@ -249,6 +263,14 @@ class Forecast(FrontPolicy):
 
     def _look_anew(self) -> None:
         self._movement, self._num_under = Movement(), 0
+        self._num_far = self._rests_until = 0
+
+    def _rest_if_far(self, law: Law | None, change: float | None, limit: float) -> None:
+        """Stop looking for as long as a snapshot is kept, where reading after reading is far from any decision."""
+        is_far = change is None or change > FAR * limit
+        self._num_far = 0 if law is None or not is_far else self._num_far + 1
+        if self._num_far >= self._config.policy.patience:
+            self._num_far, self._rests_until = 0, self._course.evaluation + self.window
 
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
         depth = self._frozen
@@ -271,5 +293,5 @@ def _longest_memory(config: Config) -> int:
     return 2 * kept + config.controller.queue_length
 
 
-_PLAIN = ("strictness", "snapshot", "num_under", "loss_given")
+_PLAIN = ("strictness", "snapshot", "num_under", "num_far", "rests_until", "loss_given")
 """Attributes that are saved as they are."""
