@@ -182,7 +182,7 @@ def noise(_age):
     return 4e-5
 
 
-def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.0, **settings):
+def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.0149, **settings):
     config = Config.from_dict({"policy": {"name": "forecast", "limit": 3e-5, "loss_limit": 0.015, **settings}})
     policy = find_policy("forecast")(
         config, trainable=trainable or [True] * num_modules, rule=find_rule("step"), total_steps=total_steps
@@ -193,7 +193,7 @@ def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.0, 
     return policy
 
 
-def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0):
+def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0149):
     return Interval(
         step=10 * evaluation,
         evaluation=evaluation,
@@ -295,6 +295,21 @@ def test_readings_that_scatter_tell_little_of_a_long_way(ratio, way_ahead, freez
 def test_a_run_that_ends_in_the_midst_of_learning_has_a_tenth_of_the_limit(last_rate, way_ahead):
     for way, freezes in ((way_ahead, True), (way_ahead + 1.5, False)):
         assert any(readings(forecast(), 5, way_ahead=way, last_rate=last_rate)) == freezes
+
+
+@pytest.mark.parametrize(("step_noise", "ease"), [(0.03, 1), (0.015, 1), (0.0075, 2), (0.00375, 4), (0.0, 4)])
+def test_a_module_whose_steps_hardly_bear_on_the_loss_may_change_by_more(step_noise, ease):
+    for way, freezes in ((29.0, True), (31.0, False)):
+        policy = forecast(step_noise=step_noise)
+        found = readings(policy, 5, plasticity=lambda age: ease * walk(age), way_ahead=way, step_noise=step_noise)
+        assert any(found) == freezes
+
+
+def test_what_is_frozen_counts_in_what_bears_on_the_loss():
+    for way_ahead, frozen in ((44.0, 2), (46.0, 1)):  # with the first, the noise of the second is 1 % of the loss
+        policy = forecast(num_modules=4, step_noise=0.005)
+        readings(policy, 17, way_ahead=way_ahead, step_noise=0.005)
+        assert policy.frozen == frozen
 
 
 def still(_age):

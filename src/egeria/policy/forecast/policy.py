@@ -11,6 +11,7 @@ from egeria.config.checks import require
 from egeria.policy.bootstrap import Bootstrap
 from egeria.policy.forecast.course import Course
 from egeria.policy.forecast.guard import LossGuard
+from egeria.policy.forecast.limit import STRICTER, limit_for
 from egeria.policy.forecast.movement import LEAST_READINGS, Law, Movement
 from egeria.policy.forecast.noise import Noise
 from egeria.policy.front import FrontPolicy
@@ -30,13 +31,6 @@ LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is looked at any more: it could not repay the evaluations."""
 FAR = 10.0
 """Times the limit from which a change to come is far from it."""
-LARGEST_WEIGHT = 2.0
-"""Times the limit that a module with much work may change by."""
-STRICTER = 0.25
-"""What an alarm of the guard makes of the limit, and what holds where the noise of steps cannot be measured."""
-UNSETTLED = 0.1
-"""What holds where the rate stays high to the end: what moves is still learning. In a short translation run modules
-that would have changed by 1 % of the similarities took 1 to 2 % of the loss with them."""
 UNFORESEEN = 10.0
 """Times the limit that a frozen module would have to change by, as the rate to come looks now, to thaw."""
 
@@ -49,6 +43,8 @@ class Forecast(FrontPolicy):
     how far the module would come by the end of the run: what a freeze takes from it. Under `policy.limit` for
     `policy.patience` readings in a row, it freezes. A module with more than the average of the work saves more by
     that, and may change by as much more.
+
+    Where its steps hardly bear on the loss, a module may change by up to four times as much.
 
     Where a module only trembles around its place, the noise of its steps holds the loss up, and a rate that falls
     would let it down: from a frozen module it cannot. That part of the loss is measured too, and all that is
@@ -109,6 +105,7 @@ class Forecast(FrontPolicy):
         self._noise = Noise()
         self._loss_given = 0.0
         """Share of the loss that what is frozen keeps from falling."""
+        self._bearing_given = 0.0
         self._num_under = 0
         self._num_far = 0
         self._rests_until = 0
@@ -166,8 +163,7 @@ class Forecast(FrontPolicy):
         law = self._movement.law()
         change = self._course.change_ahead(law)
         loss = None if law is None else self._loss_ahead(law)
-        limit = self.limit * _weight(reading.work_share, len(self._trainable))
-        limit *= UNSETTLED if not self._course.comes_to_rest else STRICTER if loss is None else 1
+        limit = self._limit_for(reading)
         if change is not None:
             is_little = change < limit and (loss or 0.0) < self._config.policy.loss_limit
             self._num_under = self._num_under + 1 if is_little else 0
@@ -226,6 +222,20 @@ class Forecast(FrontPolicy):
         reason = f"the loss changed by {self._bootstrap.change:.1%} in an interval"
         return (EndBootstrapping(reason=reason), *self._pass_over_untrainable())
 
+    def _limit_for(self, reading: Reading) -> float:
+        return limit_for(
+            self.limit,
+            work=None if reading.work_share is None else reading.work_share * len(self._trainable),
+            bearing=self._bearing(),
+            loss_limit=self._config.policy.loss_limit,
+            comes_to_rest=self._course.comes_to_rest,
+        )
+
+    def _bearing(self) -> float | None:
+        """Return the share of the loss that is noise of the frozen modules, as it was then, and of the next."""
+        own = self._noise.share(self._frozen)
+        return None if own is None else self._bearing_given + own
+
     def _loss_ahead(self, law: Law) -> float | None:
         """Return the share of the loss that freezing the monitored module too would keep from falling."""
         own = self._noise.share(self._frozen)
@@ -246,19 +256,20 @@ class Forecast(FrontPolicy):
         return None
 
     def _thaw(self, reason: str) -> tuple[Decision, ...]:
-        self._guard, self._laws, self._loss_given = LossGuard(), (), 0.0
+        self._guard, self._laws, self._loss_given, self._bearing_given = LossGuard(), (), 0.0, 0.0
         self._course.settle()
         self._look_anew()
         return (*self._move_to(0, reason), *self._pass_over_untrainable())
 
     def _freeze(self, law: Law, reason: str) -> tuple[Decision, ...]:
-        loss = self._loss_ahead(law)
+        loss, bearing = self._loss_ahead(law), self._bearing()
         self._look_anew()
         decisions = (*self._move_to(self._frozen + 1, reason), *self._pass_over_untrainable())
         if decisions:
             self._guard = self._guard.watch()
             self._laws = (*self._laws, law)
             self._loss_given = self._loss_given if loss is None else loss
+            self._bearing_given = self._bearing_given if bearing is None else bearing
         return decisions
 
     def _look_anew(self) -> None:
@@ -279,19 +290,11 @@ class Forecast(FrontPolicy):
         return self._move_to(depth, "it has no parameters to train")
 
 
-def _weight(work_share: float | None, num_modules: int) -> float:
-    """Return what the limit is multiplied by for a module: its work against the average, where that is more.
-
-    It is never made stricter for one with little work, since that one also keeps those behind it from freezing.
-    """
-    return 1.0 if work_share is None else min(LARGEST_WEIGHT, max(1.0, work_share * num_modules))
-
-
 def _longest_memory(config: Config) -> int:
     """Return the evaluations that a reading can reach back, to the snapshot and by coming late."""
     kept = config.reference.refresh_evaluations or max(config.plasticity.window, 2 * LEAST_READINGS)
     return 2 * kept + config.controller.queue_length
 
 
-_PLAIN = ("strictness", "snapshot", "num_under", "num_far", "rests_until", "loss_given")
+_PLAIN = ("strictness", "snapshot", "num_under", "num_far", "rests_until", "loss_given", "bearing_given")
 """Attributes that are saved as they are."""
