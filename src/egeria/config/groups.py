@@ -44,7 +44,8 @@ class Policy:
     """'random': which times are drawn."""
     limit: float = 0.01
     """'forecast': relative SP loss that a layer module may still come to by the end of the run and yet freeze: the
-    share of the similarities between samples that would still change. Ours, from the bench."""
+    share of the similarities between samples that would still change. That of an average module; see
+    `egeria.policy.forecast.limit`. Ours, from the bench."""
     loss_limit: float = 0.01
     """'forecast': share of the training loss that the frozen modules may keep from falling when the rate falls, all
     together. Ours, from the bench."""

@@ -41,10 +41,8 @@ class Forecast(FrontPolicy):
     Plasticity grows with the *way* since the snapshot (the learning rate, added up over the steps) by a power
     that readings of different age show. Followed over the way that the schedule still has ahead, that law says
     how far the module would come by the end of the run: what a freeze takes from it. Under `policy.limit` for
-    `policy.patience` readings in a row, it freezes. A module with more than the average of the work saves more by
-    that, and may change by as much more.
-
-    Where its steps hardly bear on the loss, a module may change by up to four times as much.
+    `policy.patience` readings in a row, it freezes. A module may change by more where it has more than the average of
+    the work, and where its steps hardly bear on the loss.
 
     Where a module only trembles around its place, the noise of its steps holds the loss up, and a rate that falls
     would let it down: from a frozen module it cannot. That part of the loss is measured too, and all that is
@@ -55,7 +53,7 @@ class Forecast(FrontPolicy):
     modules hardly move at all. Where the rate does not come down, the limit is a tenth. Nothing freezes while
     the way ahead cannot be foreseen.
 
-    While a module is ten times as far from its limit, two of three evaluations are left out.
+    A module that is far over its limit is looked at a third as often.
 
     Everything thaws when the training loss leaves its trend after a freeze, with a quarter of the limit from then
     on, and when the rate to come turns out so large that what is frozen would change by ten times the limit.
@@ -106,10 +104,11 @@ class Forecast(FrontPolicy):
         self._loss_given = 0.0
         """Share of the loss that what is frozen keeps from falling."""
         self._bearing_given = 0.0
+        """Share of the loss that the noise of what is frozen made."""
         self._num_under = 0
         self._num_far = 0
         self._rests_until = 0
-        """Evaluation."""
+        """Evaluation at which the monitored module is looked at again."""
 
     @property
     def stage(self) -> str:  # type: ignore[override]
