@@ -489,8 +489,17 @@ def test_what_is_far_from_freezing_is_looked_at_seldom_until_the_rate_falls():
     policy = forecast()
     wanted = watched(policy, range(3, 103))
     assert 30 <= len(wanted) <= 45 and max(after - before for before, after in pairwise(wanted)) <= 11
-    assert policy.monitored is None and policy.steady_steps(1030, 10) > 40, "at rest, and not for ever"
-    assert watched(policy, range(103, 108), rate=0.01) == list(range(103, 108))
+    rests = next(before for before, after in pairwise(wanted) if after > before + 1)
+    policy = forecast()
+    watched(policy, range(3, rests + 2))
+    assert policy.monitored is None and 40 < policy.steady_steps(10 * rests, 10) <= 140, "at rest, and not for ever"
+    later = range(rests + 2, rests + 7)
+    assert watched(policy, later, rate=0.01) == list(later)
+
+
+def test_a_run_of_few_evaluations_is_not_at_rest_for_much_of_it():
+    wanted = watched(forecast(total_steps=500), range(3, 45))
+    assert max(after - before for before, after in pairwise(wanted)) <= 4
 
 
 def test_a_run_that_is_nearly_over_is_not_looked_at():

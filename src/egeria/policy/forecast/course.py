@@ -28,7 +28,8 @@ class Course:
     memory: int
     total_steps: int | None = None
     step: int = 0
-    evaluation: int = 0
+    interval_steps: int = 0
+    """Of the newest interval."""
     rate: float = 0.0
     """The learning rate now."""
     rose: bool = False
@@ -54,7 +55,8 @@ class Course:
         ways = {**self.ways, interval.evaluation: rate * (interval.step - self.step)}
         oldest = interval.evaluation - self.memory
         self.ways = {} if self.settling else {at: way for at, way in ways.items() if at > oldest}
-        self.step, self.evaluation, self.rose, self.rate = interval.step, interval.evaluation, rate > self.rate, rate
+        self.interval_steps = interval.step - self.step
+        self.step, self.rose, self.rate = interval.step, rate > self.rate, rate
         self.way_ahead, self.last_rate = interval.way_ahead, interval.last_rate
         return begins
 

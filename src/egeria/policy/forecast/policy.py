@@ -14,6 +14,7 @@ from egeria.policy.forecast.guard import LossGuard
 from egeria.policy.forecast.limit import STRICTER, limit_for
 from egeria.policy.forecast.movement import LEAST_READINGS, Law, Movement
 from egeria.policy.forecast.noise import Noise
+from egeria.policy.forecast.rest import Rest
 from egeria.policy.front import FrontPolicy
 from egeria.policy.protocol import FORESIGHT, NOISE, PLASTICITY
 from egeria.policy.schedules import UnfreezeRule
@@ -29,8 +30,6 @@ from egeria.policy.values import (
 
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is looked at any more: it could not repay the evaluations."""
-FAR = 10.0
-"""Times the limit from which a change to come is far from it."""
 UNFORESEEN = 10.0
 """Times the limit that a frozen module would have to change by, as the rate to come looks now, to thaw."""
 
@@ -106,9 +105,7 @@ class Forecast(FrontPolicy):
         self._bearing_given = 0.0
         """Share of the loss that the noise of what is frozen made."""
         self._num_under = 0
-        self._num_far = 0
-        self._rests_until = 0
-        """Evaluation at which the monitored module is looked at again."""
+        self._rest = Rest()
 
     @property
     def stage(self) -> str:  # type: ignore[override]
@@ -128,7 +125,7 @@ class Forecast(FrontPolicy):
     @property
     def monitored(self) -> int | None:  # type: ignore[override]
         """The frontmost active module, or None: nothing can freeze any more, or nothing will for a while."""
-        return None if self._course.evaluation < self._rests_until else self._candidate
+        return None if self._course.step < self._rest.until else self._candidate
 
     @property
     def _candidate(self) -> int | None:
@@ -166,7 +163,11 @@ class Forecast(FrontPolicy):
         if change is not None:
             is_little = change < limit and (loss or 0.0) < self._config.policy.loss_limit
             self._num_under = self._num_under + 1 if is_little else 0
-        self._rest_if_far(law, change, limit)
+        if law is not None:
+            self._rest = self._rest.observe(change, limit, self._config.policy.patience)
+            if self._rest.num_far >= self._config.policy.patience:
+                steps = self.window * self._course.interval_steps
+                self._rest = self._rest.begin(self._course.step, steps, self._total_steps)
         stationary = self._num_under
         decisions: tuple[Decision, ...] = ()
         is_still = law is not None and change is not None and stationary >= self._config.policy.patience
@@ -185,9 +186,9 @@ class Forecast(FrontPolicy):
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the steps that the next freeze takes at least."""
-        rest = max(0, self._rests_until - self._course.evaluation)
-        least = max(LEAST_READINGS, self._config.policy.patience) + rest
-        return None if self._candidate is None else float(least * interval_steps)
+        rest = max(0.0, self._rest.until - step)
+        least = max(LEAST_READINGS, self._config.policy.patience)
+        return None if self._candidate is None else rest + least * interval_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values."""
@@ -197,6 +198,7 @@ class Forecast(FrontPolicy):
             "guard": self._guard.state_dict(),
             "movement": self._movement.state_dict(),
             "noise": self._noise.state_dict(),
+            "rest": self._rest.state_dict(),
             "laws": [asdict(law) for law in self._laws],
             "course": self._course.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _PLAIN},
@@ -209,6 +211,7 @@ class Forecast(FrontPolicy):
         self._guard = LossGuard.from_state(state["guard"])
         self._movement = Movement.from_state(state["movement"])
         self._noise = Noise.from_state(state["noise"])
+        self._rest = Rest.from_state(state["rest"])
         self._laws = tuple(Law(**law) for law in state["laws"])
         self._course = Course.from_state(state["course"])
         for name in _PLAIN:
@@ -273,14 +276,7 @@ class Forecast(FrontPolicy):
 
     def _look_anew(self) -> None:
         self._movement, self._num_under = Movement(), 0
-        self._num_far = self._rests_until = 0
-
-    def _rest_if_far(self, law: Law | None, change: float | None, limit: float) -> None:
-        """Stop looking for as long as a snapshot is kept, where reading after reading is far from any decision."""
-        is_far = change is None or change > FAR * limit
-        self._num_far = 0 if law is None or not is_far else self._num_far + 1
-        if self._num_far >= self._config.policy.patience:
-            self._num_far, self._rests_until = 0, self._course.evaluation + self.window
+        self._rest = Rest()
 
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
         depth = self._frozen
@@ -295,5 +291,5 @@ def _longest_memory(config: Config) -> int:
     return 2 * kept + config.controller.queue_length
 
 
-_PLAIN = ("strictness", "snapshot", "num_under", "num_far", "rests_until", "loss_given", "bearing_given")
+_PLAIN = ("strictness", "snapshot", "num_under", "loss_given", "bearing_given")
 """Attributes that are saved as they are."""
