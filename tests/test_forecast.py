@@ -297,7 +297,9 @@ def test_a_run_that_ends_in_the_midst_of_learning_has_a_tenth_of_the_limit(last_
         assert any(readings(forecast(), 5, way_ahead=way, last_rate=last_rate)) == freezes
 
 
-@pytest.mark.parametrize(("step_noise", "ease"), [(0.03, 1), (0.015, 1), (0.0075, 2), (0.00375, 4), (0.0, 4)])
+@pytest.mark.parametrize(
+    ("step_noise", "ease"), [(0.03, 1), (0.015, 1), (0.0075, 2), (0.00375, 4), (0.0, 1), (-1.0, 1)]
+)
 def test_a_module_whose_steps_hardly_bear_on_the_loss_may_change_by_more(step_noise, ease):
     for way, freezes in ((29.0, True), (31.0, False)):
         policy = forecast(step_noise=step_noise)
@@ -407,6 +409,14 @@ def test_readings_beyond_what_can_change_are_not_taken_for_noise_that_stays(leve
     assert any(found) == freezes
 
 
+def test_a_run_that_was_made_longer_goes_on_with_its_new_length():
+    longer = forecast(total_steps=400)
+    longer.load_state_dict(forecast(total_steps=200).state_dict())
+    longer.observe_interval(interval(30, way_ahead=5.0))
+    assert longer.monitored == 0
+    assert longer.observe_reading(Reading(step=300, evaluation=30, module=0, value=1e-6, age=1)).tolerance > 2e-5
+
+
 def test_more_rate_than_was_foreseen_thaws():
     policy = forecast()
     readings(policy, 5)
@@ -427,20 +437,26 @@ def held(optimizer):
     return None
 
 
+def valley(optimizer):
+    return schedulers.LambdaLR(optimizer, lambda step: 0.05 if 100 <= step < 800 else 1.0)
+
+
+@pytest.mark.parametrize("until", [40, TOTAL // 2])  # in a warm-up, where there is one, and behind it
 @pytest.mark.parametrize(
     ("make", "rests"),
     [
         *((make, True) for name, make in BY_STEP.items() if name != "inverse square root"),
         (BY_STEP["inverse square root"], True),  # to 0.17 of the highest rate over 1,000 steps
         (lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: min(1, 300 / (step + 1)) ** 0.5), False),
+        (valley, False),
         (held, False),  # no scheduler: whoever holds the rate, or lowers it by hand, has not said that it will fall
     ],
 )
-def test_it_knows_whether_a_run_comes_to_rest(make, rests):
+def test_it_knows_whether_a_run_comes_to_rest(make, rests, until):
     optimizer = sgd()
     scheduler = make(optimizer)
     foresight, course = Foresight(scheduler, TOTAL), Course(memory=10, total_steps=TOTAL)
-    for step in range(1, TOTAL // 2):
+    for step in range(1, until + 1):
         optimizer.step()
         if scheduler:
             scheduler.step()
@@ -495,6 +511,45 @@ def test_what_is_far_from_freezing_is_looked_at_seldom_until_the_rate_falls():
     assert policy.monitored is None and 40 < policy.steady_steps(10 * rests, 10) <= 140, "at rest, and not for ever"
     later = range(rests + 2, rests + 7)
     assert watched(policy, later, rate=0.01) == list(later)
+
+
+def steady_run(directory, value, steps=1500):
+    """Train nothing much at a steady rate, plasticity always the same; return the journal."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run = egeria.attach(
+        model,
+        optimizer,
+        scheduler=schedulers.CosineAnnealingLR(optimizer, 10 * steps),
+        total_steps=10 * steps,
+        config={
+            "modules": {"pattern": r"\d"},
+            "plasticity": {"interval_steps": 5},
+            "controller": {"budget_share": 100.0},
+        },
+        directory=directory,
+        controller=ScriptedController(lambda evaluation, module: value),
+    )
+    for _ in range(steps):
+        run.model(torch.ones(4, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(torch.ones(()))
+    run.close()
+    return egeria.read_journal(directory)
+
+
+def test_after_a_rest_a_module_is_judged_against_a_new_snapshot(tmp_path):
+    journal = steady_run(tmp_path, 3.0)
+    read = [event for event in journal if isinstance(event, PlasticityRead)]
+    num_intervals = len([event for event in journal if isinstance(event, IntervalMeasured)])
+    assert 0.3 * num_intervals < len(read) < 0.5 * num_intervals
+    assert max(event.age for event in read) <= 10
+    rested = [after for before, after in pairwise(read) if after.evaluation > before.evaluation + 1]
+    assert len(rested) > 5 and all(event.age == 1 for event in rested)
+    assert replay(tmp_path).agrees and replay(tmp_path).waiting_since is None
+    watchful = Config.from_dict({"policy": {"patience": 7}, "modules": {"pattern": r"\d"}})
+    assert replay(tmp_path, watchful).waiting_since is not None, "it would have looked in the rests"
 
 
 def test_a_run_of_few_evaluations_is_not_at_rest_for_much_of_it():

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def describe(training: Training) -> dict[str, Any]:
     """Return the recipe of a run that has not started: two runs may be compared only where it is the same."""
     optimizer, scheduler = training.optimizer, training.scheduler
-    found = {
+    found: dict[str, Any] = {
         "model": type(training.model).__name__,
         "num_parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "optimizer": type(optimizer).__name__,
@@ -38,11 +38,12 @@ def describe(training: Training) -> dict[str, Any]:
         },
         "num_epochs": training.num_epochs,
         "steps_per_epoch": len(training.loader),
-        "evaluations_per_epoch": len(training.evaluation_steps) + 1,
         "batch_size": training.loader.batch_size,
         "clip_norm": training.clip_norm,
         "torch_threads": torch.get_num_threads(),
     }
+    if training.evaluation_steps:  # left out elsewhere, as in the runs from before there were any
+        found["evaluations_per_epoch"] = len(training.evaluation_steps) + 1
     return json.loads(json.dumps(found))
 
 

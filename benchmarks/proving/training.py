@@ -55,8 +55,8 @@ def train(
     try:
         num_steps = len(training.loader)
         for epoch in range(piece.go_on(course, watch) + 1, training.num_epochs + 1):
-            for step, loss in _train_epoch(training, course.run):
-                is_end, frozen = step == num_steps, course.frozen
+            for step, loss, is_end in _train_epoch(training, course.run):
+                frozen = course.frozen
                 if is_end and epoch == training.num_epochs:
                     course.end()
                 watch.halt()
@@ -76,8 +76,8 @@ def train(
         course.close()
 
 
-def _train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[int, float]]:
-    """Train one epoch; halt where it is to be evaluated, with the steps of the epoch so far and their mean loss."""
+def _train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[int, float, bool]]:
+    """Train one epoch; halt where it is to be evaluated: steps of the epoch so far, their mean loss, is it the end."""
     network: Any = run.model if run else training.model
     halts = training.evaluation_steps
     total: Tensor | float = 0.0
@@ -96,9 +96,9 @@ def _train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[i
         total = total + loss.detach()  # its value is asked for in a halt: an accelerator is not kept waiting
         num_steps += 1
         if num_steps in halts:
-            yield num_steps, float(total) / num_steps
+            yield num_steps, float(total) / num_steps, False
             network.train()
-    yield num_steps, float(total) / max(num_steps, 1)
+    yield num_steps, float(total) / max(num_steps, 1), True
 
 
 def _evaluate(training: Training) -> dict[str, float]:

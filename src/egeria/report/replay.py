@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from egeria.config import Config
 from egeria.errors import JournalError
@@ -92,14 +92,18 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
     cut = history.last(ModulesOrdered) or started
     policy = _policy(started, cut, config)
     replayed: list[ReplayedDecision] = []
-    unused, waiting_since = 0, None
+    unused, unread, waiting_since = 0, 0, None
     measured = _measured(history, started)
+    # Under its own settings a replay lacks what the run lacked, and decides the same without it.
+    most_unread = math.inf if config is None else _settings_of(started).controller.queue_length
     for event in history.events:
         if isinstance(event, IntervalMeasured):
-            if waiting_since is None and _lacks(policy, event, measured):
+            if waiting_since is None and (unread > most_unread or _lacks(policy, event, measured)):
                 waiting_since = event.step
             replayed += _decided(event.step, policy.observe_interval(_interval(event)))
+            unread = 0 if PLASTICITY not in policy.needs or policy.monitored is None else unread + 1
         elif isinstance(event, PlasticityRead) and event.module == policy.monitored:
+            unread = 0
             replayed += _decided(event.step, policy.observe_reading(_reading(event)).decisions)
         elif isinstance(event, PlasticityRead):
             unused += 1
@@ -115,7 +119,7 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
 
 
 def _policy(started: RunStarted, cut: RunStarted | ModulesOrdered, config: Config | None) -> Policy:
-    settings = with_metric_of_policy(config or Config.from_dict(_without_objects(started.config)))
+    settings = with_metric_of_policy(config or _settings_of(started))
     rule = settings.unfreezing.rule
     return find_policy(settings.policy.name)(
         settings,
@@ -126,10 +130,13 @@ def _policy(started: RunStarted, cut: RunStarted | ModulesOrdered, config: Confi
     )
 
 
-def _without_objects(config: dict[str, Any]) -> dict[str, Any]:
-    """Leave out a metric object: a replay computes nothing. A rule object is missed, and says so by its name."""
-    plasticity = {key: value for key, value in config["plasticity"].items() if key != "metric"}
-    return {**config, "plasticity": plasticity}
+def _settings_of(started: RunStarted) -> Config:
+    """Return the settings of a run, without a metric object: a replay computes nothing.
+
+    A rule object is missed, and says so by its name.
+    """
+    plasticity = {key: value for key, value in started.config["plasticity"].items() if key != "metric"}
+    return Config.from_dict({**started.config, "plasticity": plasticity})
 
 
 def _measured(history: History, started: RunStarted) -> frozenset[str]:

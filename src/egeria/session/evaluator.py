@@ -163,7 +163,9 @@ class Evaluator:
 
     def drop_late(self, reading: Reading) -> None:
         """Journal a reading of a layer module that is not monitored any more."""
-        self._write_dropped(reading.evaluation, reading.module, "it came late: the layer module is no longer monitored")
+        self._write_dropped(
+            reading.evaluation, reading.module, "it came late: the layer module is no longer monitored, or not now"
+        )
 
     def close(self, successor: Evaluator | None = None) -> None:
         """Let go of everything held, but for a controller that the successor goes on with."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from egeria.policy.forecast.movement import Law
+from egeria.config import Config
+from egeria.policy.forecast.movement import FARTHEST, LEAST_READINGS, Law
 from egeria.policy.values import Interval, Reading
 
 ERA_FALL = 4.0
@@ -60,6 +61,10 @@ class Course:
         self.way_ahead, self.last_rate = interval.way_ahead, interval.last_rate
         return begins
 
+    def forget(self) -> None:
+        """Let no reading reach back: nothing is looked at for a while, and then against a new snapshot."""
+        self.ways = {}
+
     def settle(self) -> None:
         """Begin to settle: what was frozen moves again, and a snapshot from before would not show that."""
         self.settling, self.ways = SETTLING, {}
@@ -74,9 +79,16 @@ class Course:
 
     def change_ahead(self, law: Law | None) -> float | None:
         """Return the plasticity against now that a module would reach by the end; None where that is unknown."""
-        if law is None or self.way_ahead is None or self.last_rate is None:
+        return None if law is None or self.way_ahead is None else self._change(law, self.way_ahead)
+
+    def change_in_sight(self, law: Law) -> float | None:
+        """Return the plasticity that it would reach as far as the law may be followed; None without a way ahead."""
+        return None if self.way_ahead is None else self._change(law, min(self.way_ahead, FARTHEST * law.longest))
+
+    def _change(self, law: Law, way: float) -> float | None:
+        if self.last_rate is None:
             return None
-        return law.change_ahead(self.way_ahead, self.last_rate / self.rate if self.rate > 0 else 1.0)
+        return law.change_ahead(way, self.last_rate / self.rate if self.rate > 0 else 1.0)
 
     @property
     def comes_to_rest(self) -> bool:
@@ -86,8 +98,8 @@ class Course:
         """
         if self.last_rate is None or self.way_ahead is None or self.total_steps is None:
             return False
-        stays = self.way_ahead > 0.999 * self.rate * (self.total_steps - self.step)
-        return (self.rate if stays else self.last_rate) * ERA_FALL <= self.largest_rate
+        stays = math.isclose(self.way_ahead, self.rate * (self.total_steps - self.step), rel_tol=1e-3)
+        return (self.rate if stays and not self.last_rate else self.last_rate) * ERA_FALL <= self.largest_rate
 
     @property
     def rate_fall(self) -> float:
@@ -97,10 +109,20 @@ class Course:
         return 1 - min(1.0, max(0.0, self.last_rate / self.rate))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {**asdict(self), "ways": list(self.ways.items())}
+        """Return it as plain values, without what it was made with."""
+        return {
+            name: list(self.ways.items()) if name == "ways" else value
+            for name, value in asdict(self).items()
+            if name not in ("memory", "total_steps")
+        }
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Course:
-        """Rebuild it from `state_dict`."""
-        return cls(**{**state, "ways": {int(evaluation): way for evaluation, way in state["ways"]}})
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        for name, value in state.items():
+            setattr(self, name, {int(at): way for at, way in value} if name == "ways" else value)
+
+
+def longest_memory(config: Config) -> int:
+    """Return the evaluations that a reading can reach back, to the snapshot and by coming late."""
+    kept = config.reference.refresh_evaluations or max(config.plasticity.window, 2 * LEAST_READINGS)
+    return 2 * kept + config.controller.queue_length

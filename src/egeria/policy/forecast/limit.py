@@ -23,13 +23,14 @@ def limit_for(
         limit: of an average one.
         work: of the module, times the average; None where unknown. A module with more saves more by the same change.
             One with less has no stricter limit, since it also keeps those behind it from freezing.
-        bearing: share of the loss that the noise of its steps makes, with that of all in front; None where unknown.
+        bearing: share of the loss that the noise of its steps makes, with that of all in front; None where unknown,
+            0 where steps went up their own gradients, which tells nothing of it either.
         loss_limit: the bearing from which the limit holds as it is.
         comes_to_rest: whether the rate will have fallen far at the end.
     """
     limit *= 1.0 if work is None else min(LARGEST_WEIGHT, max(1.0, work))
     if bearing is None:
         limit *= STRICTER
-    else:
-        limit *= LARGEST_EASE if loss_limit >= LARGEST_EASE * bearing else max(1.0, loss_limit / bearing)
+    elif bearing > 0:
+        limit *= min(LARGEST_EASE, max(1.0, loss_limit / bearing))
     return limit if comes_to_rest else UNSETTLED * limit

@@ -68,7 +68,7 @@ class Law:
             return None
         exponent = min(1.0, self.exponent + self.scatter / math.sqrt(self.spread))
         kept = (1 - exponent) * min(1.0, max(0.0, rate_share)) if self.level < SATURATED else 0.0
-        distance = math.log(way / self.way)
+        distance = math.log(way) - math.log(self.way)
         beyond = max(0.0, distance)  # a shorter way is no less sure to bring less
         error = self.scatter * math.sqrt(1 / self.count + beyond * beyond / self.spread)
         return self.level * math.exp(min(LARGEST_LOGARITHM, self.exponent * distance + error)) * (1 - kept)

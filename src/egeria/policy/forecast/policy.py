@@ -9,7 +9,7 @@ from typing import Any
 from egeria.config import Config
 from egeria.config.checks import require
 from egeria.policy.bootstrap import Bootstrap
-from egeria.policy.forecast.course import Course
+from egeria.policy.forecast.course import Course, longest_memory
 from egeria.policy.forecast.guard import LossGuard
 from egeria.policy.forecast.limit import STRICTER, limit_for
 from egeria.policy.forecast.movement import LEAST_READINGS, Law, Movement
@@ -31,7 +31,7 @@ from egeria.policy.values import (
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is looked at any more: it could not repay the evaluations."""
 UNFORESEEN = 10.0
-"""Times the limit that a frozen module would have to change by, as the rate to come looks now, to thaw."""
+"""Times the limit it froze under that a module would have to change by, as the rate to come looks now, to thaw."""
 
 
 class Forecast(FrontPolicy):
@@ -55,7 +55,7 @@ class Forecast(FrontPolicy):
     A module that is far over its limit is looked at a third as often.
 
     Everything thaws when the training loss leaves its trend after a freeze, with a quarter of the limit from then
-    on, and when the rate to come turns out so large that what is frozen would change by ten times the limit.
+    on, and when the rate to come turns out so large that what is frozen would change by ten times its limit.
 
     Source: our own, from the observation that stationary plasticity at a high rate is the noise of SGD.
 
@@ -93,12 +93,12 @@ class Forecast(FrontPolicy):
         self._guard = LossGuard()
         self._strictness = 1.0
         """What the limit is multiplied by."""
-        self._course = Course(memory=_longest_memory(config), total_steps=total_steps)
+        self._course = Course(memory=longest_memory(config), total_steps=total_steps)
         self._snapshot: int | None = None
         """Evaluation after which the snapshot was taken that the movement is measured from."""
         self._movement = Movement()
-        self._laws: tuple[Law, ...] = ()
-        """Of what is frozen."""
+        self._laws: tuple[tuple[Law, float], ...] = ()
+        """Of what is frozen, with the limit that it froze under."""
         self._noise = Noise()
         self._loss_given = 0.0
         """Share of the loss that what is frozen keeps from falling."""
@@ -114,8 +114,10 @@ class Forecast(FrontPolicy):
 
     @property
     def window(self) -> int:
-        """Evaluations that a snapshot is kept for: 1 while the modules settle, so that one is taken when they have."""
-        return 1 if self._course.settling else max(super().window, 2 * LEAST_READINGS)
+        """Evaluations that a snapshot is kept for: 1 while the modules settle and after a rest, for a new one."""
+        begin, end = self._course.step - self._course.interval_steps, self._course.step
+        is_renewed = self._course.settling or self._rest.ends_within(begin, end)
+        return 1 if is_renewed else max(super().window, 2 * LEAST_READINGS)
 
     @property
     def limit(self) -> float:
@@ -164,17 +166,14 @@ class Forecast(FrontPolicy):
             is_little = change < limit and (loss or 0.0) < self._config.policy.loss_limit
             self._num_under = self._num_under + 1 if is_little else 0
         if law is not None:
-            self._rest = self._rest.observe(change, limit, self._config.policy.patience)
-            if self._rest.num_far >= self._config.policy.patience:
-                steps = self.window * self._course.interval_steps
-                self._rest = self._rest.begin(self._course.step, steps, self._total_steps)
+            self._rest_if_far(law, limit)
         stationary = self._num_under
         decisions: tuple[Decision, ...] = ()
         is_still = law is not None and change is not None and stationary >= self._config.policy.patience
         if law is not None and is_still and self._guard.is_ready:
             reason = f"to the end of the run its plasticity would come to {change:.1e} at most, under {limit:.1e}"
             reason += "" if loss is None else f", and all that is frozen keeps {loss:.1%} of the loss from falling"
-            decisions = self._freeze(law, reason)
+            decisions = self._freeze(law, limit, reason)
         return Judgement(
             smoothed=reading.value,
             tolerance=limit,
@@ -199,7 +198,7 @@ class Forecast(FrontPolicy):
             "movement": self._movement.state_dict(),
             "noise": self._noise.state_dict(),
             "rest": self._rest.state_dict(),
-            "laws": [asdict(law) for law in self._laws],
+            "laws": [[asdict(law), limit] for law, limit in self._laws],
             "course": self._course.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _PLAIN},
         }
@@ -212,8 +211,8 @@ class Forecast(FrontPolicy):
         self._movement = Movement.from_state(state["movement"])
         self._noise = Noise.from_state(state["noise"])
         self._rest = Rest.from_state(state["rest"])
-        self._laws = tuple(Law(**law) for law in state["laws"])
-        self._course = Course.from_state(state["course"])
+        self._laws = tuple((Law(**law), limit) for law, limit in state["laws"])
+        self._course.load_state_dict(state["course"])
         for name in _PLAIN:
             setattr(self, f"_{name}", state[name])
 
@@ -252,8 +251,8 @@ class Forecast(FrontPolicy):
             return f"the training loss came {excess:.1%} above its trend after a freeze"
         if self._course.way_ahead is None:
             return None
-        changes = [self._course.change_ahead(law) for law in self._laws]
-        if any(change is None or change > UNFORESEEN * self.limit for change in changes):
+        changes = [(self._course.change_ahead(law), limit) for law, limit in self._laws]
+        if any(change is None or change > UNFORESEEN * limit for change, limit in changes):
             return f"the learning rate to come adds up to {self._course.way_ahead:.2g}, far more than was foreseen"
         return None
 
@@ -263,13 +262,13 @@ class Forecast(FrontPolicy):
         self._look_anew()
         return (*self._move_to(0, reason), *self._pass_over_untrainable())
 
-    def _freeze(self, law: Law, reason: str) -> tuple[Decision, ...]:
+    def _freeze(self, law: Law, limit: float, reason: str) -> tuple[Decision, ...]:
         loss, bearing = self._loss_ahead(law), self._bearing()
         self._look_anew()
         decisions = (*self._move_to(self._frozen + 1, reason), *self._pass_over_untrainable())
         if decisions:
             self._guard = self._guard.watch()
-            self._laws = (*self._laws, law)
+            self._laws = (*self._laws, (law, limit))
             self._loss_given = self._loss_given if loss is None else loss
             self._bearing_given = self._bearing_given if bearing is None else bearing
         return decisions
@@ -278,17 +277,20 @@ class Forecast(FrontPolicy):
         self._movement, self._num_under = Movement(), 0
         self._rest = Rest()
 
+    def _rest_if_far(self, law: Law, limit: float) -> None:
+        patience = self._config.policy.patience
+        self._rest = self._rest.observe(self._course.change_in_sight(law), limit, patience)
+        if self._rest.num_far >= patience:
+            steps = self.window * self._course.interval_steps
+            self._rest = self._rest.begin(self._course.step, steps, self._total_steps)
+            self._movement = Movement()
+            self._course.forget()
+
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
         depth = self._frozen
         while depth < self._deepest and not self._trainable[depth]:
             depth += 1
         return self._move_to(depth, "it has no parameters to train")
-
-
-def _longest_memory(config: Config) -> int:
-    """Return the evaluations that a reading can reach back, to the snapshot and by coming late."""
-    kept = config.reference.refresh_evaluations or max(config.plasticity.window, 2 * LEAST_READINGS)
-    return 2 * kept + config.controller.queue_length
 
 
 _PLAIN = ("strictness", "snapshot", "num_under", "loss_given", "bearing_given")

@@ -29,7 +29,7 @@ class Rest:
         """Return it with one reading more that a law came from.
 
         Args:
-            change: still to come; None where it cannot be seen to the end.
+            change: still to come, as far as it can be seen; None where nobody knows the way ahead.
             limit: that it must come under.
             patience: readings in a row that would make a decision.
         """
@@ -39,6 +39,10 @@ class Rest:
     def begin(self, step: int, steps: float, total_steps: int | None) -> Rest:
         """Return the rest that begins now, of so many steps."""
         return Rest(until=step + min(steps, LONGEST * (total_steps or math.inf)))
+
+    def ends_within(self, begin: int, end: int) -> bool:
+        """Tell whether a rest ended after step `begin` and until step `end`."""
+        return begin < self.until <= end
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain values."""

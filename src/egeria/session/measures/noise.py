@@ -52,8 +52,10 @@ class StepNoise:
             return
         # A fused optimizer under GradScaler gets scaled gradients, and this beside them.
         scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:
+            scale = scale * (1 - optimizer.found_inf)  # type: ignore[attr-defined]  # 0 where it takes no step: NaN below
         self._held = {
-            name: (_rows(parameter).clone(), _rows(parameter.grad) / (1.0 if scale is None else scale))
+            name: (_rows(parameter).clone(), _rows(parameter.grad).float() / (1.0 if scale is None else scale))
             for name, parameter, _ in self._own(optimizer)
             if parameter.grad is not None and not parameter.grad.is_sparse
         }
@@ -69,7 +71,7 @@ class StepNoise:
             if name in held:
                 then, gradient = held[name]
                 rows = _rows(parameter)
-                moved = torch.sum(gradient.float() * (rows.float() - then.float()))
+                moved = torch.sum(gradient * (rows.float() - then.float()))
                 self._found[name] = -moved * (parameter.numel() / max(1, rows.numel())) / (4 * (1 - momentum))
 
     @torch.no_grad()
