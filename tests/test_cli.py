@@ -233,7 +233,9 @@ def test_replay_of_a_run_that_decided_otherwise_ends_with_status_1(run, command)
 
 def test_replay_with_other_settings_says_where_the_readings_run_out(run, command, tmp_path):
     settings = tmp_path / "slower[red].toml"
-    settings.write_text("[plasticity]\nwindow = 5\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8")
+    settings.write_text(
+        "policy.name = 'egeria'\n[plasticity]\nwindow = 5\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8"
+    )
     froze = egeria.read_journal(run).of(events.ModuleFrozen)[0].step
     status, output, _ = command("replay", run, "--config", settings)
     assert status == 0, "another outcome is what one asks for"

@@ -94,7 +94,8 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
     replayed: list[ReplayedDecision] = []
     unused, unread, waiting_since = 0, 0, None
     measured = _measured(history, started)
-    # Under its own settings a replay lacks what the run lacked, and decides the same without it.
+    # Intervals in a row in which the run looked at nothing and the replay would have. Under its own settings a replay
+    # lacks what the run lacked, and decides the same without it.
     most_unread = math.inf if config is None else _settings_of(started).controller.queue_length
     for event in history.events:
         if isinstance(event, IntervalMeasured):
@@ -106,7 +107,7 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
             unread = 0
             replayed += _decided(event.step, policy.observe_reading(_reading(event)).decisions)
         elif isinstance(event, PlasticityRead):
-            unused += 1
+            unused, unread = unused + 1, 0
             if waiting_since is None and policy.monitored is not None and event.module > policy.monitored:
                 waiting_since = event.step
     return Replay(
