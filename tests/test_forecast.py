@@ -166,16 +166,16 @@ def test_a_run_of_unknown_length_has_no_end_to_see():
         assert foresight.ahead(step, 0.1) is None
 
 
-# The policy, by hand: intervals of 10 steps at a rate of 0.1, so a way of 1 each. Readings of a random walk of 1e-6 for
-# each unit of the way come to 1e-6 times the way ahead: the limit of 3e-5 lies between ways of 20 and of 40.
+# The policy, by hand: intervals of 10 steps at a rate of 0.1, so a way of 1 each. Readings of a random walk of 3e-6 for
+# each unit of the way come to 3e-6 times the way ahead: the limit of 3e-5 is reached by a way of 10.
 
 
 def walk(age):
-    return 1e-6 * age
+    return 3e-6 * age
 
 
 def straight(age):
-    return 2e-7 * age**2
+    return 6e-7 * age**2
 
 
 def noise(_age):
@@ -193,7 +193,7 @@ def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.014
     return policy
 
 
-def interval(evaluation, way_ahead=20.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0149):
+def interval(evaluation, way_ahead=6.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0149):
     return Interval(
         step=10 * evaluation,
         evaluation=evaluation,
@@ -234,18 +234,18 @@ def test_it_freezes_after_enough_readings_that_foresee_little():
     *before, last = readings(forecast(), 5)
     assert before == [()] * 4
     (freeze,) = last
-    assert isinstance(freeze, Freeze) and freeze.module == 0 and "2.0e-05" in freeze.reason
+    assert isinstance(freeze, Freeze) and freeze.module == 0 and "1.8e-05" in freeze.reason
 
 
 @pytest.mark.parametrize(
     ("plasticity", "settings", "freezes"),
     [
-        (walk, {"way_ahead": 40.0}, False),
-        (straight, {"way_ahead": 20.0}, True),  # followed like a random walk from where it is
-        (straight, {"way_ahead": 60.0}, False),
+        (walk, {"way_ahead": 12.0}, False),
+        (straight, {"way_ahead": 6.5}, True),  # followed like a random walk from where it is
+        (straight, {"way_ahead": 20.0}, False),
         (noise, {"way_ahead": 1e-3}, False),  # it fades with the rate, whatever the way
-        (noise, {"way_ahead": 80.0, "last_rate": 0.1}, True),  # it stays as it is: no progress
-        (noise, {"way_ahead": 80.0, "last_rate": 0.01}, False),
+        (noise, {"way_ahead": 24.0, "last_rate": 0.1}, True),  # it stays as it is: no progress
+        (noise, {"way_ahead": 24.0, "last_rate": 0.01}, False),
         (walk, {"way_ahead": None}, False),
         (walk, {"way_ahead": 0.0}, True),
     ],
@@ -261,25 +261,25 @@ def test_readings_from_before_a_decay_are_forgotten_and_the_snapshot_renewed():
     assert policy.window == 1, "the snapshot is from before the decay"
     policy.observe_reading(Reading(step=150, evaluation=15, module=0, value=1e-3, age=1))
     assert policy.window == 1, "the rate fell in the midst of that interval"
-    found = readings(policy, 12, first=16, snapshot=15, rate=0.01, way_ahead=2.0)
+    found = readings(policy, 12, first=16, snapshot=15, rate=0.01, way_ahead=0.5)
     assert [index for index, decisions in enumerate(found) if decisions] == [6, 11], (
         "the snapshot is from when they had settled"
     )
     assert policy.window == 10
 
 
-@pytest.mark.parametrize(("work_share", "way_ahead"), [(0.1, 29.0), (1 / 3, 29.0), (0.5, 44.0), (0.9, 59.0)])
+@pytest.mark.parametrize(("work_share", "way_ahead"), [(0.1, 9.5), (1 / 3, 9.5), (0.5, 14.5), (0.9, 19.5)])
 def test_a_module_with_much_work_may_change_by_as_much_more(work_share, way_ahead):
-    for way, freezes in ((way_ahead, True), (way_ahead + 2, False)):
+    for way, freezes in ((way_ahead, True), (way_ahead + 1, False)):
         assert any(readings(forecast(), 5, way_ahead=way, work_share=work_share)) == freezes
 
 
 def test_a_law_is_not_followed_much_farther_than_it_was_seen():
-    for way, freezes in ((79.0, True), (101.0, False)):  # four and five units were seen
+    for way, freezes in ((19.0, True), (26.0, False)):  # four and five units were seen
         assert any(readings(forecast(), 5, plasticity=lambda age: 1e-8 * age, way_ahead=way)) == freezes
 
 
-@pytest.mark.parametrize(("ratio", "way_ahead", "freezes"), [(1, 80.0, True), (3, 80.0, False), (3, 5.0, True)])
+@pytest.mark.parametrize(("ratio", "way_ahead", "freezes"), [(1, 19.0, True), (3, 19.0, False), (3, 5.0, True)])
 def test_readings_that_scatter_tell_little_of_a_long_way(ratio, way_ahead, freezes):
     found = readings(
         forecast(),
@@ -291,26 +291,42 @@ def test_readings_that_scatter_tell_little_of_a_long_way(ratio, way_ahead, freez
     assert any(found) == freezes
 
 
-@pytest.mark.parametrize(("last_rate", "way_ahead"), [(0.0, 29.0), (0.025, 29.0), (0.026, 2.5), (0.1, 2.5)])
+@pytest.mark.parametrize(("last_rate", "way_ahead"), [(0.0, 9.5), (0.025, 9.5), (0.026, 0.9), (0.1, 0.9)])
 def test_a_run_that_ends_in_the_midst_of_learning_has_a_tenth_of_the_limit(last_rate, way_ahead):
-    for way, freezes in ((way_ahead, True), (way_ahead + 1.5, False)):
+    for way, freezes in ((way_ahead, True), (way_ahead + 1, False)):
         assert any(readings(forecast(), 5, way_ahead=way, last_rate=last_rate)) == freezes
 
 
 @pytest.mark.parametrize(
-    ("step_noise", "ease"), [(0.03, 1), (0.015, 1), (0.0075, 2), (0.00375, 4), (0.0, 1), (-1.0, 1)]
+    ("rate", "step_noise", "ease"),
+    [
+        (0.025, 0.03, 1),
+        (0.025, 0.015, 1),
+        (0.025, 0.0075, 2),
+        (0.025, 0.00375, 4),
+        (0.025, 0.0, 1),
+        (0.025, -1.0, 1),
+        (0.026, 0.00375, 1),  # at a rate still high it may not have begun to learn
+    ],
 )
-def test_a_module_whose_steps_hardly_bear_on_the_loss_may_change_by_more(step_noise, ease):
-    for way, freezes in ((29.0, True), (31.0, False)):
+def test_a_module_whose_steps_hardly_bear_on_the_loss_may_change_by_more(rate, step_noise, ease):
+    for way, freezes in ((9.5, True), (10.5, False)):  # of a rate of 0.1
         policy = forecast(step_noise=step_noise)
-        found = readings(policy, 5, plasticity=lambda age: ease * walk(age), way_ahead=way, step_noise=step_noise)
+        found = readings(
+            policy,
+            5,
+            plasticity=lambda age: ease * walk(age),
+            rate=rate,
+            way_ahead=way * rate / 0.1,
+            step_noise=step_noise,
+        )
         assert any(found) == freezes
 
 
 def test_what_is_frozen_counts_in_what_bears_on_the_loss():
-    for way_ahead, frozen in ((44.0, 2), (46.0, 1)):  # with the first, the noise of the second is 1 % of the loss
+    for way_ahead, frozen in ((3.7, 2), (3.8, 1)):  # with the first, the noise of the second is 1 % of the loss
         policy = forecast(num_modules=4, step_noise=0.005)
-        readings(policy, 17, way_ahead=way_ahead, step_noise=0.005)
+        readings(policy, 17, rate=0.025, way_ahead=way_ahead, step_noise=0.005)
         assert policy.frozen == frozen
 
 
@@ -341,7 +357,7 @@ def test_what_is_frozen_keeps_no_more_of_the_loss_than_the_limit_in_all():
     assert policy.frozen == 2
 
 
-@pytest.mark.parametrize(("way_ahead", "freezes"), [(7.0, True), (8.0, False)])
+@pytest.mark.parametrize(("way_ahead", "freezes"), [(2.4, True), (2.6, False)])
 def test_where_noise_cannot_be_measured_the_limit_is_a_quarter(way_ahead, freezes):
     assert any(readings(forecast(step_noise=None), 8, way_ahead=way_ahead, step_noise=None)) == freezes
 
@@ -355,7 +371,7 @@ def test_readings_against_another_snapshot_are_not_mixed_in():
 def test_a_slow_fall_of_the_rate_forgets_nothing():
     policy = forecast()
     for evaluation in range(3, 9):
-        found = readings(policy, 1, first=evaluation, rate=0.1 * 0.9**evaluation)
+        found = readings(policy, 1, first=evaluation, rate=0.1 * 0.9**evaluation, way_ahead=20.0)
     assert not any(found) and len(policy.state_dict()["movement"]["samples"]) == 6
 
 
@@ -367,7 +383,7 @@ def test_a_loss_above_its_trend_thaws_and_makes_it_strict():
     (thaw,) = found[-1]
     assert found[:2] == [(), ()] and isinstance(thaw, Thaw) and "10.0%" in thaw.reason and policy.frozen == 0
     assert not any(readings(policy, 20, first=11)), "a quarter of the limit now"
-    assert any(readings(policy, 20, first=31, way_ahead=5.0))
+    assert any(readings(policy, 20, first=31, way_ahead=1.5))
 
 
 def test_a_loss_that_goes_on_falling_more_slowly_is_no_alarm():
@@ -420,8 +436,8 @@ def test_a_run_that_was_made_longer_goes_on_with_its_new_length():
 def test_more_rate_than_was_foreseen_thaws():
     policy = forecast()
     readings(policy, 5)
-    assert policy.observe_interval(interval(8, way_ahead=100.0)) == ()
-    (thaw,) = policy.observe_interval(interval(9, way_ahead=400.0))
+    assert policy.observe_interval(interval(8, way_ahead=30.0)) == ()
+    (thaw,) = policy.observe_interval(interval(9, way_ahead=130.0))
     assert isinstance(thaw, Thaw) and "foreseen" in thaw.reason
 
 

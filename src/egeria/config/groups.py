@@ -48,7 +48,7 @@ class Policy:
     `egeria.policy.forecast.limit`. Ours, from the bench."""
     loss_limit: float = 0.01
     """'forecast': share of the training loss that the frozen modules may keep from falling when the rate falls, all
-    together; a module under it by noise alone may change by more. Ours, from the bench."""
+    together; behind a fall of the rate, a module far under it may change by more. Ours, from the bench."""
     patience: int = 2
     """'forecast': readings in a row under the limit that freeze. Our choice."""
 

@@ -13,6 +13,8 @@ from egeria.policy.values import Interval, Reading
 
 ERA_FALL = 4.0
 """Fall of the learning rate that begins a new era: movement at the higher rate says nothing about that to come."""
+IN_SIGHT = 20.0
+"""Times the longest way that was seen over which a law tells whether a module is far from freezing."""
 SETTLING = 3
 """Evaluations at the beginning of an era in which the modules fall to where the lower rate lets them."""
 
@@ -79,15 +81,15 @@ class Course:
 
     def change_ahead(self, law: Law | None) -> float | None:
         """Return the plasticity against now that a module would reach by the end; None where that is unknown."""
-        return None if law is None or self.way_ahead is None else self._change(law, self.way_ahead)
+        if law is None or self.way_ahead is None or self.way_ahead > FARTHEST * law.longest:
+            return None
+        return self.change_in_sight(law)
 
     def change_in_sight(self, law: Law) -> float | None:
-        """Return the plasticity that it would reach as far as the law may be followed; None without a way ahead."""
-        return None if self.way_ahead is None else self._change(law, min(self.way_ahead, FARTHEST * law.longest))
-
-    def _change(self, law: Law, way: float) -> float | None:
-        if self.last_rate is None:
+        """Return roughly what it would reach as far as anything can be seen; None without a way ahead."""
+        if self.way_ahead is None or self.last_rate is None:
             return None
+        way = min(self.way_ahead, IN_SIGHT * law.longest)
         return law.change_ahead(way, self.last_rate / self.rate if self.rate > 0 else 1.0)
 
     @property
@@ -100,6 +102,11 @@ class Course:
             return False
         stays = math.isclose(self.way_ahead, self.rate * (self.total_steps - self.step), rel_tol=1e-3)
         return (self.rate if stays and not self.last_rate else self.last_rate) * ERA_FALL <= self.largest_rate
+
+    @property
+    def has_fallen(self) -> bool:
+        """Whether the rate is far below its peak."""
+        return self.rate * ERA_FALL <= self.largest_rate
 
     @property
     def rate_fall(self) -> float:

@@ -9,8 +9,9 @@ from typing import Any
 
 LEAST_READINGS = 4
 """Readings from which a law can be fitted."""
-FARTHEST = 20.0
-"""Times the longest way that was seen over which a law may be followed: in a warm-up the way behind is tiny."""
+FARTHEST = 5.0
+"""Times the longest way that was seen over which a law may be followed. In eleven runs that were seen to their end, the
+middle of what came was 0.3 to 2.2 times what the law had said up to there, and up to 2.8 times farther on."""
 LARGEST_EXPONENT = 1.0
 """Of a random walk; taken also where all readings have the same distance from their snapshots. A straight movement
 has 2, plasticity being a square, but none stays straight for long."""
@@ -51,8 +52,8 @@ class Law:
         """How far the module is at its place, from 0 for one that still wanders to 1 for one that only trembles."""
         return min(1.0, 2 * (1 - self.exponent))
 
-    def change_ahead(self, way: float, rate_share: float) -> float | None:
-        """Return the plasticity against now that the module may come to; None over a way too long to see the end of.
+    def change_ahead(self, way: float, rate_share: float) -> float:
+        """Return the plasticity against now that the module may come to.
 
         That is one standard error above the law, in the exponent too: the farther the way, the less a few readings
         tell of it.
@@ -64,8 +65,6 @@ class Law:
         """
         if way <= 0:
             return 0.0
-        if way > FARTHEST * self.longest:
-            return None
         exponent = min(1.0, self.exponent + self.scatter / math.sqrt(self.spread))
         kept = (1 - exponent) * min(1.0, max(0.0, rate_share)) if self.level < SATURATED else 0.0
         distance = math.log(way) - math.log(self.way)

@@ -41,7 +41,7 @@ class Forecast(FrontPolicy):
     that readings of different age show. Followed over the way that the schedule still has ahead, that law says
     how far the module would come by the end of the run: what a freeze takes from it. Under `policy.limit` for
     `policy.patience` readings in a row, it freezes. A module may change by more where it has more than the average of
-    the work, and where its steps hardly bear on the loss.
+    the work, and where its steps hardly bear on the loss although the rate has fallen.
 
     Where a module only trembles around its place, the noise of its steps holds the loss up, and a rate that falls
     would let it down: from a frozen module it cannot. That part of the loss is measured too, and all that is
@@ -229,6 +229,7 @@ class Forecast(FrontPolicy):
             work=None if reading.work_share is None else reading.work_share * len(self._trainable),
             bearing=self._bearing(),
             loss_limit=self._config.policy.loss_limit,
+            has_fallen=self._course.has_fallen,
             comes_to_rest=self._course.comes_to_rest,
         )
 
@@ -251,7 +252,7 @@ class Forecast(FrontPolicy):
             return f"the training loss came {excess:.1%} above its trend after a freeze"
         if self._course.way_ahead is None:
             return None
-        changes = [(self._course.change_ahead(law), limit) for law, limit in self._laws]
+        changes = [(self._course.change_in_sight(law), limit) for law, limit in self._laws]
         if any(change is None or change > UNFORESEEN * limit for change, limit in changes):
             return f"the learning rate to come adds up to {self._course.way_ahead:.2g}, far more than was foreseen"
         return None
