@@ -433,11 +433,19 @@ def test_a_run_that_was_made_longer_goes_on_with_its_new_length():
     assert longer.observe_reading(Reading(step=300, evaluation=30, module=0, value=1e-6, age=1)).tolerance > 2e-5
 
 
-def test_more_rate_than_was_foreseen_thaws():
+@pytest.mark.parametrize(
+    ("plasticity", "foreseen", "more"),
+    [
+        (lambda age: 2 * walk(age), 45.0, 55.0),  # ten times the limit it froze under, at a way of 50
+        (lambda age: 1e-6, 95.0, 105.0),  # it only trembles, but twenty times the way that was seen is out of sight
+    ],
+)
+def test_more_rate_than_was_foreseen_thaws(plasticity, foreseen, more):
     policy = forecast()
-    readings(policy, 5)
-    assert policy.observe_interval(interval(8, way_ahead=30.0)) == ()
-    (thaw,) = policy.observe_interval(interval(9, way_ahead=130.0))
+    readings(policy, 5, plasticity=plasticity, way_ahead=4.0)
+    assert policy.frozen == 1
+    assert policy.observe_interval(interval(8, way_ahead=foreseen)) == ()
+    (thaw,) = policy.observe_interval(interval(9, way_ahead=more))
     assert isinstance(thaw, Thaw) and "foreseen" in thaw.reason
 
 

@@ -92,6 +92,11 @@ class Course:
         way = min(self.way_ahead, IN_SIGHT * law.longest)
         return law.change_ahead(way, self.last_rate / self.rate if self.rate > 0 else 1.0)
 
+    def outgrows(self, law: Law, limit: float) -> bool:
+        """Tell whether the way ahead is longer now than a law can see, or changes a module by more than a limit."""
+        change = self.change_in_sight(law)
+        return change is None or change > limit or (self.way_ahead or 0.0) > IN_SIGHT * law.longest
+
     @property
     def comes_to_rest(self) -> bool:
         """Whether the rate will have fallen far at the end. Else the run ends in the midst of learning.

@@ -252,8 +252,7 @@ class Forecast(FrontPolicy):
             return f"the training loss came {excess:.1%} above its trend after a freeze"
         if self._course.way_ahead is None:
             return None
-        changes = [(self._course.change_in_sight(law), limit) for law, limit in self._laws]
-        if any(change is None or change > UNFORESEEN * limit for change, limit in changes):
+        if any(self._course.outgrows(law, UNFORESEEN * limit) for law, limit in self._laws):
             return f"the learning rate to come adds up to {self._course.way_ahead:.2g}, far more than was foreseen"
         return None
 
