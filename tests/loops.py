@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,6 +68,22 @@ class Loop:
                     warnings.simplefilter("ignore", EgeriaWarning)
                     self.run.step(loss)
             self.losses.append(loss.item())
+
+    def save(self) -> bytes:
+        """Return a checkpoint as loops write one."""
+        parts = {name: getattr(self, name).state_dict() for name in ("run", "model", "optimizer")}
+        rest = {"data": self.data.get_state(), "random": self.random, "losses": self.losses}
+        buffer = io.BytesIO()
+        torch.save({**parts, **rest}, buffer)
+        return buffer.getvalue()
+
+    def load(self, checkpoint: bytes) -> None:
+        """Go on from a checkpoint."""
+        saved = torch.load(io.BytesIO(checkpoint), weights_only=False)
+        for name in ("model", "optimizer", "run"):
+            getattr(self, name).load_state_dict(saved[name])
+        self.data.set_state(saved["data"])
+        self.random, self.losses = saved["random"], saved["losses"]
 
     def everything(self) -> dict[str, Any]:
         """Return a copy of all that training changes."""

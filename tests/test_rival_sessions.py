@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import warnings
 
@@ -129,19 +128,11 @@ def test_law_5_a_resumed_run_decides_like_one_that_never_stopped(policy, name, s
     first = rival_loop(policy, tmp_path / "parts", name)
     whole.step(STEPS)
     first.step(stop)
-    buffer = io.BytesIO()
-    parts = ("run", "model", "optimizer")
-    saved = {part: getattr(first, part).state_dict() for part in parts}
-    torch.save({**saved, "data": first.data.get_state(), "random": first.random, "losses": first.losses}, buffer)
+    checkpoint = first.save()
     first.step(5)  # lost: the job died after its last checkpoint
     del first
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=False)
     second = rival_loop(policy, tmp_path / "parts", name, seed=9)
-    for part in ("model", "optimizer", "run"):
-        getattr(second, part).load_state_dict(saved[part])
-    second.data.set_state(saved["data"])
-    second.random, second.losses = saved["random"], saved["losses"]
+    second.load(checkpoint)
     second.step(STEPS - stop)
     assert differences(whole.everything(), second.everything()) == []
     assert whole.run.frozen == second.run.frozen and frozen_at(tmp_path / "whole")

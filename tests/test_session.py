@@ -496,28 +496,11 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(name, stop, tmp_path):
     first = Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / "parts"})
     whole.step(60)
     first.step(stop)
-    buffer = io.BytesIO()
-    torch.save(
-        {
-            "run": first.run.state_dict(),
-            "model": first.model.state_dict(),
-            "optimizer": first.optimizer.state_dict(),
-            "data": first.data.get_state(),
-            "random": first.random,
-            "losses": first.losses,
-        },
-        buffer,
-    )
+    checkpoint = first.save()
     first.step(5)  # lost: the job died after its last checkpoint
     del first
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=False)
     second = Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / "parts"}, seed=9)
-    second.model.load_state_dict(saved["model"])
-    second.optimizer.load_state_dict(saved["optimizer"])
-    second.run.load_state_dict(saved["run"])
-    second.data.set_state(saved["data"])
-    second.random, second.losses = saved["random"], saved["losses"]
+    second.load(checkpoint)
     second.step(60 - stop)
     assert second.run.frozen == whole.run.frozen
     assert differences(whole.everything(), second.everything()) == []

@@ -370,6 +370,13 @@ def test_a_pass_without_operations_to_count_has_no_shares():
     assert forward_shares(model, [module_of("0"), module_of("1")], batch_of(torch.ones(2, 4))) is None
 
 
+def test_counting_leaves_the_batch_alone_though_the_model_overwrites_it():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
+    batch = batch_of(-torch.ones(2, 4))
+    forward_shares(model, [module_of("0", "1"), module_of("2")], batch)
+    assert torch.equal(batch.args[0], -torch.ones(2, 4))
+
+
 def test_counting_disturbs_nothing_even_when_the_model_breaks():
     model = restless_model()
     before, found = everything(model), outside(model)

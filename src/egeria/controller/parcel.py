@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria.controller.memory import Segment
+from egeria.layers.hooks import is_ours
 
 ALIGNMENT = 64
 HEADER_BYTES = 8
@@ -151,11 +152,8 @@ def _hooks_that_go_along(name: str, value: Any) -> Any:
         return OrderedDict()
     if name != "_forward_pre_hooks":
         return value
-    # A frozen layer's own are no part of the model; a reference made before the freeze has none either.
-    ours = "egeria."
-    return OrderedDict(
-        (key, hook) for key, hook in value.items() if not getattr(hook, "__module__", "").startswith(ours)
-    )
+    # Ours are no part of the model; a reference made before the freeze has none either.
+    return OrderedDict((key, hook) for key, hook in value.items() if not is_ours(hook))
 
 
 def _window(memory: Any, begin: int, place: Place) -> Tensor:

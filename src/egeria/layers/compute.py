@@ -21,8 +21,9 @@ def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batc
         One share per module, summing to 1; None where nothing could be counted.
     """
     counter = FlopCounterMode(display=False)
+    copied = batch.first_rows(None)
     with undisturbed(model), counter, batch.autocast.context():
-        model(*batch.args, **batch.kwargs)
+        model(*copied.args, **copied.kwargs)
     total = counter.get_total_flops()
     if not total:
         return None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from egeria import tree
 from egeria.errors import ReferenceModelError
 from egeria.layers.batch import Batch
+from egeria.layers.hooks import remove_ours
 from egeria.layers.taps import capture
 from egeria.layers.undisturbed import kept_random_state, undisturbed
 
@@ -97,12 +98,14 @@ def _copied(model: nn.Module) -> nn.Module:
     memo = {id(tensor): tensor.detach().clone() for tensor in computed}
     try:
         with kept_random_state(model):  # a model's own `__deepcopy__` may build itself anew
-            return copy.deepcopy(model, memo).requires_grad_(False)
+            copied = copy.deepcopy(model, memo).requires_grad_(False)
     except Exception as error:
         raise ReferenceModelError(
             f"The reference is a deep copy of the model, which {type(model).__name__} does not allow: {error}. "
             f"Give it a `__deepcopy__`, or keep what cannot be copied out of its attributes."
         ) from error
+    remove_ours(copied)
+    return copied
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -1,0 +1,52 @@
+"""Law 5: a run that stops and is resumed is one that never stopped, over the whole menagerie."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from egeria import read_journal
+from egeria.events import ComputeProfiled, ControllerChosen, PlasticityRead, Resumed, RunStarted
+from egeria.testing import MENAGERIE
+from loops import FAST, Loop, differences
+
+STEPS = 60
+ONCE_A_PROCESS = (RunStarted, ControllerChosen, ComputeProfiled, Resumed)
+"""Told by each process that trains, and no decision."""
+CARRIES = "CarryingState"
+"""It keeps numbers in plain attributes, which no checkpoint of a loop has."""
+RESUMABLE = [specimen for specimen in MENAGERIE if not specimen.unsupported and specimen.name != CARRIES]
+INLINE = {"config": {**FAST, "freezing": {"tolerance_share": 2.0}}, "controller": "inline"}
+
+
+def course(directory, after):
+    """Return all that a journal says of the time after a step, without the seconds that things took."""
+    events = [event for event in read_journal(directory) if not isinstance(event, ONCE_A_PROCESS)]
+    seconds = ("wall_s", "cpu_s")
+    return [
+        {name: value for name, value in dataclasses.asdict(event).items() if not name.endswith(seconds)}
+        | {"kind": event.kind}
+        for event in events
+        if event.step > after
+    ]
+
+
+@pytest.mark.parametrize("specimen", RESUMABLE, ids=lambda specimen: specimen.name)
+@pytest.mark.parametrize("half", [0, 1])
+def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
+    stop = half * STEPS // 2 + random.Random(f"{specimen.name} {half}").randint(1, STEPS // 2 - 1)
+    whole = Loop(specimen, {**INLINE, "directory": tmp_path / "whole"})
+    first = Loop(specimen, {**INLINE, "directory": tmp_path / "first"})
+    whole.step(STEPS)
+    first.step(stop)
+    checkpoint = first.save()
+    del first
+    second = Loop(specimen, {**INLINE, "directory": tmp_path / "second"}, seed=9)
+    second.load(checkpoint)
+    second.step(STEPS - stop)
+    assert differences(whole.everything(), second.everything()) == []
+    assert second.run.frozen == whole.run.frozen
+    assert course(tmp_path / "second", stop) == course(tmp_path / "whole", stop)
+    assert read_journal(tmp_path / "whole").of(PlasticityRead)
