@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 
@@ -11,12 +12,14 @@ from egeria import read_journal
 from egeria.events import ComputeProfiled, ControllerChosen, PlasticityRead, Resumed, RunStarted
 from egeria.testing import MENAGERIE
 from loops import FAST, Loop, differences
+from ranks import run_ranks
 
 STEPS = 60
 ONCE_A_PROCESS = (RunStarted, ControllerChosen, ComputeProfiled, Resumed)
 """Told by each process that trains, and no decision."""
 CARRIES = "CarryingState"
 """It keeps numbers in plain attributes, which no checkpoint of a loop has."""
+SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 RESUMABLE = [specimen for specimen in MENAGERIE if not specimen.unsupported and specimen.name != CARRIES]
 INLINE = {"config": {**FAST, "freezing": {"tolerance_share": 2.0}}, "controller": "inline"}
 
@@ -50,3 +53,31 @@ def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
     assert second.run.frozen == whole.run.frozen
     assert course(tmp_path / "second", stop) == course(tmp_path / "whole", stop)
     assert read_journal(tmp_path / "whole").of(PlasticityRead)
+
+
+# --- on another number of ranks ------------------------------------------------------------------
+
+
+def train_part(name, folder, checkpoint, steps):
+    """Train for some steps from a checkpoint, on as many ranks as there are; return the next one."""
+    loop = Loop(SPECIMENS[name], {**INLINE, "directory": Path(folder)}, seed=0 if checkpoint is None else 9)
+    if checkpoint is not None:
+        loop.load(checkpoint)
+    loop.step(steps)
+    return loop.save(), loop.everything(), loop.run.frozen
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["residual", "with_dropout", "Backwards"])
+def test_law_5_a_run_goes_on_on_another_number_of_ranks(name, tmp_path):
+    [(_, whole, frozen)] = run_ranks(train_part, name, str(tmp_path / "whole"), None, STEPS, num_ranks=1)
+    checkpoint = None
+    for part, num_ranks in enumerate((2, 1, 2)):
+        answers = run_ranks(
+            train_part, name, str(tmp_path / f"part{part}"), checkpoint, STEPS // 3, num_ranks=num_ranks
+        )
+        checkpoint, end, depth = answers[0]
+    assert differences(whole, end) == [] and depth == frozen > 0
+    later = course(tmp_path / "part2", 2 * STEPS // 3)
+    assert [e for e in later if e["kind"] != "rewrapped"] == course(tmp_path / "whole", 2 * STEPS // 3)

@@ -32,6 +32,7 @@ from egeria.events.course import (
     Thawed,
 )
 from egeria.events.event import SCHEMA_VERSION, Event
+from egeria.events.ranks import Rewrapped
 
 __all__ = [
     "EVENT_TYPES",
@@ -54,6 +55,7 @@ __all__ = [
     "ReadingDropped",
     "ReferenceRefreshed",
     "Resumed",
+    "Rewrapped",
     "RunClosed",
     "RunStarted",
     "RungTaken",
@@ -75,6 +77,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
         StageChanged,
         ModuleFrozen,
         Thawed,
+        Rewrapped,
         ReferenceRefreshed,
         RungTaken,
         FidelityChecked,

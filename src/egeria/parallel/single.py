@@ -1,54 +1,41 @@
-"""The seam for data-parallel training, and its twin for one process."""
+"""One process: the twin of the strategies for several."""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Sequence
 
-import torch
 from torch import nn
 
-from egeria import dist
-
-Decisions = TypeVar("Decisions")
-
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine")
-
-
-class ParallelStrategy(Protocol):
-    """What changes when several processes train one model."""
-
-    def refusal(self, model: nn.Module) -> str | None:
-        """Return why this model cannot be trained under the strategy; None if it can."""
-        ...
-
-    def agree(self, decisions: Decisions) -> Decisions:
-        """Return the decisions that every process applies at this step."""
-        ...
-
-    def rewrap(self, model: nn.Module) -> nn.Module:
-        """Return what the loop should call after gradients were switched on or off."""
-        ...
+from egeria.parallel.refusals import refuse_model
 
 
 class SingleProcess:
-    """One process decides for itself and calls the model as it is."""
+    """Decides for itself and calls the model as it is.
 
-    def refusal(self, model: nn.Module) -> str | None:
-        """Refuse wrapped models and jobs of several processes, which would fall out of step."""
-        if type(model).__name__ in _WRAPPERS:
-            return f"the model is wrapped in {type(model).__name__}, which this version cannot freeze safely"
-        if isinstance(model, torch.jit.ScriptModule):
-            return "the model is a TorchScript module, whose layers cannot be read. Attach the module it was made from"
-        if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
-            return "the model is compiled, and watching it would break its graphs. Attach it without torch.compile"
-        if dist.world_size() > 1:
-            return f"this job has {dist.world_size()} processes, and this version cannot make them agree"
-        return None
+    Args:
+        refused: why nothing is frozen, where the model trains in a way that cannot be followed.
+    """
 
-    def agree(self, decisions: Decisions) -> Decisions:
-        """Return the decisions as they are."""
-        return decisions
+    rank = 0
+    num_ranks = 1
 
-    def rewrap(self, model: nn.Module) -> nn.Module:
+    def __init__(self, refused: str | None = None) -> None:
+        self._refused = refused
+        self._model: nn.Module = nn.Module()
+
+    def take(self, model: nn.Module) -> nn.Module:
         """Return the model as it is."""
+        self._model = model
         return model
+
+    def refusal(self) -> str | None:
+        """Refuse what this strategy was made to refuse, and models whose layers cannot be watched."""
+        return self._refused or refuse_model(self._model)
+
+    def exchange(self, row: Sequence[float]) -> list[list[float]]:
+        """Return the one row."""
+        return [list(row)]
+
+    def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
+        """Return the model as it is."""
+        return self._model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.config import Config
-from egeria.events import ModuleFrozen, StageChanged, Thawed
+from egeria.events import ModuleFrozen, Rewrapped, StageChanged, Thawed
 from egeria.layers.batch import Batch
 from egeria.layers.compute import forward_shares
 from egeria.layers.freezer import Freezer
@@ -19,6 +19,7 @@ from egeria.layers.undisturbed import undisturbed
 from egeria.parallel import ParallelStrategy
 from egeria.policy import KNOWLEDGE_GUIDED, Decision, Freeze, Thaw
 from egeria.session.handle import ModelHandle
+from egeria.session.pace import Stopwatch
 from egeria.session.recorder import Recorder
 
 
@@ -79,10 +80,17 @@ class Applier:
         self._modules = tuple(modules)
         self._parallel = parallel
         self._recorder = recorder
+        self._settled = 0
+        self._gave_in = False
         self._num_parameters = sum(module.num_parameters for module in modules)
 
+    @property
+    def is_undone(self) -> bool:
+        """Tell whether the loop switched gradients of a frozen layer on again."""
+        return self._gave_in or self.freezer.is_undone
+
     def apply(self, step: int, decisions: Sequence[Decision], batch: Batch | None = None) -> None:
-        """Carry out decisions in order; each is journaled once it is in force.
+        """Carry out decisions in order and journal each; `settle` then puts them in force for the loop.
 
         Args:
             step: optimizer steps done so far.
@@ -92,7 +100,7 @@ class Applier:
         Raises:
             HarmfulFreezeError: a freeze would have broken the training; everything is thawed then.
         """
-        for decision in self._parallel.agree(decisions):
+        for decision in decisions:
             if isinstance(decision, Freeze):
                 self._freeze(step, decision, batch)
             elif isinstance(decision, Thaw):
@@ -103,12 +111,30 @@ class Applier:
     def restore(self, depth: int) -> None:
         """Bring the model to a saved depth without journaling decisions that were journaled before."""
         self.freezer.freeze_to(depth)
-        self._handle.call_instead(self._parallel.rewrap(self._model))
+        self.settle()
+
+    def settle(self) -> None:
+        """Let the loop call the model as it is now: with several processes, reducing what trains."""
+        watch = Stopwatch()
+        before, self._settled = self._settled, self.freezer.depth
+        frozen = [name for module in self._modules[: self.freezer.depth] for name in module.submodules]
+        self._handle.call_instead(self._parallel.rewrap(frozen))
+        is_watched = self._parallel.num_ranks > 1 and self._settled > 0
+        self._handle.call_before(self._give_in if is_watched else None)
+        if self._parallel.num_ranks > 1 and before != self._settled:
+            trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+            size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+            self._recorder.write(Rewrapped(step=self._recorder.step, wall_s=watch.read()[0], reduced_bytes=size_bytes))
 
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
         self.freezer.thaw()
-        self._handle.call_instead(self._model)
+        self.settle()
+
+    def trained(self) -> str:
+        """Return what is frozen and what trains, as text that is the same wherever that is the same."""
+        names = (name for name, parameter in self._model.named_parameters() if parameter.requires_grad)
+        return f"{self.freezer.depth} {' '.join(names)}"
 
     def forward_shares(self, batch: Batch) -> list[float] | None:
         """Return the share of the forward pass that each layer module takes; None where that cannot be counted."""
@@ -126,7 +152,6 @@ class Applier:
             after = self._rehearse(module, batch)
             self._refuse_a_branch(module, before, after)
             self._tell_of_a_costly_boundary(module, batch.needs_grad or tree.requires_grad(after.boundary))
-        self._handle.call_instead(self._parallel.rewrap(self._model))
         frozen = self._modules[: self.freezer.depth]
         self._recorder.write(
             ModuleFrozen(
@@ -139,10 +164,15 @@ class Applier:
             )
         )
 
+    def _give_in(self) -> None:
+        """Ahead of a forward pass of several processes: what the loop unfroze must be reduced in it already."""
+        if self.freezer.is_undone:
+            self._gave_in = True
+            self.release()
+
     def _thaw(self, step: int, decision: Thaw) -> None:
         before = self.freezer.depth
         self.freezer.thaw()
-        self._handle.call_instead(self._parallel.rewrap(self._model))
         self._recorder.write(Thawed(step=step, frozen_before=before, reason=decision.reason, window=decision.window))
 
     def _rehearse(self, module: LayerModule, batch: Batch) -> Rehearsal:

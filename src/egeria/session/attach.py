@@ -19,7 +19,7 @@ from egeria.controller import Choice, Controller, Limits, Plan, choose, controll
 from egeria.errors import UnsupportedModelError
 from egeria.events import ControllerChosen, RunStarted
 from egeria.layers.modules import LayerModule
-from egeria.parallel import ParallelStrategy, SingleProcess
+from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
 from egeria.policy import FORESIGHT, PLASTICITY, PolicyMaker, choose_interval, evaluations_of_policy, harmless_error
 from egeria.session.checks import (
@@ -34,6 +34,7 @@ from egeria.session.driver import Driver
 from egeria.session.engine import EngineBuilder
 from egeria.session.handle import ModelHandle
 from egeria.session.pace import Pace, Stopwatch
+from egeria.session.ranks import Ranks, agree_on_the_run
 from egeria.session.recorder import Recorder
 from egeria.session.run import Run
 from egeria.session.skipping import begin_skipping
@@ -73,7 +74,8 @@ def attach(
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your own.
         policy: 'forecast', 'egeria' (the paper's rule) or one of their rivals, before `config`'s own; or what makes
             a policy of your own (`egeria.policy.PolicyMaker`).
-        parallel: how several processes train together; None for one process.
+        parallel: how several processes train together; None takes that from the model's wrapper and the job. A bare
+            model in a job of several processes is wrapped in `DistributedDataParallel`.
 
     Returns:
         The run: call `run.step(loss)` once after each optimizer step.
@@ -84,12 +86,15 @@ def attach(
     """
     watch = Stopwatch()
     settings = read_config(config, controller, policy)
-    optimizers = check_optimizers(check_model(model), optimizer)
+    parallel = parallel or choose_parallel(check_model(model))
+    model = parallel.take(model)
+    optimizers = check_optimizers(model, optimizer)
     check_total_steps(total_steps)
     rule_name, rule = choose_rule(settings, scheduler)
     check_policy(settings, rule, total_steps)
     choice, make_controller = _choose_controller(settings, controller, model, loader)
-    recorder = Recorder(Path(directory) if directory is not None else _new_directory())
+    ranks = Ranks(parallel)
+    recorder = _recorder(ranks, directory)
     builder = EngineBuilder(
         model=model,
         handle=ModelHandle(model),
@@ -98,7 +103,8 @@ def attach(
         rule=rule,
         scheduler=scheduler,
         total_steps=total_steps,
-        parallel=parallel or SingleProcess(),
+        parallel=parallel,
+        ranks=ranks,
         recorder=recorder,
         make_controller=make_controller,
     )
@@ -113,6 +119,12 @@ def attach(
         num_modules=max(1, len(modules)),
         evaluations=evaluations_of_policy(settings),
     )
+    if not ranks.is_alone:
+        is_apart = choice.kind == "process"
+        apart = agree_on_the_run(ranks, settings, modules, total_steps, interval_steps, is_apart=is_apart)
+        refusal = refusal or apart
+        modules = () if refusal else modules
+    builder.handle.call_instead(parallel.rewrap())
     recorder.write(
         RunStarted(
             step=0,
@@ -135,7 +147,9 @@ def attach(
         recorder.decline("freezing", f"{builder.policy_name!r} weighs what is still to come: give attach total_steps")
     pace = Pace()
     skipping = None
-    if settings.cache.enabled and modules:
+    if settings.cache.enabled and modules and not ranks.is_alone:
+        recorder.decline("skipping the frozen forward pass", "it is not shared between processes yet")
+    elif settings.cache.enabled and modules:
         skipping = begin_skipping(
             model,
             builder.handle,
@@ -155,6 +169,13 @@ def attach(
     )
     driver.pace.add_overhead(*watch.read())
     return Run(builder.handle, driver, recorder)
+
+
+def _recorder(ranks: Ranks, directory: str | Path | None) -> Recorder:
+    """Return what writes the journal; of several processes only the first keeps one."""
+    if not ranks.leads:
+        return Recorder(None, echoes=True)
+    return Recorder(Path(directory) if directory is not None else _new_directory())
 
 
 def _new_directory() -> Path:
@@ -206,7 +227,7 @@ def _choose_controller(
 
 def _cut(builder: EngineBuilder) -> tuple[tuple[LayerModule, ...], str | None]:
     """Return how the model is cut, or nothing and why it is left alone."""
-    refusal = builder.parallel.refusal(builder.model)
+    refusal = builder.parallel.refusal()
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in builder.optimizers):
         refusal = "LBFGS moves parameters by its history, also those without a gradient"
     if refusal:

@@ -25,6 +25,10 @@ class IntervalClock:
         """Tell whether the interval ends with the next step."""
         return self.num_steps + 1 >= self._began + self.interval_steps
 
+    def is_at_part(self, count: int) -> bool:
+        """Tell whether the newest step ended the interval, or one of as many parts of it."""
+        return (self.num_steps - self._began) % max(1, self.interval_steps // count) == 0
+
     def tick(self) -> bool:
         """Count a step; return whether an interval ended with it."""
         self.num_steps += 1

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from egeria.errors import StateError
 from egeria.events import ModulesOrdered
 from egeria.layers.modules import LayerModule
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Annealing, EndBootstrapping, Thaw
-from egeria.session.applier import HarmfulFreezeError
 from egeria.session.clock import IntervalClock
 from egeria.session.engine import Engine, EngineBuilder
+from egeria.session.faults import Faults
 from egeria.session.judge import Judge
 from egeria.session.meter import IntervalMeter
 from egeria.session.pace import Pace
+from egeria.session.ranks import fingerprint
 from egeria.session.rates import Wanted
 from egeria.session.recorder import Recorder
 from egeria.session.skipping import Skipping
 
-FAULTS_BEFORE_GIVING_UP = 3
+LOOKS_PER_INTERVAL = 4
+"""How often several processes ask each other for readings of a controller process."""
 
 
 class Driver:
@@ -49,18 +52,24 @@ class Driver:
     ) -> None:
         self._clock = IntervalClock(interval_steps)
         self._builder = builder
+        self._ranks = builder.ranks
         self._engine: Engine | None = builder.build(modules) if modules else None
         self._order = builder.watch_order(modules) if modules else None
         self._recorder = recorder
         self.pace = pace
         self._skipping = skipping
         policy = self._engine.policy if self._engine else None
-        self._meter = IntervalMeter(pace, builder.measures(policy, pace.take_out), recorder)
+        self._meter = IntervalMeter(pace, builder.measures(policy, pace.take_out), self._ranks, recorder)
         self._rates = builder.rates(policy, self._wanted_rates, pace.take_out)
-        self._judge = Judge(builder.config, recorder)
+        self._judge = Judge(builder.config, self._ranks, recorder)
         self._past_controller_cpu_s = 0.0
         self._modules = modules
-        self._faults_in_a_row: dict[str, int] = {}
+        self._faults = Faults(self._ranks, recorder, weakref.proxy(self))
+
+    @property
+    def engine(self) -> Engine | None:
+        """What judges and freezes; None where nothing can be frozen, or not any more."""
+        return self._engine
 
     @property
     def num_steps(self) -> int:
@@ -97,20 +106,18 @@ class Driver:
         ends_interval = self._clock.tick()
         self._recorder.step = self.num_steps
         if self._order is not None:
-            self._guarded("ordering the layer modules", self._settle_order)
-        if self._engine is not None and self._engine.evaluator.is_waiting:
-            self._guarded("taking in readings", self._take_in_readings)
-        if ends_interval:
-            self._guarded("ending an interval", self._end_interval)
-        self._guarded("preparing an evaluation", self._arm)
-        self._guarded("moving the boundary of the cache", self._follow_boundary)
+            self._faults.bear("ordering the layer modules", self._settle_order)
+        if ends_interval or self._may_have_readings:
+            self._meet(ends_interval)
+        self._faults.bear("preparing an evaluation", self._arm)
+        self._faults.bear("moving the boundary of the cache", self._follow_boundary)
 
     def close(self) -> None:
         """Leave the model and the loader as they were found, for good."""
         self.release()
         if self._skipping is not None:
             skipping, self._skipping = self._skipping, None
-            self._guarded("closing the cache", skipping.close)
+            self._faults.bear("closing the cache", skipping.close)
 
     def release(self, successor: Engine | None = None) -> None:
         """Leave the model as it was found and stop for good, or until a successor takes over."""
@@ -121,11 +128,13 @@ class Driver:
             self._meter.close()
             if self._rates is not None:
                 self._rates.close()
+        if successor is None:
+            self._ranks.part()
         if self._engine is not None:
             engine, self._engine = self._engine, None
             self._modules = engine.modules
             if self._skipping is not None:
-                self._guarded("leaving the boundary of the cache", self._skipping.rest)
+                self._faults.bear("leaving the boundary of the cache", self._skipping.rest)
             engine.applier.release()
             try:
                 engine.evaluator.close(successor.evaluator if successor else None)
@@ -186,28 +195,35 @@ class Driver:
         self._meter.load_state_dict(gathered)
         if self._rates is not None:
             self._rates.load_state_dict(state.get("rates", {}))
-        self._guarded("preparing an evaluation", self._arm)
-        self._guarded("moving the boundary of the cache", self._follow_boundary)
+        self._faults.bear("preparing an evaluation", self._arm)
+        self._faults.bear("moving the boundary of the cache", self._follow_boundary)
 
-    def _guarded(self, where: str, action: Callable[[], None]) -> None:
-        """Run one of our own steps; its failure is ours to bear."""
-        try:
-            action()
-            self._faults_in_a_row.pop(where, None)
-        except HarmfulFreezeError as error:
-            self.release()
-            self._recorder.decline("freezing", str(error))
-        except Exception as error:
-            self._recorder.fault(where, error)
-            count = self._faults_in_a_row[where] = self._faults_in_a_row.get(where, 0) + 1
-            engine = self._engine
-            if engine is None:
-                return
-            engine.evaluator.disarm()
-            out_of_step = engine.policy.frozen != engine.applier.freezer.depth
-            if out_of_step or count >= FAULTS_BEFORE_GIVING_UP:
-                self.release()
-                self._recorder.decline("freezing", f"{where} failed {count} times in a row, last with: {error}")
+    @property
+    def _may_have_readings(self) -> bool:
+        """Tell whether to look for readings at this step: whenever they may come, among several processes at times."""
+        if self._engine is None or self._ranks.is_lost:
+            return False
+        if self._ranks.is_alone:
+            return self._engine.evaluator.is_waiting
+        return self._ranks.leader_is_apart and self._clock.is_at_part(LOOKS_PER_INTERVAL)
+
+    def _meet(self, ends_interval: bool) -> None:
+        """Let all processes of the job judge the same and freeze the same, at this step."""
+        self._ranks.meet(self.num_steps)
+        if self._may_have_readings:
+            self._faults.bear("taking in readings", self._take_in_readings)
+        if ends_interval:
+            self._faults.bear("ending an interval", self._end_interval)
+        if self._engine is not None and self._ranks.meets:
+            self._faults.bear("agreeing on what is frozen", self._agree)
+
+    def _agree(self) -> None:
+        assert self._engine is not None
+        applier = self._engine.applier
+        if not self._ranks.is_alone:
+            trained = fingerprint(applier.trained())
+            self._clock.interval_steps = self._ranks.close(trained, self._clock.interval_steps)
+        applier.settle()
 
     def _settle_order(self) -> None:
         """After the first forward: cut the model again if it runs in another order than it is defined in."""
@@ -217,10 +233,9 @@ class Driver:
         watched, self._order = self._order, None
         watched.close()
         if watched.without_grad:
-            self.release()
             name = min(watched.without_grad)
             reason = f"{name} runs under reentrant activation checkpointing, which loses every gradient behind a frozen"
-            self._recorder.decline("freezing", f"{reason} layer. Use torch.utils.checkpoint with use_reentrant=False")
+            self._faults.stop_freezing(f"{reason} layer. Use torch.utils.checkpoint with use_reentrant=False")
             return
         modules = self._builder.parse(watched.order)
         found = self._builder.describe(modules, watched)
@@ -237,9 +252,9 @@ class Driver:
         rate = self._builder.learning_rate(self.modules)
         interval = self._meter.take(self._clock, self.modules, self.frozen, rate)
         engine = self._engine
-        if engine is None:
+        if engine is None or self._ranks.is_lost:
             return
-        if engine.applier.freezer.is_undone:
+        if engine.applier.is_undone:
             self.release()
             reason = "the loop itself switched gradients of frozen layers on (requires_grad), and it has the last word"
             self._recorder.decline("freezing", reason)
@@ -249,7 +264,8 @@ class Driver:
         if any(isinstance(decision, Thaw) for decision in decisions):
             engine.evaluator.void_before(evaluation)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
-            engine.evaluator.refresh(evaluation)
+            if self._ranks.leads:
+                engine.evaluator.refresh(evaluation)
         elif interval.loss is not None:
             self._judge.evaluate(engine, self._clock, self._meter.iteration_s)
         engine.evaluator.disarm()
@@ -266,12 +282,12 @@ class Driver:
             self._skipping.follow(self._engine, self.num_steps, self._clock.interval_steps)
 
     def _take_in_readings(self) -> None:
-        if self._engine is not None:
+        if self._engine is not None and not self._engine.applier.is_undone:
             self._judge.take_in_readings(self._engine)
 
     def _arm(self) -> None:
         engine = self._engine
-        if engine is None or not self._clock.next_step_ends or engine.evaluator.has_given_up:
+        if engine is None or not self._clock.next_step_ends or engine.evaluator.has_given_up or not self._ranks.leads:
             return
         monitored = engine.policy.monitored
         if monitored is not None:

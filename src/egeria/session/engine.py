@@ -21,6 +21,7 @@ from egeria.session.applier import Applier
 from egeria.session.evaluator import Evaluator
 from egeria.session.handle import ModelHandle
 from egeria.session.measures import Foresight, Measures
+from egeria.session.ranks import Ranks
 from egeria.session.rates import LayerRates, Wanted
 from egeria.session.recorder import Recorder
 
@@ -47,6 +48,7 @@ class EngineBuilder:
     scheduler: Any
     total_steps: int | None
     parallel: ParallelStrategy
+    ranks: Ranks
     recorder: Recorder
     make_controller: Callable[[tuple[str, ...]], Controller]
 
@@ -74,7 +76,7 @@ class EngineBuilder:
         """
         policy = self.make_policy(modules, watched)
         controller: Controller = AbsentController()
-        if PLASTICITY in policy.needs:
+        if PLASTICITY in policy.needs and self.ranks.leads:
             controller = self.make_controller(tuple(module.tap for module in modules[:-1]))
         return Engine(
             modules=modules,
@@ -118,11 +120,11 @@ class EngineBuilder:
         return policy
 
     def measures(self, policy: Policy | None, spend: Callable[[float, float], None]) -> Measures:
-        """Make what measures for a policy; None needs nothing."""
+        """Make what measures for a policy; None needs nothing, and what the leader measures holds for all."""
         return Measures(
             self.model,
             self.optimizers,
-            policy.needs if policy else (),
+            policy.needs if policy and self.ranks.leads else (),
             foresight=Foresight(self.scheduler, self.total_steps),
             recorder=self.recorder,
             spend=spend,

@@ -29,6 +29,7 @@ class ModelHandle(nn.Module):
         self.__dict__["_target"] = model
         self.__dict__["_keep"] = None
         self.__dict__["_skip"] = None
+        self.__dict__["_before"] = None
 
     @property
     def training(self) -> bool:
@@ -48,6 +49,10 @@ class ModelHandle(nn.Module):
         """Let `skip` make the training forwards: it is given the call and its arguments; None stops that."""
         self.__dict__["_skip"] = skip
 
+    def call_before(self, before: Callable[[], None] | None) -> None:
+        """Call `before` ahead of each training forward; None stops that."""
+        self.__dict__["_before"] = before
+
     def call_instead(self, target: nn.Module) -> None:
         """Forward calls to `target` from now on: the model, or a wrapper around it."""
         self.__dict__["_target"] = target
@@ -55,8 +60,13 @@ class ModelHandle(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         bare: nn.Module = self.__dict__["_bare"]
-        keep, skip = self.__dict__["_keep"], self.__dict__["_skip"]
-        if (keep is None and skip is None) or not bare.training or not torch.is_grad_enabled():
+        keep, skip, before = self.__dict__["_keep"], self.__dict__["_skip"], self.__dict__["_before"]
+        is_idle = keep is None and skip is None and before is None
+        if is_idle or not bare.training or not torch.is_grad_enabled():
+            return self.__dict__["_target"](*args, **kwargs)
+        if before is not None:
+            before()
+        if keep is None and skip is None:
             return self.__dict__["_target"](*args, **kwargs)
         device = next((parameter.device.type for parameter in bare.parameters()), "cpu")
         batch = Batch.of_call(args, kwargs, device)
@@ -67,7 +77,7 @@ class ModelHandle(nn.Module):
 
     def train(self, mode: bool = True) -> ModelHandle:
         """Set the mode of the model."""
-        self.__dict__["_bare"].train(mode)
+        self.__dict__["_target"].train(mode)
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +93,12 @@ class ModelHandle(nn.Module):
         return self.__dict__["_bare"].load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_bare"], name)
+        try:
+            return getattr(self.__dict__["_bare"], name)
+        except AttributeError:
+            if self.__dict__["_target"] is self.__dict__["_bare"]:
+                raise
+            return getattr(self.__dict__["_target"], name)  # what a wrapper has, such as `no_sync`
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_bare"], name, value)

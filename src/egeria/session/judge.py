@@ -15,6 +15,7 @@ from egeria.session.clock import IntervalClock
 from egeria.session.engine import Engine
 from egeria.session.evaluator import Evaluated
 from egeria.session.pace import Stopwatch
+from egeria.session.ranks import Ranks
 from egeria.session.recorder import Recorder
 
 
@@ -23,13 +24,15 @@ class Judge:
 
     Args:
         config: the settings of the run.
+        ranks: the processes of the job; the first asks, and all hear the answers.
         recorder: where readings are told.
     """
 
-    def __init__(self, config: Config, recorder: Recorder) -> None:
+    def __init__(self, config: Config, ranks: Ranks, recorder: Recorder) -> None:
         self._refresh_evaluations = config.reference.refresh_evaluations
         self._window = config.reference.refresh_evaluations or config.plasticity.window
         self._budget = Budget(config.controller.budget_share, config.plasticity.window)
+        self._ranks = ranks
         self._recorder = recorder
         self._profiled = False
         self._work_shares: Sequence[float] | None = None
@@ -37,24 +40,23 @@ class Judge:
     def evaluate(self, engine: Engine, clock: IntervalClock, iteration_s: float) -> None:
         """Ask for an evaluation, take in what is finished, refresh the reference if that is due."""
         monitored = engine.policy.monitored
-        if monitored is None or engine.evaluator.has_given_up:
+        if monitored is None:
             return
-        self._profile(engine)
-        watch = Stopwatch()
-        asked = engine.evaluator.evaluate(clock.num_steps, clock.evaluation, monitored, engine.modules[monitored])
-        if asked and iteration_s > 0:
-            self._budget.note_evaluation(watch.read()[0] / iteration_s)
+        asks = self._ranks.leads and not engine.evaluator.has_given_up
+        if asks:
+            self._profile(engine)
+            watch = Stopwatch()
+            asked = engine.evaluator.evaluate(clock.num_steps, clock.evaluation, monitored, engine.modules[monitored])
+            if asked and iteration_s > 0:
+                self._budget.note_evaluation(watch.read()[0] / iteration_s)
         self.take_in_readings(engine)
-        watch = Stopwatch()
-        period = self._refresh_evaluations or engine.policy.window
-        if engine.evaluator.refresh_if_due(clock.evaluation, period) and iteration_s > 0:
-            # A policy may ask for some in a row; what counts is how often they come in the long run.
-            self._budget.note_refresh(watch.read()[0] / iteration_s, max(period, self._window))
-        self._keep_to_the_budget(clock)
+        if asks:
+            self._refresh(engine, clock, iteration_s)
+            self._keep_to_the_budget(clock)
 
     def take_in_readings(self, engine: Engine) -> None:
         """Judge what the controller has finished, at this evaluation or since an earlier one."""
-        for evaluated in engine.evaluator.poll():
+        for evaluated in self._finished(engine):
             if evaluated.reading.module != engine.policy.monitored:
                 engine.evaluator.drop_late(evaluated.reading)
                 continue
@@ -68,10 +70,28 @@ class Judge:
         self._profile(engine)
         return engine.evaluator.batch
 
+    def _finished(self, engine: Engine) -> list[Evaluated]:
+        """Return what is finished, the same in all processes."""
+        own = [] if engine.evaluator.has_given_up else engine.evaluator.poll()
+        if self._work_shares is not None:
+            own = [
+                replace(entry, reading=replace(entry.reading, work_share=self._work_shares[entry.reading.module]))
+                for entry in own
+            ]
+        if self._ranks.is_alone:
+            return own
+        shared = self._ranks.readings([entry.reading for entry in own])
+        return own or [Evaluated(reading=reading, wall_s=0.0, cpu_s=0.0, controller_cpu_s=0.0) for reading in shared]
+
+    def _refresh(self, engine: Engine, clock: IntervalClock, iteration_s: float) -> None:
+        watch = Stopwatch()
+        period = self._refresh_evaluations or engine.policy.window
+        if engine.evaluator.refresh_if_due(clock.evaluation, period) and iteration_s > 0:
+            # A policy may ask for some in a row; what counts is how often they come in the long run.
+            self._budget.note_refresh(watch.read()[0] / iteration_s, max(period, self._window))
+
     def _judge(self, engine: Engine, evaluated: Evaluated) -> Sequence[Decision]:
         reading = evaluated.reading
-        if self._work_shares is not None:
-            reading = replace(reading, work_share=self._work_shares[reading.module])
         judgement = engine.policy.observe_reading(reading)
         self._recorder.write(
             PlasticityRead(

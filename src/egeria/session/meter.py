@@ -12,6 +12,7 @@ from egeria.session.clock import IntervalClock
 from egeria.session.losses import Losses
 from egeria.session.measures import Measures
 from egeria.session.pace import Pace
+from egeria.session.ranks import Ranks, Subject, fingerprint, from_number, to_number
 from egeria.session.recorder import Recorder
 
 
@@ -21,14 +22,16 @@ class IntervalMeter:
     Args:
         pace: measures the iterations.
         measures: what the policy needs beside the loss.
+        ranks: the processes of the job, which all see the same interval.
         recorder: where intervals are told.
     """
 
-    def __init__(self, pace: Pace, measures: Measures, recorder: Recorder) -> None:
+    def __init__(self, pace: Pace, measures: Measures, ranks: Ranks, recorder: Recorder) -> None:
         self.iteration_s = 0.0
         """Median seconds of an iteration in the newest interval with nothing frozen."""
         self._pace = pace
         self._measures = measures
+        self._ranks = ranks
         self._recorder = recorder
         self._losses = Losses()
 
@@ -41,12 +44,21 @@ class IntervalMeter:
         self._losses.add(loss)
 
     def take(self, clock: IntervalClock, modules: Sequence[LayerModule], num_frozen: int, rate: float) -> Interval:
-        """Return the interval that has ended, and start anew."""
+        """Return the interval that has ended, and start anew.
+
+        Raises:
+            OutOfStepError: the processes of the job do not agree.
+            LostError: they cannot reach each other.
+        """
         loss, num_bad = self._losses.take_mean()
         wall_s, cpu_s = self._pace.take_medians()
         if not num_frozen:  # what evaluations may cost is measured against training without egeria
             self.iteration_s = wall_s
         measured: dict[str, Any] = self._measures.take(clock.num_steps, rate, modules, num_frozen)
+        if not self._ranks.is_alone:
+            cut = fingerprint(" ".join(module.name for module in modules))
+            loss, num_bad = self._ranks.mean_loss(cut, loss, num_bad)
+            rate, measured = self._share(rate, measured, len(modules))
         self._recorder.write(
             IntervalMeasured(
                 step=clock.num_steps,
@@ -76,6 +88,20 @@ class IntervalMeter:
             last_rate=measured["last_rate"],
         )
 
+    def _share(self, rate: float, measured: dict[str, Any], num_modules: int) -> tuple[float, dict[str, Any]]:
+        """Return the leader's rate and measures."""
+        numbers = [rate, *(to_number(measured[name]) for name in _NUMBERS)]
+        for name in _LISTS:
+            values = measured[name] or [None] * num_modules
+            numbers += [float(measured[name] is not None), *map(to_number, values)]
+        shared = iter(self._ranks.from_leader(Subject.MEASURES, numbers))
+        rate = next(shared)
+        found: dict[str, Any] = {name: from_number(next(shared)) for name in _NUMBERS}
+        for name in _LISTS:
+            is_there, values = next(shared), [from_number(next(shared)) for _ in range(num_modules)]
+            found[name] = values if is_there else None
+        return rate, found
+
     def close(self) -> None:
         """Stop measuring for the policy, for good; losses and pace go on."""
         self._measures.close()
@@ -93,6 +119,11 @@ class IntervalMeter:
         self.iteration_s = float(state["iteration_s"])
         self._losses.restore(list(state["losses"]))
         self._measures.load_state_dict(state.get("measures", {}))
+
+
+_NUMBERS = ("way_ahead", "last_rate")
+_LISTS = ("gradients", "weight_changes", "noise")
+"""What is measured, once and for each layer module."""
 
 
 def _fixed(values: list[float | None] | None) -> tuple[float | None, ...] | None:

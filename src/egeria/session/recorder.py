@@ -19,10 +19,12 @@ class Recorder:
 
     Args:
         directory: where the journal lives; None keeps it in memory.
+        echoes: whether another process of the job says the same, so that only failures of this one are told here.
     """
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, *, echoes: bool = False) -> None:
         self.step = 0
+        self._echoes = echoes
         self._warned: set[str] = set()
         self._faults: dict[str, int] = {}
         self.journal = JournalWriter(directory, on_failure=lambda message: self.warn("journal", message))
@@ -44,7 +46,8 @@ class Recorder:
         """Journal that the library will not do something, and say so, the first time."""
         if what not in self._warned:
             self.write(Declined(step=self.step, what=what, reason=reason))
-        self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training goes on without it.")
+        if not self._echoes:
+            self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training goes on without it.")
 
     def fault(self, where: str, error: Exception) -> int:
         """Journal a failure of ours, warn the first time, and return how many there were in this place."""

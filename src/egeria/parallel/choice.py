@@ -1,0 +1,25 @@
+"""Which strategy a model trains under, by its wrapper and by the job."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from egeria import dist
+from egeria.parallel.protocol import ParallelStrategy
+from egeria.parallel.refusals import refuse_wrapper
+from egeria.parallel.replicas import Replicas
+from egeria.parallel.single import SingleProcess
+
+
+def choose_parallel(model: nn.Module) -> ParallelStrategy:
+    """Return the strategy for what was given to `attach`.
+
+    A bare model in a job of several processes is one replica of it, and `attach` wraps it.
+    """
+    refused = refuse_wrapper(model)
+    if refused is not None:
+        return SingleProcess(refused)
+    if isinstance(model, DistributedDataParallel) or dist.world_size() > 1:
+        return Replicas()
+    return SingleProcess()

@@ -1,0 +1,67 @@
+"""What cannot be frozen safely, by what is seen of the model and its wrappers; each with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+DDP = "Build DistributedDataParallel without it, or give attach the bare model, which it wraps"
+FSDP2 = "Use DistributedDataParallel where a replica fits, which egeria can freeze"
+
+
+def refuse_wrapper(model: nn.Module) -> str | None:
+    """Return why a model in such a wrapper cannot be frozen; None if it is in none of these."""
+    names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if "FullyShardedDataParallel" in names:
+        return (
+            "FSDP1 (FullyShardedDataParallel) keeps the parameters of a unit in one flat tensor, and cannot freeze a "
+            f"part of it. {FSDP2}"
+        )
+    if "FSDPModule" in names:
+        return f"the model is sharded by fully_shard, which this version cannot freeze. {FSDP2}"
+    if "DeepSpeedEngine" in names or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return (
+            "DeepSpeed (ZeRO) sorts parameters into partitions once, by what trains when it begins, and never trains "
+            f"one that thaws later. {FSDP2}"
+        )
+    if isinstance(model, nn.DataParallel):
+        return (
+            "DataParallel copies the model anew in every forward, and layers cannot be watched in copies. "
+            "Use DistributedDataParallel, one process for each device"
+        )
+    return None
+
+
+def refuse_model(model: nn.Module) -> str | None:
+    """Return why the layers of a model cannot be watched; None if they can."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return "the model is a TorchScript module, whose layers cannot be read. Attach the module it was made from"
+    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+        return "the model is compiled, and watching it would break its graphs. Attach it without torch.compile"
+    return None
+
+
+def refuse_options(wrapper: DistributedDataParallel) -> str | None:
+    """Return what a wrapper was built with that a change of the trained parameters would break; None for nothing."""
+    held: Any = wrapper
+    steps_early = any(hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.module.parameters())
+    refused = {
+        "DistributedDataParallel(static_graph=True) fixes which parameters are reduced at its first iteration. "
+        "Build it without static_graph; find_unused_parameters is kept": held.static_graph,
+        "DistributedDataParallel(mixed_precision=...) keeps a second copy of what it reduces. "
+        f"{DDP}; autocast does the same": held.mixed_precision is not None,
+        "DistributedDataParallel(delay_all_reduce_named_params=...) reduces by views made once. "
+        f"{DDP}": held._delay_all_reduce_params,
+        "compiled autograd (optimize_ddp='python_reducer') reduces by hooks made once. "
+        f"{DDP}": held._use_python_reducer,
+        "optimizers that step within the backward pass leave no step to follow. "
+        "Call optimizer.step() in the loop": steps_early,
+        "a built-in communication hook cannot be registered anew, since DistributedDataParallel does not tell which. "
+        "Register its twin of torch.distributed.algorithms.ddp_comm_hooks.default_hooks by register_comm_hook": (
+            not held._comm_hooks and held._get_ddp_logging_data().get("comm_hook")
+        ),
+    }
+    return next((reason for reason, applies in refused.items() if applies), None)

@@ -1,0 +1,108 @@
+"""Data-parallel replicas: what is frozen drops out of the reduction of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from egeria.parallel.rebuild import rebuild
+from egeria.parallel.refusals import refuse_model, refuse_options
+
+
+class Replicas:
+    """Replicas of the model under `DistributedDataParallel`.
+
+    The wrapper stays the same object, so that what the loop holds goes on being what it calls; the buckets
+    in it are made anew whenever layers freeze or thaw. Its options and communication hooks stay.
+
+    Args:
+        options: of `DistributedDataParallel`, for a bare model, which is wrapped here.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.rank, self.num_ranks = 0, 1
+        self._options = options
+        self._wrapper: Any = None
+        self._group: Any = None
+        self._trained: tuple[str, ...] = ()
+        """Names of the parameters that are reduced."""
+        self._idle: frozenset[str] = frozenset()
+        """Names of the buffers that are not broadcast any more."""
+
+    def take(self, model: nn.Module) -> nn.Module:
+        """Return the model itself; a bare one is wrapped first."""
+        if not isinstance(model, DistributedDataParallel):
+            model = DistributedDataParallel(model, **{**_device(model), **self._options})
+        self._wrapper, group = model, model.process_group
+        self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
+        self._group = _group_for_numbers(group)
+        self._trained = self._trainable()
+        bare: nn.Module = model.module
+        return bare
+
+    def refusal(self) -> str | None:
+        """Refuse what cannot be watched, and options that fix at the first iteration what is reduced."""
+        return refuse_model(self._wrapper.module) or refuse_options(self._wrapper)
+
+    def exchange(self, row: Sequence[float]) -> list[list[float]]:
+        """Return the rows of all processes, by rank.
+
+        Raises:
+            RuntimeError: a process did not answer within the timeout of the process group.
+        """
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        distributed.all_gather(rows, mine, group=self._group)
+        return [entry.tolist() for entry in rows]
+
+    def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
+        """Return the wrapper, its buckets made anew if other parameters train than before."""
+        trained, idle = self._trainable(), frozenset(_buffers_of(self._wrapper.module, frozen))
+        if (trained, idle) != (self._trained, self._idle):
+            rebuild(self._wrapper, idle_before=self._idle, idle=idle)
+            self._trained, self._idle = trained, idle
+        wrapper: nn.Module = self._wrapper
+        return wrapper
+
+    def _trainable(self) -> tuple[str, ...]:
+        named = self._wrapper.module.named_parameters()
+        return tuple(name for name, parameter in named if parameter.requires_grad)
+
+
+def _device(model: nn.Module) -> dict[str, Any]:
+    """Return the device that a replica on one accelerator is told of; nothing for others."""
+    devices = {parameter.device for parameter in model.parameters()}
+    is_single = len(devices) == 1 and next(iter(devices)).type not in ("cpu", "meta")
+    return {"device_ids": [next(iter(devices))]} if is_single else {}
+
+
+def _group_for_numbers(group: Any) -> Any:
+    """Return a process group of the same ranks that carries numbers of the CPU, so that no device waits for them."""
+    if "cpu:" in distributed.get_backend_config(group):
+        return group
+    return distributed.new_group(
+        ranks=distributed.get_process_group_ranks(group),
+        backend="gloo",
+        timeout=_timeout(group),
+        use_local_synchronization=True,
+    )
+
+
+def _timeout(group: Any) -> Any:
+    """Return how long a group waits for its ranks; None for the default of gloo, where it does not tell."""
+    try:
+        return group._get_backend(torch.device("cuda")).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def _buffers_of(model: nn.Module, frozen: Collection[str]) -> list[str]:
+    return [
+        f"{name}.{buffer}" if name else buffer
+        for name in frozen
+        for buffer, _ in model.get_submodule(name).named_buffers()
+    ]

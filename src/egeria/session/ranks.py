@@ -1,0 +1,267 @@
+"""Keeping the processes of a job in step: all see the same numbers, so that all decide alike."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from enum import IntEnum
+from typing import Any
+
+from egeria.config import Config
+from egeria.errors import ConfigError
+from egeria.layers.modules import LayerModule
+from egeria.parallel import ParallelStrategy
+from egeria.policy import Reading
+
+ROW = 64
+"""Numbers that are exchanged at once."""
+DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "freezing", "unfreezing")
+"""Groups of settings that decisions depend on."""
+HEAD = 3
+"""Numbers of a row in front of what it says: the subject, the step, and how many follow."""
+
+
+class Subject(IntEnum):
+    """What an exchange is about."""
+
+    LEAVING = 0
+    ATTACHING = 1
+    INTERVAL = 2
+    MEASURES = 3
+    READINGS = 4
+    CLOSING = 5
+
+
+class OutOfStepError(Exception):
+    """The processes do not agree, or one of them cannot go on: all of them learn it in the same exchange."""
+
+
+class LostError(Exception):
+    """The processes cannot reach each other any more: nothing about what is frozen may change."""
+
+
+class Ranks:
+    """The processes of a job, seen from one of them.
+
+    They meet at the end of each interval, and in between where a controller process may have readings. A meeting
+    is a fixed sequence of exchanges that ends with `close`. One that fails between two of them says so in the
+    next, whichever that is, since all rows have the same length; one that fails outside says so in the next meeting.
+    No process is then left waiting for another, and all stop freezing at the same step.
+
+    Args:
+        parallel: how they train together.
+    """
+
+    def __init__(self, parallel: ParallelStrategy) -> None:
+        self._parallel = parallel
+        self._step = 0
+        self.meets = False
+        """Whether a meeting is under way."""
+        self._leaves = False
+        self._has_parted = False
+        self.leader_is_apart = False
+        """Whether the leader's controller is a process of its own, whose readings come whenever they are ready."""
+        self.is_lost = False
+        """Whether an exchange has failed; there are no more then."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Tell whether there is nobody to agree with, or not any more."""
+        return self._parallel.num_ranks == 1 or self._has_parted or self.is_lost
+
+    @property
+    def are_meeting(self) -> bool:
+        """Tell whether others wait for this process to take part in a meeting."""
+        return self.meets and not self.is_alone
+
+    @property
+    def leads(self) -> bool:
+        """Tell whether this is the process that evaluates and keeps the journal."""
+        return self._parallel.rank == 0
+
+    def meet(self, step: int) -> None:
+        """Begin a meeting."""
+        self._step, self.meets = step, True
+
+    def part(self) -> None:
+        """Meet no more: nothing will freeze."""
+        self.meets, self._has_parted = False, True
+
+    def leave(self) -> None:
+        """Tell the others that this process cannot go on: now, if they meet, else at the next meeting.
+
+        Raises:
+            OutOfStepError: they know.
+        """
+        self._leaves = True
+        if self.are_meeting:
+            self.gather(Subject.LEAVING, ())
+
+    def gather(self, subject: Subject, values: Sequence[float]) -> list[list[float]]:
+        """Return the values of all processes, by rank.
+
+        Raises:
+            OutOfStepError: one of them leaves, or is at something else.
+            LostError: they cannot reach each other.
+        """
+        if self.is_alone:
+            return [list(values)]
+        subject = Subject.LEAVING if self._leaves else subject
+        row = [float(subject), float(self._step), float(len(values)), *values]
+        assert len(row) <= ROW, "what is longer goes in parts"
+        try:
+            rows = self._parallel.exchange([*row, *[0.0] * (ROW - len(row))])
+        except Exception as error:
+            self.meets, self.is_lost = False, True
+            raise LostError(f"the processes of the job could not reach each other ({error})") from error
+        leaving = [rank for rank, found in enumerate(rows) if found[0] == Subject.LEAVING]
+        apart = [rank for rank, found in enumerate(rows) if found[:HEAD] != rows[0][:HEAD]]
+        if leaving or apart:
+            self.meets = False
+            raise OutOfStepError(_why(leaving, apart))
+        return [found[HEAD : HEAD + len(values)] for found in rows]
+
+    def from_leader(self, subject: Subject, values: Sequence[float]) -> list[float]:
+        """Return the leader's values in place of one's own; there must be as many.
+
+        Raises:
+            OutOfStepError: one of them leaves, or is at something else.
+            LostError: they cannot reach each other.
+        """
+        size = ROW - HEAD
+        parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
+        return [value for part in parts for value in self.gather(subject, part)[0]]
+
+    def mean_loss(self, cut: float, loss: float | None, num_bad: int) -> tuple[float | None, int]:
+        """Return the mean training loss of all processes that have one, and how many losses were none.
+
+        Raises:
+            OutOfStepError: they cut the model otherwise, or one of them leaves.
+            LostError: they cannot reach each other.
+        """
+        rows = self.gather(Subject.INTERVAL, (cut, math.nan if loss is None else loss, num_bad))
+        self._check_same(rows)
+        losses = [found for _, found, _ in rows if not math.isnan(found)]
+        return (statistics.fmean(losses) if losses else None), int(sum(bad for _, _, bad in rows))
+
+    def readings(self, own: Sequence[Reading]) -> list[Reading]:
+        """Return the readings that the leader has.
+
+        Raises:
+            OutOfStepError: one of them leaves, or is at something else.
+            LostError: they cannot reach each other.
+        """
+        [count] = self.from_leader(Subject.READINGS, [float(len(own))])
+        numbers = [number for reading in own for number in _to_numbers(reading)] if self.leads else []
+        width = len(fields(Reading))
+        shared = self.from_leader(Subject.READINGS, numbers or [0.0] * (width * int(count)))
+        return [_to_reading(shared[begin : begin + width]) for begin in range(0, len(shared), width)]
+
+    def close(self, state: float, interval_steps: int) -> int:
+        """End a meeting: everybody has frozen the same.
+
+        Args:
+            state: a fingerprint of what trains.
+            interval_steps: `n` as it is now; the leader's holds.
+
+        Returns:
+            The leader's `n`.
+
+        Raises:
+            OutOfStepError: somebody has frozen something else, or leaves.
+            LostError: they cannot reach each other.
+        """
+        rows = self.gather(Subject.CLOSING, (state, interval_steps))
+        self._check_same(rows)
+        self.meets = False
+        return int(rows[0][1])
+
+    def _check_same(self, rows: Sequence[Sequence[float]]) -> None:
+        """Check that all say the same in the first place."""
+        apart = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+        if apart:
+            self.meets = False
+            raise OutOfStepError(_why((), apart))
+
+
+def agree_on_the_run(
+    ranks: Ranks,
+    config: Config,
+    modules: Sequence[LayerModule],
+    total_steps: int | None,
+    interval_steps: int,
+    *,
+    is_apart: bool,
+) -> str | None:
+    """Check that all processes attach alike; return why nothing can be frozen, None if it can.
+
+    Raises:
+        ConfigError: they were given other settings, or another number of steps.
+    """
+    settings = {name: config.to_dict()[name] for name in DECIDING}
+    steps = -1.0 if total_steps is None else float(total_steps)
+    cut = fingerprint(" ".join(module.name for module in modules))
+    row = (steps, fingerprint(str(_plain(settings))), cut, float(interval_steps), float(is_apart), float(len(modules)))
+    rows = ranks.gather(Subject.ATTACHING, row)
+    for column, what in enumerate(("total_steps", "settings")):
+        apart = [rank for rank, found in enumerate(rows) if found[column] != rows[0][column]]
+        if apart:
+            found = f", found {[int(row[0]) for row in rows]}" if what == "total_steps" else ""
+            raise ConfigError(
+                f"All processes of a job attach with the same {what}; rank {apart[0]} has others than rank 0{found}. "
+                f"Give attach the same on every rank; with loaders of different lengths, the number of the first."
+            )
+    ranks.leader_is_apart = bool(rows[0][4])
+    if any(found[5] == 0 for found in rows):
+        return "the model of another process of the job cannot be frozen"
+    if any(found[2:4] != rows[0][2:4] for found in rows):
+        return "the processes of the job cut their models into other layer modules"
+    return None
+
+
+def _plain(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return settings without what is another object in each process."""
+    return {
+        name: {key: value for key, value in group.items() if not str(value).startswith("<")}
+        for name, group in settings.items()
+    }
+
+
+def to_number(value: float | None) -> float:
+    """Return a number for what may be none."""
+    return math.nan if value is None else float(value)
+
+
+def from_number(value: float) -> float | None:
+    """Return what `to_number` was given."""
+    return None if math.isnan(value) else value
+
+
+def _to_numbers(reading: Reading) -> list[float]:
+    return [to_number(getattr(reading, field.name)) for field in fields(Reading)]
+
+
+def _to_reading(numbers: Sequence[float]) -> Reading:
+    step, evaluation, module, value, age, work_share = numbers
+    return Reading(
+        step=int(step),
+        evaluation=int(evaluation),
+        module=int(module),
+        value=value,
+        age=None if math.isnan(age) else int(age),
+        work_share=from_number(work_share),
+    )
+
+
+def fingerprint(text: str) -> float:
+    """Return a whole number that stands for a text and that a float holds exactly."""
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
+
+
+def _why(leaving: Sequence[int], apart: Sequence[int]) -> str:
+    if leaving:
+        return f"rank {', '.join(map(str, leaving))} cannot go on; its own output says why"
+    return f"rank {', '.join(map(str, apart))} does not have what rank 0 has: other layer modules, steps or decisions"

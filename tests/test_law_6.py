@@ -1,0 +1,128 @@
+"""Law 6: one rank and two ranks decide alike and agree at every step, over the whole menagerie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from egeria import read_journal
+from egeria.events import ModuleFrozen, PlasticityRead, Rewrapped, StageChanged, Thawed
+from egeria.parallel import Replicas
+from egeria.testing import MENAGERIE
+from loops import FAST, Loop, differences
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
+CONFIG = {**FAST, "freezing": {"tolerance_share": 3.0}}
+STEPS = 30
+each = pytest.mark.parametrize("name", SUPPORTED)
+
+
+@dataclass
+class Course:
+    """What one process saw of a training run that freezes, goes deeper, and thaws."""
+
+    frozen: list[int]
+    """After each step."""
+    end: dict[str, Any]
+    frozen_tensors: list[dict[str, torch.Tensor]]
+    """After each step, everything that is frozen then, normalisation statistics included."""
+
+
+def train(name: str, folder: str, data_seed: int | None = None) -> Course:
+    """Train for some steps, lower the rate, and go on; on other data in each process if there is a seed."""
+    several = {"parallel": Replicas(find_unused_parameters=True)} if distributed.get_world_size() > 1 else {}
+    attach = {"config": CONFIG, "controller": "inline", "directory": Path(folder, name), **several}
+    loop = Loop(SUPPORTED[name], attach)
+    if data_seed is not None:
+        loop.data.manual_seed(data_seed + distributed.get_rank())
+    course = Course(frozen=[], end={}, frozen_tensors=[])
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            for group in loop.optimizer.param_groups:
+                group["lr"] /= 20
+        loop.step()
+        course.frozen.append(loop.run.frozen)
+        course.frozen_tensors.append(_frozen_tensors(loop))
+    course.end = loop.everything()
+    loop.run.close()
+    return course
+
+
+def _frozen_tensors(loop: Loop) -> dict[str, torch.Tensor]:
+    names = [name for module in loop.run.modules[: loop.run.frozen] for name in module.submodules]
+    return {
+        f"{name}.{key}": tensor.clone()
+        for name in names
+        for key, tensor in loop.model.get_submodule(name).state_dict().items()
+    }
+
+
+def train_all(folder: str, data_seed: int | None = None) -> dict[str, Course]:
+    """Train one specimen after the other in the same processes."""
+    return {name: train(name, folder, data_seed) for name in SUPPORTED}
+
+
+def decisions(folder: Path) -> list[Any]:
+    """Return what a journal says was read and decided, the seconds left out."""
+    journal = read_journal(folder)
+    read = [(e.kind, e.step, e.evaluation, e.module, e.value) for e in journal.of(PlasticityRead)]
+    return [
+        *read,
+        *[(e.kind, e.step, e.reason) for kind in (StageChanged, ModuleFrozen, Thawed) for e in journal.of(kind)],
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """One rank, in a process like the others."""
+    [found] = run_ranks(train_all, str(folder / "one"), num_ranks=1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alike(folder):
+    """Two ranks that see the same batches."""
+    return run_ranks(train_all, str(folder / "two"))
+
+
+@pytest.fixture(scope="module")
+def unlike(folder):
+    """Two ranks that see batches of their own."""
+    return run_ranks(train_all, str(folder / "unlike"), 7)
+
+
+@each
+def test_law_6_two_ranks_decide_and_train_like_one(name, alone, alike, folder):
+    one = alone[name]
+    for course in (found[name] for found in alike):
+        assert course.frozen == one.frozen
+        assert differences(course.end, one.end) == []
+    assert decisions(folder / "two" / name) == decisions(folder / "one" / name)
+    assert max(one.frozen) > 1 and one.frozen[-1] <= max(one.frozen)
+
+
+@each
+def test_law_6_ranks_agree_at_every_step_on_data_of_their_own(name, unlike, folder):
+    first, second = (found[name] for found in unlike)
+    assert first.frozen == second.frozen and max(first.frozen) > 0
+    for ours, theirs in zip(first.frozen_tensors, second.frozen_tensors, strict=True):
+        assert differences(ours, theirs) == []
+    weights = [
+        {k: v for k, v in c.end.items() if "running_" not in k and k not in ("losses", "random")}
+        for c in (first, second)
+    ]
+    assert differences(*weights) == []
+    journal = read_journal(folder / "unlike" / name)
+    assert journal.of(Thawed) and len(journal.of(Rewrapped)) >= 2

@@ -1,0 +1,240 @@
+"""A rank that dies, lags, fails or differs: the job ends or goes on as plain data-parallel training would."""
+
+from __future__ import annotations
+
+import ast
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import egeria
+from egeria.events import Declined, FaultCaught
+from egeria.policy import Freeze
+from egeria.testing import ScriptedController
+from loops import FAST
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+STEPS = 40
+
+
+def small_model():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(8, 2))
+
+
+class Job:
+    """A training loop of one rank that can be disturbed at a step."""
+
+    def __init__(self, **attach):
+        self.rank = distributed.get_rank()
+        self.model = small_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        attach = {"config": FAST, "controller": ScriptedController(), **attach}
+        directory = "journal" if self.rank == 0 else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", egeria.EgeriaWarning)
+            self.run = egeria.attach(self.model, self.optimizer, directory=directory, **attach)
+        self.frozen = []
+
+    def step(self):
+        self.run.model.train()
+        generator = torch.Generator().manual_seed(100 * len(self.frozen) + self.rank)
+        loss = self.run.model(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", egeria.EgeriaWarning)
+            self.run.step(loss)
+        self.frozen.append(self.run.frozen)
+
+    def answer(self):
+        weights = [parameter.detach().clone() for parameter in self.model.parameters()]
+        trained = [parameter.requires_grad for parameter in self.model.parameters()]
+        recent = list(self.run._recorder.journal.recent)
+        told = [event.reason for event in recent if isinstance(event, Declined)]
+        told += [event.error for event in recent if isinstance(event, FaultCaught)]
+        return self.frozen, weights, trained, " | ".join(told)
+
+
+def train_disturbed(disturb, steps=STEPS):
+    job = Job()
+    for step in range(steps):
+        if step == 26 and job.rank == 1:
+            disturb(job)
+        job.step()
+    return job.answer()
+
+
+def break_policy(job):
+    """Let this rank's policy fail in the midst of a meeting."""
+    policy = job.run._driver.engine.policy
+    policy.observe_interval = lambda interval: 1 / 0
+
+
+def break_measuring(job):
+    """Let this rank fail before the others hear of its interval."""
+    job.run._driver._meter._losses.take_mean = lambda: 1 / 0
+
+
+def break_freezing(job):
+    """Let this rank fail to freeze what all have decided to freeze."""
+    job.run._driver.engine.applier.freezer.freeze_to = lambda *args, **kwargs: 1 / 0
+
+
+def break_ordering(job):
+    """Let this rank fail outside of meetings, again and again."""
+    job.run._driver._arm = lambda: 1 / 0
+
+
+def decide_alone(job):
+    """Let this rank decide what nobody else does."""
+    policy = job.run._driver.engine.policy
+    policy.observe_interval = lambda interval: (Freeze(module=policy.frozen, reason="alone"),)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "said"),
+    [
+        (break_policy, "ZeroDivisionError"),
+        (break_measuring, "ZeroDivisionError"),
+        (break_freezing, "ZeroDivisionError"),
+        (break_ordering, "ZeroDivisionError"),
+        (decide_alone, "does not have what rank 0 has"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_one_rank_that_cannot_go_on_thaws_all_at_the_same_step(disturb, said):
+    (first, weights, trained, told), (second, others, _, told_there) = run_ranks(train_disturbed, disturb)
+    assert max(first[:26]) > 0, "nothing was frozen yet"
+    assert first == second
+    assert first[-1] == second[-1] == 0 and all(trained)
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+    assert said in told_there and ("rank 1" in told)
+
+
+def unfreeze_by_hand():
+    job = Job()
+    for step in range(STEPS):
+        if step == 21:
+            job.model[0].requires_grad_(True)
+        job.step()
+    return job.answer()
+
+
+def test_layers_that_the_loop_unfreezes_are_reduced_at_once():
+    (first, weights, trained, told), (second, others, *_) = run_ranks(unfreeze_by_hand)
+    assert first == second and first[20] > 0 and first[21] == first[-1] == 0 and all(trained)
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+    assert "last word" in told
+
+
+def controller_fails():
+    controller = ScriptedController()
+    job = Job(controller=controller)
+    for step in range(STEPS):
+        if step == 16 and job.rank == 0:
+            controller.submit = lambda request: 1 / 0
+            controller.poll = lambda: 1 / 0
+        job.step()
+    return job.answer()
+
+
+def test_a_leader_whose_controller_fails_ends_freezing_and_not_training():
+    (first, weights, trained, told), (second, others, _, _) = run_ranks(controller_fails)
+    assert first == second and first[15] > 0 and first[-1] == 0 and all(trained)
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+    assert "ZeroDivisionError" in told
+
+
+def lag():
+    job = Job()
+    for step in range(STEPS):
+        if step in (9, 20) and job.rank == 1:
+            time.sleep(1.0)
+        job.step()
+    return job.answer()
+
+
+def test_a_rank_that_lags_is_waited_for():
+    (first, weights, *_), (second, others, *_) = run_ranks(lag)
+    assert first == second and first[-1] > 0
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+
+
+def die(plain):
+    """Return what the survivor of a rank that dies sees: an error from its own collective, in time."""
+    job = Job(policy="none") if plain else Job()
+    began = time.monotonic()
+    try:
+        for step in range(STEPS):
+            if step == 21 and job.rank == 1:
+                os._exit(0)
+            job.step()
+    except RuntimeError as error:
+        return type(error).__name__, str(error)[:200], len(job.frozen), time.monotonic() - began
+    return "ended", "", len(job.frozen), time.monotonic() - began
+
+
+def survivor(plain, folder):
+    found = die(plain)
+    Path(folder).write_text(repr(found), encoding="utf-8")
+    return found
+
+
+def test_a_rank_that_dies_ends_the_job_as_it_would_without_egeria(tmp_path):
+    found = {}
+    for plain in (True, False):
+        path = tmp_path / str(plain)
+        with pytest.raises(AssertionError, match="rank 1:\nit ended without an answer"):
+            run_ranks(survivor, plain, str(path))
+        found[plain] = ast.literal_eval(path.read_text())
+    assert found[True][0] == found[False][0] == "RuntimeError"
+    assert found[True][2] == found[False][2] == 21, "training ends at the same step"
+    assert found[False][3] < 30
+
+
+def hang(timeout_s):
+    job = Job()
+    began = time.monotonic()
+    try:
+        for step in range(STEPS):
+            if step == 21 and job.rank == 1:
+                time.sleep(3 * timeout_s)
+            job.step()
+    except RuntimeError:
+        return len(job.frozen), time.monotonic() - began
+    return len(job.frozen), time.monotonic() - began
+
+
+def test_nobody_waits_longer_than_the_timeout_of_the_process_group():
+    (steps, seconds), _ = run_ranks(hang, 5.0, timeout_s=5.0)
+    assert steps == 21 and seconds < 14
+
+
+def attach_otherwise(what):
+    rank = distributed.get_rank()
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = {**FAST, "policy": {"name": "egeria"}}
+    if what == "settings" and rank:
+        config["plasticity"] = {**FAST["plasticity"], "window": 3}
+    total_steps = 100 + (rank if what == "total_steps" else 0)
+    try:
+        egeria.attach(model, optimizer, total_steps=total_steps, config=config, directory=f"journal{rank}")
+    except egeria.ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["total_steps", "settings"])
+def test_ranks_that_attach_otherwise_are_told_so(what):
+    for message in run_ranks(attach_otherwise, what):
+        assert f"same {what}; rank 1" in message
