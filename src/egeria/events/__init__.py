@@ -9,6 +9,7 @@ the controller process say so.
 from __future__ import annotations
 
 from egeria.events.cache import CacheDecided, CacheUsed
+from egeria.events.compiling import FreezeWaits, Recompiled
 from egeria.events.course import (
     ComputeProfiled,
     ControllerChosen,
@@ -46,6 +47,7 @@ __all__ = [
     "Event",
     "FaultCaught",
     "FidelityChecked",
+    "FreezeWaits",
     "IntervalChanged",
     "IntervalMeasured",
     "MetricLogged",
@@ -53,6 +55,7 @@ __all__ = [
     "ModulesOrdered",
     "PlasticityRead",
     "ReadingDropped",
+    "Recompiled",
     "ReferenceRefreshed",
     "Resumed",
     "Rewrapped",
@@ -76,8 +79,10 @@ EVENT_TYPES: dict[str, type[Event]] = {
         ReadingDropped,
         StageChanged,
         ModuleFrozen,
+        FreezeWaits,
         Thawed,
         Rewrapped,
+        Recompiled,
         ReferenceRefreshed,
         RungTaken,
         FidelityChecked,

@@ -78,6 +78,13 @@ class Freezer:
                 submodule.training = was_training and self._model.training
         self._records.clear()
 
+    def stay_in_inference_mode(self) -> None:
+        """Do what the hooks of frozen layers do where they do not fire: in a compiled model."""
+        for record in self._records:
+            for submodule, _ in record.modes:
+                if submodule.training:
+                    submodule.training = False
+
     def _keeps_tied(self, depth: int) -> bool:
         return not self._freeze_tied and any(module.shared_parameters for module in self._modules[:depth])
 

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from egeria.layers.batch import Batch
+from egeria.layers.undisturbed import undisturbed
+
 
 class OrderRecorder:
     """Notes which submodules one forward pass calls, and in which order.
@@ -65,6 +68,13 @@ class OrderRecorder:
         """The names of what learns, yet ran without gradient in a pass with one: reentrant checkpointing."""
         return frozenset(self._log.without_grad)
 
+    def record(self) -> OrderRecorder | None:
+        """Return what was recorded, closed; None if there was no forward pass yet."""
+        if not self.order:
+            return None
+        self.close()
+        return self
+
     def close(self) -> None:
         """Remove the hooks; what was recorded stays readable. Closing twice is fine."""
         self._finalizer()
@@ -74,6 +84,46 @@ class OrderRecorder:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class OrderOfBatch:
+    """Notes the same as an `OrderRecorder`, from a forward pass of its own: hooks do not fire in compiled code.
+
+    Args:
+        model: the model.
+        names: dotted names of the submodules to watch.
+        keep_next: takes what is to be handed the batch of the coming training forward, and None to stop that.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Iterable[str], keep_next: Callable[[Callable[[Batch], None] | None], None]
+    ) -> None:
+        self._model, self._names, self._keep_next = model, tuple(names), keep_next
+        self._batch: Batch | None = None
+        keep_next(self.keep)
+
+    def keep(self, batch: Batch) -> None:
+        """Keep the batch that a training forward is called with, as it is before that."""
+        self._keep_next(None)
+        self._batch = batch.first_rows(None)
+
+    def record(self) -> OrderRecorder | None:
+        """Return what was recorded, closed; None if there was no training forward yet."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return None
+        with (
+            undisturbed(self._model, gradients=True),
+            OrderRecorder(self._model, self._names) as recorder,
+            batch.autocast.context(),
+        ):
+            self._model(*batch.args, **batch.kwargs)
+        return recorder
+
+    def close(self) -> None:
+        """Let go of the batch."""
+        self._keep_next(None)
+        self._batch = None
 
 
 def execution_order(model: nn.Module, names: Sequence[str], forward: Callable[[], object]) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
     Restored afterwards, also when the block raises: the attributes of every submodule, its mode
     among them (set directly, since a user's own `train` may do more than set it), every buffer that
     the pass changed or replaced, and the random state. Forward hooks are silent: they may collect
-    what they see. Pre-hooks run, since some compute weights. The fused inference path of
-    `nn.TransformerEncoder` is off: it calls no submodule, so no tap would fire.
+    what they see. Pre-hooks run, since some compute weights. Nothing is compiled, so that
+    hooks fire. The fused inference path of `nn.TransformerEncoder` is off: it calls no submodule, so no tap would.
 
     Args:
         model: the model to run.
@@ -39,6 +39,8 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
         for module in modules:
             module.__dict__["training"] = module.training and keeps_modes
             module.__dict__["_forward_hooks"] = OrderedDict()
+            if not keeps_modes:
+                module.__dict__["_compiled_call_impl"] = None
         with kept_random_state(model), torch.set_grad_enabled(gradients):
             yield
     finally:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria import dist
+from egeria.layers.compiled import without_wrapper
 from egeria.parallel.protocol import ParallelStrategy
 from egeria.parallel.refusals import refuse_wrapper
 from egeria.parallel.replicas import Replicas
@@ -20,6 +21,6 @@ def choose_parallel(model: nn.Module) -> ParallelStrategy:
     refused = refuse_wrapper(model)
     if refused is not None:
         return SingleProcess(refused)
-    if isinstance(model, DistributedDataParallel) or dist.world_size() > 1:
+    if isinstance(without_wrapper(model), DistributedDataParallel) or dist.world_size() > 1:
         return Replicas()
     return SingleProcess()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from egeria.layers.compiled import without_wrapper
+
 DDP = "Build DistributedDataParallel without it, or give attach the bare model, which it wraps"
 FSDP2 = "Use DistributedDataParallel where a replica fits, which egeria can freeze"
 
@@ -39,8 +41,11 @@ def refuse_model(model: nn.Module) -> str | None:
     """Return why the layers of a model cannot be watched; None if they can."""
     if isinstance(model, torch.jit.ScriptModule):
         return "the model is a TorchScript module, whose layers cannot be read. Attach the module it was made from"
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
-        return "the model is compiled, and watching it would break its graphs. Attach it without torch.compile"
+    if any(without_wrapper(module) is not module for module in model.modules()):
+        return (
+            "a part of the model is wrapped by torch.compile, which hides its layers. Compile it in place instead, "
+            "part.compile(), or the whole model"
+        )
     return None
 
 

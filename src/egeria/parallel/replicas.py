@@ -9,6 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from egeria.layers.compiled import without_wrapper
 from egeria.parallel.rebuild import rebuild
 from egeria.parallel.refusals import refuse_model, refuse_options
 
@@ -26,6 +27,7 @@ class Replicas:
     def __init__(self, **options: Any) -> None:
         self.rank, self.num_ranks = 0, 1
         self._options = options
+        self._called: nn.Module = nn.Module()
         self._wrapper: Any = None
         self._group: Any = None
         self._trained: tuple[str, ...] = ()
@@ -35,18 +37,18 @@ class Replicas:
 
     def take(self, model: nn.Module) -> nn.Module:
         """Return the model itself; a bare one is wrapped first."""
-        if not isinstance(model, DistributedDataParallel):
-            model = DistributedDataParallel(model, **{**_device(model), **self._options})
-        self._wrapper, group = model, model.process_group
+        wrapper: Any = without_wrapper(model)
+        if not isinstance(wrapper, DistributedDataParallel):
+            model = wrapper = DistributedDataParallel(model, **{**_device(model), **self._options})
+        self._called, self._wrapper, group = model, wrapper, wrapper.process_group
         self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
         self._group = _group_for_numbers(group)
         self._trained = self._trainable()
-        bare: nn.Module = model.module
-        return bare
+        return without_wrapper(wrapper.module)
 
     def refusal(self) -> str | None:
         """Refuse what cannot be watched, and options that fix at the first iteration what is reduced."""
-        return refuse_model(self._wrapper.module) or refuse_options(self._wrapper)
+        return refuse_model(without_wrapper(self._wrapper.module)) or refuse_options(self._wrapper)
 
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the rows of all processes, by rank.
@@ -65,8 +67,7 @@ class Replicas:
         if (trained, idle) != (self._trained, self._idle):
             rebuild(self._wrapper, idle_before=self._idle, idle=idle)
             self._trained, self._idle = trained, idle
-        wrapper: nn.Module = self._wrapper
-        return wrapper
+        return self._called
 
     def _trainable(self) -> tuple[str, ...]:
         named = self._wrapper.module.named_parameters()
@@ -101,8 +102,10 @@ def _timeout(group: Any) -> Any:
 
 
 def _buffers_of(model: nn.Module, frozen: Collection[str]) -> list[str]:
+    bare = without_wrapper(model)
+    prefix = "" if bare is model else "_orig_mod."
     return [
-        f"{name}.{buffer}" if name else buffer
+        f"{prefix}{name}.{buffer}" if name else f"{prefix}{buffer}"
         for name in frozen
-        for buffer, _ in model.get_submodule(name).named_buffers()
+        for buffer, _ in bare.get_submodule(name).named_buffers()
     ]

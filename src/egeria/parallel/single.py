@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from egeria.layers.compiled import without_wrapper
 from egeria.parallel.refusals import refuse_model
 
 
@@ -21,21 +22,21 @@ class SingleProcess:
 
     def __init__(self, refused: str | None = None) -> None:
         self._refused = refused
-        self._model: nn.Module = nn.Module()
+        self._called: nn.Module = nn.Module()
 
     def take(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is."""
-        self._model = model
-        return model
+        """Return the model, without what `torch.compile` put around it."""
+        self._called = model
+        return without_wrapper(model)
 
     def refusal(self) -> str | None:
         """Refuse what this strategy was made to refuse, and models whose layers cannot be watched."""
-        return self._refused or refuse_model(self._model)
+        return self._refused or refuse_model(without_wrapper(self._called))
 
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the one row."""
         return [list(row)]
 
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
-        """Return the model as it is."""
-        return self._model
+        """Return what was given to `take`."""
+        return self._called

@@ -11,6 +11,7 @@ from egeria.config import Config
 from egeria.errors import JournalError
 from egeria.events import (
     Event,
+    FreezeWaits,
     IntervalMeasured,
     ModuleFrozen,
     ModulesOrdered,
@@ -202,7 +203,7 @@ def _decided(step: int, decisions: Sequence[EndBootstrapping | Freeze | Thaw]) -
 def _recorded(event: Event) -> list[ReplayedDecision]:
     if isinstance(event, StageChanged):
         return [ReplayedDecision(step=event.step, kind="knowledge-guided", module=None)]
-    if isinstance(event, ModuleFrozen):
+    if isinstance(event, (ModuleFrozen, FreezeWaits)):
         return [ReplayedDecision(step=event.step, kind="freeze", module=event.module)]
     if isinstance(event, Thawed):
         return [ReplayedDecision(step=event.step, kind="thaw", module=None)]

@@ -12,6 +12,7 @@ from egeria.events import (
     Declined,
     Event,
     FaultCaught,
+    FreezeWaits,
     IntervalChanged,
     ModuleFrozen,
     Resumed,
@@ -204,6 +205,7 @@ _LINES: dict[type[Event], Callable[[Any], tuple[str, str, str]]] = {
     IntervalChanged: lambda event: ("interval", f"{event.before} to {event.after} steps", event.reason),
     RungTaken: lambda event: ("reference", event.after, event.reason),
     ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
+    FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
     Thawed: lambda event: (
         "thawed",
         plural(event.frozen_before, "module"),

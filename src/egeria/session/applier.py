@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.config import Config
-from egeria.events import ModuleFrozen, Rewrapped, StageChanged, Thawed
+from egeria.events import FreezeWaits, ModuleFrozen, Rewrapped, StageChanged, Thawed
 from egeria.layers.batch import Batch
 from egeria.layers.compute import forward_shares
 from egeria.layers.freezer import Freezer
@@ -18,9 +18,12 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.undisturbed import undisturbed
 from egeria.parallel import ParallelStrategy
 from egeria.policy import KNOWLEDGE_GUIDED, Decision, Freeze, Thaw
+from egeria.session.compiling import Compiling
 from egeria.session.handle import ModelHandle
 from egeria.session.pace import Stopwatch
 from egeria.session.recorder import Recorder
+
+Waits = Callable[[Sequence[int]], str | None]
 
 
 class HarmfulFreezeError(Exception):
@@ -61,6 +64,7 @@ class Applier:
         modules: the layer modules, front to back.
         config: the settings of the run.
         parallel: how several processes train together.
+        compiling: what freezing costs a compiled model.
         recorder: where decisions are told.
     """
 
@@ -72,6 +76,7 @@ class Applier:
         modules: Sequence[LayerModule],
         config: Config,
         parallel: ParallelStrategy,
+        compiling: Compiling,
         recorder: Recorder,
     ) -> None:
         self.freezer = Freezer(model, modules, freeze_tied=config.freezing.tied == "freeze")
@@ -79,7 +84,10 @@ class Applier:
         self._handle = handle
         self._modules = tuple(modules)
         self._parallel = parallel
+        self._compiling = compiling
         self._recorder = recorder
+        self._waiting: list[int] = []
+        """Layer modules that were decided to freeze, and train on until that repays itself."""
         self._settled = 0
         self._gave_in = False
         self._num_parameters = sum(module.num_parameters for module in modules)
@@ -89,28 +97,37 @@ class Applier:
         """Tell whether the loop switched gradients of a frozen layer on again."""
         return self._gave_in or self.freezer.is_undone
 
-    def apply(self, step: int, decisions: Sequence[Decision], batch: Batch | None = None) -> None:
+    @property
+    def decided_depth(self) -> int:
+        """How many front layer modules were decided to freeze: those that wait too."""
+        return self._waiting[-1] + 1 if self._waiting else self.freezer.depth
+
+    def apply(
+        self, step: int, decisions: Sequence[Decision], batch: Batch | None = None, waits: Waits = lambda modules: None
+    ) -> None:
         """Carry out decisions in order and journal each; `settle` then puts them in force for the loop.
 
         Args:
             step: optimizer steps done so far.
             decisions: what the policy decided.
             batch: a training batch to rehearse a freeze on.
+            waits: returns why layer modules about to freeze together are to train on for now, None if they are not.
 
         Raises:
             HarmfulFreezeError: a freeze would have broken the training; everything is thawed then.
         """
         for decision in decisions:
             if isinstance(decision, Freeze):
-                self._freeze(step, decision, batch)
+                self._freeze(step, decision, batch, waits)
             elif isinstance(decision, Thaw):
                 self._thaw(step, decision)
             else:
                 self._recorder.write(StageChanged(step=step, stage=KNOWLEDGE_GUIDED, reason=decision.reason))
 
-    def restore(self, depth: int) -> None:
+    def restore(self, depth: int, decided_depth: int) -> None:
         """Bring the model to a saved depth without journaling decisions that were journaled before."""
         self.freezer.freeze_to(depth)
+        self._waiting = list(range(depth, decided_depth))
         self.settle()
 
     def settle(self) -> None:
@@ -119,8 +136,10 @@ class Applier:
         before, self._settled = self._settled, self.freezer.depth
         frozen = [name for module in self._modules[: self.freezer.depth] for name in module.submodules]
         self._handle.call_instead(self._parallel.rewrap(frozen))
-        is_watched = self._parallel.num_ranks > 1 and self._settled > 0
-        self._handle.call_before(self._give_in if is_watched else None)
+        is_watched = self._parallel.num_ranks > 1 or self._compiling.is_on
+        self._handle.call_before(self._look_ahead_of_a_forward if is_watched and self._settled > 0 else None)
+        if before != self._settled:
+            self._compiling.note_change()
         if self._parallel.num_ranks > 1 and before != self._settled:
             trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
             size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
@@ -128,6 +147,7 @@ class Applier:
 
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
+        self._waiting = []
         self.freezer.thaw()
         self.settle()
 
@@ -144,8 +164,14 @@ class Applier:
             self._recorder.fault("counting operations", error)
             return None
 
-    def _freeze(self, step: int, decision: Freeze, batch: Batch | None) -> None:
-        module = self._modules[decision.module]
+    def _freeze(self, step: int, decision: Freeze, batch: Batch | None, waits: Waits) -> None:
+        module, together = self._modules[decision.module], [*self._waiting, decision.module]
+        reason = waits(together)
+        if reason is not None:
+            self._waiting = together
+            self._recorder.write(FreezeWaits(step=step, module=decision.module, name=module.name, reason=reason))
+            return
+        self._waiting = []
         before = None if batch is None else self._rehearse(module, batch)
         self.freezer.freeze_to(decision.module + 1, input_needs_grad=batch is not None and batch.needs_grad)
         if batch is not None and before is not None:
@@ -164,14 +190,15 @@ class Applier:
             )
         )
 
-    def _give_in(self) -> None:
-        """Ahead of a forward pass of several processes: what the loop unfroze must be reduced in it already."""
-        if self.freezer.is_undone:
+    def _look_ahead_of_a_forward(self) -> None:
+        """See to what hooks of frozen layers cannot: what the loop unfroze must be reduced in this pass already."""
+        if self._parallel.num_ranks > 1 and self.freezer.is_undone:
             self._gave_in = True
             self.release()
+        self.freezer.stay_in_inference_mode()
 
     def _thaw(self, step: int, decision: Thaw) -> None:
-        before = self.freezer.depth
+        before, self._waiting = self.freezer.depth, []
         self.freezer.thaw()
         self._recorder.write(Thawed(step=step, frozen_before=before, reason=decision.reason, window=decision.window))
 

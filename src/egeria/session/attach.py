@@ -30,7 +30,8 @@ from egeria.session.checks import (
     choose_rule,
     read_config,
 )
-from egeria.session.driver import Driver
+from egeria.session.compiling import Compiling
+from egeria.session.driver import COMPILED, Driver
 from egeria.session.engine import EngineBuilder
 from egeria.session.handle import ModelHandle
 from egeria.session.pace import Pace, Stopwatch
@@ -95,9 +96,11 @@ def attach(
     choice, make_controller = _choose_controller(settings, controller, model, loader)
     ranks = Ranks(parallel)
     recorder = _recorder(ranks, directory)
+    handle = ModelHandle(model)
+    handle.call_instead(parallel.rewrap())
     builder = EngineBuilder(
         model=model,
-        handle=ModelHandle(model),
+        handle=handle,
         optimizers=optimizers,
         config=settings,
         rule=rule,
@@ -105,6 +108,7 @@ def attach(
         total_steps=total_steps,
         parallel=parallel,
         ranks=ranks,
+        compiling=Compiling(handle, recorder),
         recorder=recorder,
         make_controller=make_controller,
     )
@@ -124,7 +128,6 @@ def attach(
         apart = agree_on_the_run(ranks, settings, modules, total_steps, interval_steps, is_apart=is_apart)
         refusal = refusal or apart
         modules = () if refusal else modules
-    builder.handle.call_instead(parallel.rewrap())
     recorder.write(
         RunStarted(
             step=0,
@@ -147,8 +150,9 @@ def attach(
         recorder.decline("freezing", f"{builder.policy_name!r} weighs what is still to come: give attach total_steps")
     pace = Pace()
     skipping = None
-    if settings.cache.enabled and modules and not ranks.is_alone:
-        recorder.decline("skipping the frozen forward pass", "it is not shared between processes yet")
+    if settings.cache.enabled and modules and (handle.is_compiled or not ranks.is_alone):
+        reason = COMPILED if handle.is_compiled else "it is not shared between processes yet"
+        recorder.decline("skipping the frozen forward pass", reason)
     elif settings.cache.enabled and modules:
         skipping = begin_skipping(
             model,

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from egeria.errors import StateError
-from egeria.events import ModulesOrdered
 from egeria.layers.modules import LayerModule
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Annealing, EndBootstrapping, Thaw
 from egeria.session.clock import IntervalClock
@@ -15,12 +14,14 @@ from egeria.session.engine import Engine, EngineBuilder
 from egeria.session.faults import Faults
 from egeria.session.judge import Judge
 from egeria.session.meter import IntervalMeter
+from egeria.session.ordering import Ordering
 from egeria.session.pace import Pace
 from egeria.session.ranks import fingerprint
 from egeria.session.rates import Wanted
 from egeria.session.recorder import Recorder
 from egeria.session.skipping import Skipping
 
+COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
 LOOKS_PER_INTERVAL = 4
 """How often several processes ask each other for readings of a controller process."""
 
@@ -54,16 +55,19 @@ class Driver:
         self._builder = builder
         self._ranks = builder.ranks
         self._engine: Engine | None = builder.build(modules) if modules else None
-        self._order = builder.watch_order(modules) if modules else None
+        self._ordering = Ordering(builder, modules, recorder) if modules else None
         self._recorder = recorder
         self.pace = pace
         self._skipping = skipping
         policy = self._engine.policy if self._engine else None
         self._meter = IntervalMeter(pace, builder.measures(policy, pace.take_out), self._ranks, recorder)
         self._rates = builder.rates(policy, self._wanted_rates, pace.take_out)
-        self._judge = Judge(builder.config, self._ranks, recorder)
+        self._compiling = builder.compiling
+        self._judge = Judge(builder.config, self._ranks, self._compiling, builder.total_steps, recorder)
         self._past_controller_cpu_s = 0.0
         self._modules = modules
+        builder.handle.when_compiled(self._note_compiled)
+        self._compiling.make_room(len(modules))
         self._faults = Faults(self._ranks, recorder, weakref.proxy(self))
 
     @property
@@ -105,7 +109,9 @@ class Driver:
         self._meter.add(loss)
         ends_interval = self._clock.tick()
         self._recorder.step = self.num_steps
-        if self._order is not None:
+        seconds = self._compiling.look(self.num_steps)
+        self.pace.add_overhead(seconds, seconds)
+        if self._ordering is not None and self._ordering.is_open:
             self._faults.bear("ordering the layer modules", self._settle_order)
         if ends_interval or self._may_have_readings:
             self._meet(ends_interval)
@@ -121,11 +127,11 @@ class Driver:
 
     def release(self, successor: Engine | None = None) -> None:
         """Leave the model as it was found and stop for good, or until a successor takes over."""
-        if self._order is not None:
-            self._order.close()
-            self._order = None
+        if self._ordering is not None:
+            self._ordering.close()
         if successor is None:
             self._meter.close()
+            self._compiling.close()
             if self._rates is not None:
                 self._rates.close()
         if successor is None:
@@ -157,6 +163,7 @@ class Driver:
                 "modules": [module.to_dict() for module in self._engine.modules],
                 "policy": self._engine.policy.state_dict(),
                 "evaluator": self._engine.evaluator.state_dict(),
+                "frozen": self._engine.applier.freezer.depth,
             }
         return state
 
@@ -188,7 +195,8 @@ class Driver:
             engine.evaluator.load_state_dict(saved["evaluator"])
             self.release(engine)
             self._engine = engine
-            engine.applier.restore(engine.policy.frozen)
+            frozen = engine.policy.frozen
+            engine.applier.restore(min(frozen, int(saved.get("frozen", frozen))), frozen)
         self._judge.load_state_dict(budget)
         self._clock = clock
         self._recorder.step = clock.num_steps
@@ -226,26 +234,8 @@ class Driver:
         applier.settle()
 
     def _settle_order(self) -> None:
-        """After the first forward: cut the model again if it runs in another order than it is defined in."""
-        assert self._order is not None and self._engine is not None
-        if not self._order.order:
-            return
-        watched, self._order = self._order, None
-        watched.close()
-        if watched.without_grad:
-            name = min(watched.without_grad)
-            reason = f"{name} runs under reentrant activation checkpointing, which loses every gradient behind a frozen"
-            self._faults.stop_freezing(f"{reason} layer. Use torch.utils.checkpoint with use_reentrant=False")
-            return
-        modules = self._builder.parse(watched.order)
-        found = self._builder.describe(modules, watched)
-        if found != self._builder.describe(self._engine.modules):
-            self._engine = self._builder.build(modules, watched)
-            self._recorder.write(ModulesOrdered(step=self.num_steps, **found))
-        limit = modules[found["deepest_freeze"]]
-        if limit.tap in watched.returned_to:
-            reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
-            self._recorder.decline(f"freezing {limit.name} and what follows", reason)
+        if self._ordering is not None and self._engine is not None:
+            self._engine = self._ordering.settle(self._engine, self.num_steps)
 
     def _end_interval(self) -> None:
         evaluation = self._clock.evaluation
@@ -259,15 +249,17 @@ class Driver:
             reason = "the loop itself switched gradients of frozen layers on (requires_grad), and it has the last word"
             self._recorder.decline("freezing", reason)
             return
+        self._judge.iteration_s = self._meter.iteration_s
         decisions = engine.policy.observe_interval(interval)
-        engine.applier.apply(self.num_steps, decisions, self._judge.batch_for(engine, decisions))
+        batch = self._judge.batch_for(engine, decisions)
+        engine.applier.apply(self.num_steps, decisions, batch, self._judge.waits)
         if any(isinstance(decision, Thaw) for decision in decisions):
             engine.evaluator.void_before(evaluation)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
             if self._ranks.leads:
                 engine.evaluator.refresh(evaluation)
         elif interval.loss is not None:
-            self._judge.evaluate(engine, self._clock, self._meter.iteration_s)
+            self._judge.evaluate(engine, self._clock)
         engine.evaluator.disarm()
 
     def _wanted_rates(self) -> Wanted | None:
@@ -294,3 +286,13 @@ class Driver:
             engine.evaluator.arm(monitored, engine.modules[monitored])
         elif engine.policy.stage == BOOTSTRAPPING or PLASTICITY not in engine.policy.needs:
             engine.evaluator.arm(None, None)  # a batch to calibrate the first reference on, or to rehearse a freeze on
+
+    def _note_compiled(self) -> None:
+        """Take note, ahead of the first compiled call, that hooks will not fire and what is stored cannot be used."""
+        self._compiling.make_room(len(self.modules))
+        if self._ordering is not None:
+            self._ordering.begin_again()
+        if self._skipping is not None:
+            skipping, self._skipping = self._skipping, None
+            skipping.close()
+            self._recorder.decline("skipping the frozen forward pass", COMPILED)

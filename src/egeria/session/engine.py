@@ -13,11 +13,12 @@ from egeria.config import Config
 from egeria.controller import AbsentController, Controller
 from egeria.errors import ConfigError, StateError
 from egeria.layers.modules import LayerModule
-from egeria.layers.order import OrderRecorder
+from egeria.layers.order import OrderOfBatch, OrderRecorder
 from egeria.layers.parse import parse_modules
 from egeria.parallel import ParallelStrategy
 from egeria.policy import PLASTICITY, Annealing, Policy, UnfreezeRule, find_policy
 from egeria.session.applier import Applier
+from egeria.session.compiling import Compiling
 from egeria.session.evaluator import Evaluator
 from egeria.session.handle import ModelHandle
 from egeria.session.measures import Foresight, Measures
@@ -49,6 +50,7 @@ class EngineBuilder:
     total_steps: int | None
     parallel: ParallelStrategy
     ranks: Ranks
+    compiling: Compiling
     recorder: Recorder
     make_controller: Callable[[tuple[str, ...]], Controller]
 
@@ -87,6 +89,7 @@ class EngineBuilder:
                 modules=modules,
                 config=self.config,
                 parallel=self.parallel,
+                compiling=self.compiling,
                 recorder=self.recorder,
             ),
             evaluator=Evaluator(self.model, self.handle, controller, self.config, self.recorder),
@@ -171,9 +174,15 @@ class EngineBuilder:
                 f"{', '.join(sorted(theirs ^ ours)[:3])}. Attach the model that the state was saved from."
             )
 
-    def watch_order(self, modules: Sequence[LayerModule]) -> OrderRecorder:
-        """Record the order in which the layers are called, from the user's own first forward."""
-        return OrderRecorder(self.model, [name for module in modules for name in module.submodules])
+    def watch_order(self, modules: Sequence[LayerModule]) -> OrderRecorder | OrderOfBatch:
+        """Record the order in which the layers are called, from the user's own first forward.
+
+        Where that is compiled, from one of our own on the same batch.
+        """
+        names = [name for module in modules for name in module.submodules]
+        if self.compiling.is_on:
+            return OrderOfBatch(self.model, names, self.handle.keep_next)
+        return OrderRecorder(self.model, names)
 
     def learning_rate(self, modules: Sequence[LayerModule]) -> float:
         """Return the largest rate of the groups that train what may freeze; of all groups where there are none."""

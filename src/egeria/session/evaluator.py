@@ -97,6 +97,9 @@ class Evaluator:
         self._handle.keep_next(self._keep)
         if module is None:
             self._controller.warm_up()
+        elif self._reads_training and self._handle.is_compiled:
+            reason = "the model is compiled, where nothing can be read; readings are made in inference mode"
+            self._recorder.decline("reading the training pass itself", reason)
         elif self._reads_training:
             self._tap = TrainingTap(self._model, module.tap, self._num_samples)
 

@@ -78,6 +78,6 @@ class Faults:
         if engine is None:
             return
         engine.evaluator.disarm()
-        out_of_step = engine.policy.frozen != engine.applier.freezer.depth
+        out_of_step = engine.policy.frozen != engine.applier.decided_depth
         if out_of_step or count >= FAULTS_BEFORE_GIVING_UP or self._ranks.are_meeting:
             self.stop_freezing(f"{where} failed {count} times in a row, last with: {error}")

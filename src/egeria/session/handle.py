@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from egeria.layers.batch import Batch
+from egeria.layers.compiled import compiling_callback, is_compiled, without_wrapper
 
 
 class ModelHandle(nn.Module):
@@ -30,6 +32,8 @@ class ModelHandle(nn.Module):
         self.__dict__["_keep"] = None
         self.__dict__["_skip"] = None
         self.__dict__["_before"] = None
+        self.__dict__["_notice"] = None
+        self.__dict__["is_compiled"] = is_compiled(model)
 
     @property
     def training(self) -> bool:
@@ -56,24 +60,54 @@ class ModelHandle(nn.Module):
     def call_instead(self, target: nn.Module) -> None:
         """Forward calls to `target` from now on: the model, or a wrapper around it."""
         self.__dict__["_target"] = target
+        if without_wrapper(target) is not target:
+            self.note_compiled()
+
+    def when_compiled(self, notice: Callable[[], None]) -> None:
+        """Call a method once calls turn out to be compiled, before the first of them is, if its owner still lives."""
+        self.__dict__["_notice"] = weakref.WeakMethod(notice)
+
+    def note_compiled(self) -> None:
+        """Take note that calls are compiled from now on."""
+        if not self.__dict__["is_compiled"]:
+            self.__dict__["is_compiled"] = True
+            notice = self.__dict__["_notice"]() if self.__dict__["_notice"] else None
+            if notice is not None:
+                notice()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        if (
+            torch.compiler.is_compiling()
+        ):  # what is to be compiled is the model behind; only here does that leave us out
+            torch._dynamo.skip_frame("egeria: a handle is called as it is, and what it calls is compiled")
+        is_called_compiled = compiling_callback() not in (None, False)
+        disable: Any = torch.compiler.disable
+        prepare = disable(self._prepare) if is_called_compiled else self._prepare
+        batch = prepare(args, kwargs, is_called_compiled)
+        target, skip = self.__dict__["_target"], self.__dict__["_skip"]
+        if batch is None or skip is None:
+            return target(*args, **kwargs)
+        return skip(partial(target, *args, **kwargs), batch)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> Batch | None:
+        """Do what is to be done ahead of a call; return its arguments where somebody needs them."""
         bare: nn.Module = self.__dict__["_bare"]
+        if not self.__dict__["is_compiled"] and (is_called_compiled or bare._compiled_call_impl is not None):
+            self.note_compiled()
         keep, skip, before = self.__dict__["_keep"], self.__dict__["_skip"], self.__dict__["_before"]
         is_idle = keep is None and skip is None and before is None
         if is_idle or not bare.training or not torch.is_grad_enabled():
-            return self.__dict__["_target"](*args, **kwargs)
+            return None
         if before is not None:
             before()
         if keep is None and skip is None:
-            return self.__dict__["_target"](*args, **kwargs)
+            return None
         device = next((parameter.device.type for parameter in bare.parameters()), "cpu")
         batch = Batch.of_call(args, kwargs, device)
         if keep is not None:
             keep(batch)
-        call = partial(self.__dict__["_target"], *args, **kwargs)
-        return call() if skip is None else skip(call, batch)
+        return batch
 
     def train(self, mode: bool = True) -> ModelHandle:
         """Set the mode of the model."""
@@ -83,6 +117,7 @@ class ModelHandle(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model in place."""
         self.__dict__["_bare"].compile(*args, **kwargs)
+        self.note_compiled()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model, under its own names."""

@@ -12,10 +12,11 @@ from egeria.layers.batch import Batch
 from egeria.policy import PLASTICITY, Decision, Freeze
 from egeria.session.budget import Budget
 from egeria.session.clock import IntervalClock
+from egeria.session.compiling import BACKWARD_SHARE, Compiling
 from egeria.session.engine import Engine
 from egeria.session.evaluator import Evaluated
 from egeria.session.pace import Stopwatch
-from egeria.session.ranks import Ranks
+from egeria.session.ranks import Ranks, Subject
 from egeria.session.recorder import Recorder
 
 
@@ -25,19 +26,27 @@ class Judge:
     Args:
         config: the settings of the run.
         ranks: the processes of the job; the first asks, and all hear the answers.
+        compiling: what a freeze costs a compiled model.
+        total_steps: optimizer steps of the run, None where unknown.
         recorder: where readings are told.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, recorder: Recorder) -> None:
+    def __init__(
+        self, config: Config, ranks: Ranks, compiling: Compiling, total_steps: int | None, recorder: Recorder
+    ) -> None:
+        self.iteration_s = 0.0
+        """Seconds of an iteration with nothing frozen; 0 where that is not known yet."""
         self._refresh_evaluations = config.reference.refresh_evaluations
         self._window = config.reference.refresh_evaluations or config.plasticity.window
         self._budget = Budget(config.controller.budget_share, config.plasticity.window)
         self._ranks = ranks
+        self._compiling = compiling
+        self._total_steps = total_steps
         self._recorder = recorder
         self._profiled = False
         self._work_shares: Sequence[float] | None = None
 
-    def evaluate(self, engine: Engine, clock: IntervalClock, iteration_s: float) -> None:
+    def evaluate(self, engine: Engine, clock: IntervalClock) -> None:
         """Ask for an evaluation, take in what is finished, refresh the reference if that is due."""
         monitored = engine.policy.monitored
         if monitored is None:
@@ -47,11 +56,11 @@ class Judge:
             self._profile(engine)
             watch = Stopwatch()
             asked = engine.evaluator.evaluate(clock.num_steps, clock.evaluation, monitored, engine.modules[monitored])
-            if asked and iteration_s > 0:
-                self._budget.note_evaluation(watch.read()[0] / iteration_s)
+            if asked and self.iteration_s > 0:
+                self._budget.note_evaluation(watch.read()[0] / self.iteration_s)
         self.take_in_readings(engine)
         if asks:
-            self._refresh(engine, clock, iteration_s)
+            self._refresh(engine, clock)
             self._keep_to_the_budget(clock)
 
     def take_in_readings(self, engine: Engine) -> None:
@@ -61,7 +70,7 @@ class Judge:
                 engine.evaluator.drop_late(evaluated.reading)
                 continue
             decisions = self._judge(engine, evaluated)
-            engine.applier.apply(self._recorder.step, decisions, engine.evaluator.evaluated)
+            engine.applier.apply(self._recorder.step, decisions, engine.evaluator.evaluated, self.waits)
 
     def batch_for(self, engine: Engine, decisions: Sequence[Decision]) -> Batch | None:
         """Return a batch to rehearse freezes on that no reading led to; None where there are none."""
@@ -69,6 +78,23 @@ class Judge:
             return None
         self._profile(engine)
         return engine.evaluator.batch
+
+    def waits(self, modules: Sequence[int]) -> str | None:
+        """Return why layer modules are not to freeze yet: to compile the model anew would take longer than it saves.
+
+        Raises:
+            OutOfStepError: the processes of the job do not agree.
+            LostError: they cannot reach each other.
+        """
+        if not self._compiling.is_on:
+            return None
+        saved_s = None
+        if self._work_shares is not None and self._total_steps is not None and self.iteration_s > 0:
+            share = BACKWARD_SHARE * sum(self._work_shares[module] for module in modules)
+            saved_s = share * self.iteration_s * (self._total_steps - self._recorder.step)
+        reason = self._compiling.reason_to_wait(saved_s)
+        [does_wait] = self._ranks.from_leader(Subject.GATE, [float(reason is not None)])
+        return (reason or "the first process waits") if does_wait else None
 
     def _finished(self, engine: Engine) -> list[Evaluated]:
         """Return what is finished, the same in all processes."""
@@ -83,12 +109,12 @@ class Judge:
         shared = self._ranks.readings([entry.reading for entry in own])
         return own or [Evaluated(reading=reading, wall_s=0.0, cpu_s=0.0, controller_cpu_s=0.0) for reading in shared]
 
-    def _refresh(self, engine: Engine, clock: IntervalClock, iteration_s: float) -> None:
+    def _refresh(self, engine: Engine, clock: IntervalClock) -> None:
         watch = Stopwatch()
         period = self._refresh_evaluations or engine.policy.window
-        if engine.evaluator.refresh_if_due(clock.evaluation, period) and iteration_s > 0:
+        if engine.evaluator.refresh_if_due(clock.evaluation, period) and self.iteration_s > 0:
             # A policy may ask for some in a row; what counts is how often they come in the long run.
-            self._budget.note_refresh(watch.read()[0] / iteration_s, max(period, self._window))
+            self._budget.note_refresh(watch.read()[0] / self.iteration_s, max(period, self._window))
 
     def _judge(self, engine: Engine, evaluated: Evaluated) -> Sequence[Decision]:
         reading = evaluated.reading

@@ -32,7 +32,8 @@ class Subject(IntEnum):
     INTERVAL = 2
     MEASURES = 3
     READINGS = 4
-    CLOSING = 5
+    GATE = 5
+    CLOSING = 6
 
 
 class OutOfStepError(Exception):
