@@ -13,6 +13,7 @@ from torch import distributed
 from egeria import read_journal
 from egeria.events import ModuleFrozen, PlasticityRead, Rewrapped, StageChanged, Thawed
 from egeria.parallel import Replicas
+from egeria.report.replay import replay
 from egeria.testing import MENAGERIE
 from loops import FAST, Loop, differences
 from ranks import run_ranks
@@ -124,5 +125,6 @@ def test_law_6_ranks_agree_at_every_step_on_data_of_their_own(name, unlike, fold
         for c in (first, second)
     ]
     assert differences(*weights) == []
+    assert replay(folder / "unlike" / name).agrees
     journal = read_journal(folder / "unlike" / name)
     assert journal.of(Thawed) and len(journal.of(Rewrapped)) >= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
+from egeria.events import Resumed, RunStarted
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -85,3 +87,35 @@ def test_the_cifar10_example_names_what_is_missing(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "labels.npz" in done.stderr
+
+
+def start_ddp(launcher, *arguments):
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "ddp.py"), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True, env=environment)
+    return [line for line in done.stdout.splitlines() if line.startswith(("epoch", "accuracy"))]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_the_ddp_example_runs_under_python_and_torchrun_and_goes_on_in_either(tmp_path):
+    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    checkpoint = ("--checkpoint", tmp_path / "last.pt")
+    first = start_ddp(torchrun, "--epochs", 2, *checkpoint, "--directory", tmp_path / "two")
+    assert [line.split()[1] for line in first[:-1]] == ["1", "2"] and first[-1].startswith("accuracy")
+    journal = egeria.read_journal(tmp_path / "two")
+    assert journal.of(RunStarted)[0].total_steps == 2 * (1348 // 2 // 32)
+    later = start_ddp((), "--epochs", 3, *checkpoint, "--directory", tmp_path / "one")
+    assert [line.split()[1] for line in later[:-1]] == ["3"]
+    assert egeria.read_journal(tmp_path / "one").of(Resumed)
+
+
+def test_the_launch_files_start_the_script_that_is_there():
+    launch = ROOT / "examples" / "launch"
+    job = (launch / "kubeflow.yaml").read_text()
+    assert "kind: TrainJob" in job and "trainer.kubeflow.org/" in job and "examples/ddp.py" in job
+    checked = subprocess.run(["bash", "-n", str(launch / "slurm.sbatch")], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0 and not checked.stderr
+    assert "examples/ddp.py" in (launch / "slurm.sbatch").read_text()
+    compile((launch / "ray_train.py").read_text(), "ray_train.py", "exec")

@@ -68,6 +68,8 @@ class Driver:
         self._modules = modules
         builder.handle.when_compiled(self._note_compiled)
         self._compiling.make_room(len(modules))
+        if not modules:
+            self._ranks.part()
         self._faults = Faults(self._ranks, recorder, weakref.proxy(self))
 
     @property

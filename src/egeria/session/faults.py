@@ -68,7 +68,7 @@ class Faults:
         """
         if self._ranks.is_alone:
             self._freezing.release()
-        self._recorder.decline("freezing", reason)
+        self._recorder.decline("freezing", reason, by_this_process=True)
         self._ranks.leave()
 
     def _take_note(self, where: str, error: Exception) -> None:

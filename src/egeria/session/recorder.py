@@ -42,11 +42,17 @@ class Recorder:
             except EgeriaWarning:  # warnings are errors here; ours must still not stop the training
                 logging.getLogger("egeria").warning(message)
 
-    def decline(self, what: str, reason: str) -> None:
-        """Journal that the library will not do something, and say so, the first time."""
+    def decline(self, what: str, reason: str, *, by_this_process: bool = False) -> None:
+        """Journal that the library will not do something, and say so, the first time.
+
+        Args:
+            what: it will not do.
+            reason: why.
+            by_this_process: whether no other process of the job says the same.
+        """
         if what not in self._warned:
             self.write(Declined(step=self.step, what=what, reason=reason))
-        if not self._echoes:
+        if by_this_process or not self._echoes:
             self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training goes on without it.")
 
     def fault(self, where: str, error: Exception) -> int:
