@@ -9,7 +9,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,23 @@ def run_ranks(work: Callable[..., Any], *arguments: Any, num_ranks: int = 2, tim
     return [answer for _, answer in answers]
 
 
+def run_cases(work: Callable[..., Any], cases: Sequence[Any], **options: Any) -> dict[Any, list[Any]]:
+    """Return for each case what `work(case)` returns in each process; all in the same processes, which take seconds."""
+    answers = run_ranks(_work_through, work, list(cases), **options)
+    return {case: [found[index] for found in answers] for index, case in enumerate(cases)}
+
+
+def _work_through(work: Callable[..., Any], cases: list[Any]) -> list[Any]:
+    return [work(case) for case in cases]
+
+
 def _answer(path: Path) -> tuple[bool, Any]:
     return pickle.loads(path.read_bytes()) if path.exists() else (False, "it ended without an answer")
 
 
 def _work(rank: int, num_ranks: int, folder: str, timeout_s: float, work: Any, arguments: Any) -> None:
     torch.set_num_threads(1)
+    os.chdir(folder)  # journals of runs without a path of their own go there
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     distributed.init_process_group(
         "gloo",

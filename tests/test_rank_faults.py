@@ -17,7 +17,7 @@ from egeria.events import Declined, FaultCaught
 from egeria.policy import Freeze
 from egeria.testing import ScriptedController
 from loops import FAST
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 STEPS = 40
@@ -100,24 +100,28 @@ def decide_alone(job):
     policy.observe_interval = lambda interval: (Freeze(module=policy.frozen, reason="alone"),)
 
 
-@pytest.mark.parametrize(
-    ("disturb", "said"),
-    [
-        (break_policy, "ZeroDivisionError"),
-        (break_measuring, "ZeroDivisionError"),
-        (break_freezing, "ZeroDivisionError"),
-        (break_ordering, "ZeroDivisionError"),
-        (decide_alone, "does not have what rank 0 has"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_one_rank_that_cannot_go_on_thaws_all_at_the_same_step(disturb, said):
-    (first, weights, trained, told), (second, others, _, told_there) = run_ranks(train_disturbed, disturb)
+DISTURBANCES = {
+    break_policy: "ZeroDivisionError",
+    break_measuring: "ZeroDivisionError",
+    break_freezing: "ZeroDivisionError",
+    break_ordering: "ZeroDivisionError",
+    decide_alone: "does not have what rank 0 has",
+}
+
+
+@pytest.fixture(scope="module")
+def disturbed():
+    return run_cases(train_disturbed, DISTURBANCES)
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda disturb: disturb.__name__)
+def test_one_rank_that_cannot_go_on_thaws_all_at_the_same_step(disturb, disturbed):
+    (first, weights, trained, told), (second, others, _, told_there) = disturbed[disturb]
     assert max(first[:26]) > 0, "nothing was frozen yet"
     assert first == second
     assert first[-1] == second[-1] == 0 and all(trained)
     assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
-    assert said in told_there and ("rank 1" in told)
+    assert DISTURBANCES[disturb] in told_there and ("rank 1" in told)
 
 
 def unfreeze_by_hand():
@@ -234,7 +238,6 @@ def attach_otherwise(what):
     return ""
 
 
-@pytest.mark.parametrize("what", ["total_steps", "settings"])
-def test_ranks_that_attach_otherwise_are_told_so(what):
-    for message in run_ranks(attach_otherwise, what):
-        assert f"same {what}; rank 1" in message
+def test_ranks_that_attach_otherwise_are_told_so():
+    for what, messages in run_cases(attach_otherwise, ["total_steps", "settings"]).items():
+        assert all(f"same {what}; rank 1" in message for message in messages)

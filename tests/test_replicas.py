@@ -18,7 +18,7 @@ from egeria.layers.parse import parse_modules
 from egeria.parallel import Replicas, choose_parallel
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST
-from ranks import run_ranks
+from ranks import run_cases, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
@@ -126,9 +126,14 @@ def gradient_error(model, alone, step, width, depth):
     return float(torch.stack(found).max())
 
 
+@pytest.fixture(scope="module")
+def cycles():
+    return run_cases(hundred_cycles, ["none", "fp16", "powersgd"])
+
+
 @pytest.mark.parametrize(("hook", "tolerance"), [("none", 1e-4), ("fp16", 2e-2), ("powersgd", None)])
-def test_a_hundred_cycles_leave_no_memory_no_hook_and_right_gradients(hook, tolerance):
-    first, second = run_ranks(hundred_cycles, hook)
+def test_a_hundred_cycles_leave_no_memory_no_hook_and_right_gradients(hook, tolerance, cycles):
+    first, second = cycles[hook]
     assert all(torch.equal(*pair) for pair in zip(first[3], second[3], strict=True)), "ranks differ"
     for error, growth, hooks, _ in (first, second):
         assert tolerance is None or error < tolerance
@@ -174,14 +179,19 @@ def buffers_of_frozen_layers(broadcasts):
     return names, values, sorted(frozen.wrapper.named_module_buffers)
 
 
-def test_frozen_buffers_are_equal_and_broadcast_no_more():
-    (names, first, thawed), (_, second, _) = run_ranks(buffers_of_frozen_layers, True)
+@pytest.fixture(scope="module")
+def buffers():
+    return run_cases(buffers_of_frozen_layers, [True, False])
+
+
+def test_frozen_buffers_are_equal_and_broadcast_no_more(buffers):
+    (names, first, thawed), (_, second, _) = buffers[True]
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
     assert {name[0] for name in names} == {"2", "3", "4"} and {name[0] for name in thawed} == {"0", "1", "2", "3", "4"}
 
 
-def test_buffers_that_ranks_keep_for_themselves_stay_their_own():
-    (_, first, _), (_, second, _) = run_ranks(buffers_of_frozen_layers, False)
+def test_buffers_that_ranks_keep_for_themselves_stay_their_own(buffers):
+    (_, first, _), (_, second, _) = buffers[False]
     assert not all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
@@ -211,12 +221,11 @@ def two_lines(wraps_itself):
     return frozen, same, type(wrapper).__name__, names == list(model.state_dict()), trained, run.directory
 
 
-@pytest.mark.parametrize("wraps_itself", [True, False])
-def test_two_lines_train_replicas_whether_wrapped_or_not(wraps_itself):
-    first, second = run_ranks(two_lines, wraps_itself)
-    for frozen, same, kind, own_names, trained, _ in (first, second):
-        assert frozen == 3 and same and own_names and trained and kind == "DistributedDataParallel"
-    assert str(first[-1]) == "journal" and second[-1] is None
+def test_two_lines_train_replicas_whether_wrapped_or_not():
+    for first, second in run_cases(two_lines, [True, False]).values():
+        for frozen, same, kind, own_names, trained, _ in (first, second):
+            assert frozen == 3 and same and own_names and trained and kind == "DistributedDataParallel"
+        assert str(first[-1]) == "journal" and second[-1] is None
 
 
 def strategies():
@@ -230,7 +239,7 @@ def test_the_strategy_is_seen_from_wrapper_and_job():
     assert run_ranks(strategies, num_ranks=1) == [("SingleProcess", "Replicas")]
 
 
-def rates_after(policy, total_steps):
+def rates_after(policy, total_steps=60):
     model = wide_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     attach = functools.partial(egeria.attach, model, optimizer, policy=policy, total_steps=total_steps)
@@ -245,9 +254,9 @@ def rates_after(policy, total_steps):
         return run.frozen, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("policy", ["freezeout", "linear", "autofreeze", "weight_change", "random"])
-def test_rival_policies_keep_ranks_alike(policy):
-    (frozen, first), (also, second) = run_ranks(rates_after, policy, 60)
-    assert frozen == also
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    assert frozen > 0 or policy in ("autofreeze", "weight_change")
+def test_rival_policies_keep_ranks_alike():
+    found = run_cases(rates_after, ["freezeout", "linear", "autofreeze", "weight_change", "random"])
+    for policy, ((frozen, first), (also, second)) in found.items():
+        assert frozen == also
+        assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+        assert frozen > 0 or policy in ("autofreeze", "weight_change")

@@ -1,0 +1,1 @@
+"""What freezing saves among several processes: bytes, iterations, and throughput over a slow network."""
