@@ -58,26 +58,30 @@ def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
 # --- on another number of ranks ------------------------------------------------------------------
 
 
-def train_part(name, folder, checkpoint, steps):
-    """Train for some steps from a checkpoint, on as many ranks as there are; return the next one."""
-    loop = Loop(SPECIMENS[name], {**INLINE, "directory": Path(folder)}, seed=0 if checkpoint is None else 9)
-    if checkpoint is not None:
-        loop.load(checkpoint)
-    loop.step(steps)
-    return loop.save(), loop.everything(), loop.run.frozen
+def train_parts(names, folder, checkpoints, steps):
+    """Train each for some steps from its checkpoint, on as many ranks as there are; return the next ones."""
+    found = {}
+    for name in names:
+        loop = Loop(SPECIMENS[name], {**INLINE, "directory": Path(folder, name)}, seed=9 if name in checkpoints else 0)
+        if name in checkpoints:
+            loop.load(checkpoints[name])
+        loop.step(steps)
+        found[name] = loop.save(), loop.everything(), loop.run.frozen
+    return found
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["residual", "with_dropout", "Backwards"])
-def test_law_5_a_run_goes_on_on_another_number_of_ranks(name, tmp_path):
-    [(_, whole, frozen)] = run_ranks(train_part, name, str(tmp_path / "whole"), None, STEPS, num_ranks=1)
-    checkpoint = None
+def test_law_5_a_run_goes_on_on_another_number_of_ranks(tmp_path):
+    names = ["residual", "with_dropout", "Backwards"]
+    [whole] = run_ranks(train_parts, names, str(tmp_path / "whole"), {}, STEPS, num_ranks=1)
+    found = {}
     for part, num_ranks in enumerate((2, 1, 2)):
-        answers = run_ranks(
-            train_part, name, str(tmp_path / f"part{part}"), checkpoint, STEPS // 3, num_ranks=num_ranks
-        )
-        checkpoint, end, depth = answers[0]
-    assert differences(whole, end) == [] and depth == frozen > 0
-    later = course(tmp_path / "part2", 2 * STEPS // 3)
-    assert [e for e in later if e["kind"] != "rewrapped"] == course(tmp_path / "whole", 2 * STEPS // 3)
+        checkpoints = {name: found[name][0] for name in found}
+        arguments = (names, str(tmp_path / f"part{part}"), checkpoints, STEPS // 3)
+        found = run_ranks(train_parts, *arguments, num_ranks=num_ranks)[0]
+    for name in names:
+        (_, end, frozen), (_, parts_end, parts_frozen) = whole[name], found[name]
+        assert differences(end, parts_end) == [] and parts_frozen == frozen > 0
+        later = course(tmp_path / "part2" / name, 2 * STEPS // 3)
+        assert [e for e in later if e["kind"] != "rewrapped"] == course(tmp_path / "whole" / name, 2 * STEPS // 3)
