@@ -106,7 +106,7 @@ class Replica:
         return time.perf_counter() - began, time.process_time() - began_cpu
 
 
-def _count(sizes: list[int], bucket: Any) -> Any:
+def _count(sizes, bucket):  # without types: torch accepts no others than its own, and those not as text
     sizes.append(bucket.buffer().numel() * bucket.buffer().element_size())
     return default_hooks.allreduce_hook(None, bucket)
 

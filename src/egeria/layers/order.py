@@ -103,15 +103,16 @@ class OrderOfBatch:
         keep_next(self.keep)
 
     def keep(self, batch: Batch) -> None:
-        """Keep the batch that a training forward is called with, as it is before that."""
+        """Keep the batch that a training forward is called with."""
         self._keep_next(None)
-        self._batch = batch.first_rows(None)
+        self._batch = batch
 
     def record(self) -> OrderRecorder | None:
         """Return what was recorded, closed; None if there was no training forward yet."""
         batch, self._batch = self._batch, None
         if batch is None:
             return None
+        batch = batch.first_rows(None)
         with (
             undisturbed(self._model, gradients=True),
             OrderRecorder(self._model, self._names) as recorder,

@@ -16,7 +16,6 @@ from egeria.session.judge import Judge
 from egeria.session.meter import IntervalMeter
 from egeria.session.ordering import Ordering
 from egeria.session.pace import Pace
-from egeria.session.ranks import fingerprint
 from egeria.session.rates import Wanted
 from egeria.session.recorder import Recorder
 from egeria.session.skipping import Skipping
@@ -136,7 +135,6 @@ class Driver:
             self._compiling.close()
             if self._rates is not None:
                 self._rates.close()
-        if successor is None:
             self._ranks.part()
         if self._engine is not None:
             engine, self._engine = self._engine, None
@@ -231,8 +229,7 @@ class Driver:
         assert self._engine is not None
         applier = self._engine.applier
         if not self._ranks.is_alone:
-            trained = fingerprint(applier.trained())
-            self._clock.interval_steps = self._ranks.close(trained, self._clock.interval_steps)
+            self._clock.interval_steps = self._ranks.close(applier.trained(), self._clock.interval_steps)
         applier.settle()
 
     def _settle_order(self) -> None:
@@ -253,8 +250,7 @@ class Driver:
             return
         self._judge.iteration_s = self._meter.iteration_s
         decisions = engine.policy.observe_interval(interval)
-        batch = self._judge.batch_for(engine, decisions)
-        engine.applier.apply(self.num_steps, decisions, batch, self._judge.waits)
+        engine.applier.apply(self.num_steps, decisions, self._judge.batch_for(engine, decisions), self._judge.waits)
         if any(isinstance(decision, Thaw) for decision in decisions):
             engine.evaluator.void_before(evaluation)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
@@ -290,7 +286,10 @@ class Driver:
             engine.evaluator.arm(None, None)  # a batch to calibrate the first reference on, or to rehearse a freeze on
 
     def _note_compiled(self) -> None:
-        """Take note, ahead of the first compiled call, that hooks will not fire and what is stored cannot be used."""
+        self._faults.bear("getting ready for compiled calls", self._get_ready_for_compiled_calls)
+
+    def _get_ready_for_compiled_calls(self) -> None:
+        """Ahead of the first of them: hooks will not fire, and what is stored cannot be used."""
         self._compiling.make_room(len(self.modules))
         if self._ordering is not None:
             self._ordering.begin_again()

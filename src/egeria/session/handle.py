@@ -77,9 +77,7 @@ class ModelHandle(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
-        if (
-            torch.compiler.is_compiling()
-        ):  # what is to be compiled is the model behind; only here does that leave us out
+        if torch.compiler.is_compiling():  # only in this very function does that leave the handle out
             torch._dynamo.skip_frame("egeria: a handle is called as it is, and what it calls is compiled")
         is_called_compiled = compiling_callback() not in (None, False)
         disable: Any = torch.compiler.disable

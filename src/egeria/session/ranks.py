@@ -161,11 +161,11 @@ class Ranks:
         shared = self.from_leader(Subject.READINGS, numbers or [0.0] * (width * int(count)))
         return [_to_reading(shared[begin : begin + width]) for begin in range(0, len(shared), width)]
 
-    def close(self, state: float, interval_steps: int) -> int:
+    def close(self, state: str, interval_steps: int) -> int:
         """End a meeting: everybody has frozen the same.
 
         Args:
-            state: a fingerprint of what trains.
+            state: what is frozen and what trains, as text.
             interval_steps: `n` as it is now; the leader's holds.
 
         Returns:
@@ -175,7 +175,7 @@ class Ranks:
             OutOfStepError: somebody has frozen something else, or leaves.
             LostError: they cannot reach each other.
         """
-        rows = self.gather(Subject.CLOSING, (state, interval_steps))
+        rows = self.gather(Subject.CLOSING, (fingerprint(state), interval_steps))
         self._check_same(rows)
         self.meets = False
         return int(rows[0][1])
