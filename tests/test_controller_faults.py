@@ -348,6 +348,7 @@ import os, signal, sys, time, torch
 from torch import nn
 import egeria
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
 model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 config = {
