@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.distributed.hosts import two_hosts, why_not
 from benchmarks.micro import attach_overhead, frozen_iteration
 from benchmarks.micro.interleaved import Comparison, compare
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
-from egeria.events import Resumed, RunStarted
+from egeria.events import ModuleFrozen, Resumed, RunStarted, StageChanged
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -109,6 +110,37 @@ def test_the_ddp_example_runs_under_python_and_torchrun_and_goes_on_in_either(tm
     later = start_ddp((), "--epochs", 3, *checkpoint, "--directory", tmp_path / "one")
     assert [line.split()[1] for line in later[:-1]] == ["3"]
     assert egeria.read_journal(tmp_path / "one").of(Resumed)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_the_ddp_example_trains_on_two_hosts_as_on_one(tmp_path):
+    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
+    refusal = why_not()
+    if refusal:
+        pytest.skip(refusal)
+    arguments = ("--epochs", "2", "--directory")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    one = start_ddp(torchrun, *arguments, tmp_path / "one")
+    with two_hosts(rate_mbit=200) as hosts:
+        processes = []
+        for rank, host in enumerate(hosts):
+            nodes = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
+            master = ["--master-addr", hosts[0].address, "--master-port", "29519"]
+            command = [*host.prefix, sys.executable, "-m", "torch.distributed.run", *nodes, *master]
+            command += [str(ROOT / "examples" / "ddp.py"), *arguments, str(tmp_path / "two")]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": host.interface}
+            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    two = [line for line in outputs[0].splitlines() if line.startswith(("epoch", "accuracy"))]
+    assert two == one and len(two) == 3
+    kinds = (StageChanged, ModuleFrozen)
+    decided = [
+        [(event.kind, event.step) for kind in kinds for event in egeria.read_journal(tmp_path / name).of(kind)]
+        for name in ("one", "two")
+    ]
+    assert decided[0] == decided[1]
 
 
 def test_the_launch_files_start_the_script_that_is_there():

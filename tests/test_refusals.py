@@ -53,12 +53,30 @@ def fsdp1(bare):
     return FullyShardedDataParallel(bare, use_orig_params=True, device_id=torch.device("cpu"))
 
 
-def fsdp2(bare):
+def compiled_shards(bare):
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
     for part in bare:
         fully_shard(part)
+    bare[0].compile(backend="eager")
     return fully_shard(bare)
+
+
+def in_tensors_of_its_own(bare):
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.tensor import distribute_module  # noqa: PLC0415
+
+    return distribute_module(bare, init_device_mesh("cpu", (2,)))
+
+
+def split_twice(bare):
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: PLC0415
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(bare[0][0], mesh["tensor"], ColwiseParallel())
+    return fully_shard(bare, mesh=mesh["data"])
 
 
 def in_partitions(bare):
@@ -82,19 +100,23 @@ def with_builtin_hook(bare):
 
 WAYS = {
     "static_graph": (lambda bare: DistributedDataParallel(bare, static_graph=True), "Build it without static_graph"),
-    "deepspeed": (DeepSpeedEngine, "Use DistributedDataParallel"),
-    "zero3": (in_partitions, "ZeRO.*Use DistributedDataParallel"),
-    "fsdp1": (fsdp1, "FSDP1.*Use DistributedDataParallel"),
-    "fsdp2": (fsdp2, "fully_shard.*Use DistributedDataParallel"),
+    "deepspeed": (DeepSpeedEngine, "Use fully_shard"),
+    "zero3": (in_partitions, "ZeRO.*Use fully_shard"),
+    "fsdp1": (fsdp1, "FSDP1.*Use fully_shard"),
+    "compiled_shards": (compiled_shards, "sharded and compiled.*use DistributedDataParallel"),
+    "dtensors": (in_tensors_of_its_own, "DTensors that fully_shard did not make.*fully_shard alone"),
+    "split_twice": (split_twice, "split twice.*fully_shard alone"),
     "data_parallel": (nn.DataParallel, "one process for each device"),
     "steps_in_backward": (stepping_early, r"Call optimizer.step\(\)"),
     "builtin_hook": (with_builtin_hook, "register_comm_hook"),
 }
+CANNOT_TRAIN = {"steps_in_backward", "dtensors", "split_twice"}
+"""Torch itself cannot go on with these here: on a CPU, or with batches that are plain tensors."""
 
 
 def train(way):
     """Return what was said, how far training came, and what froze."""
-    steps = 0 if way == "steps_in_backward" else 24  # torch itself cannot go on with these on a CPU
+    steps = 0 if way in CANNOT_TRAIN else 24
     wrapped = WAYS[way][0](model()) if way in WAYS else Checkpointed()
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     rank = distributed.get_rank()
@@ -124,7 +146,7 @@ def answers():
 def test_it_is_refused_with_the_reason_and_the_alternative(way, answers):
     expected = WAYS[way][1] if way in WAYS else "use_reentrant=False"
     said, losses, frozen = answers[way][0]
-    assert frozen == 0 and (len(losses) == 24 or way == "steps_in_backward")
+    assert frozen == 0 and (len(losses) == 24 or way in CANNOT_TRAIN)
     refusals = [message for message in said if message.startswith("egeria: freezing")]
     assert len(refusals) == 1
     assert re.search(expected, refusals[0])

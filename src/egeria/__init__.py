@@ -9,6 +9,7 @@ Two lines around an ordinary loop::
 Everything else (`Config`, `read_journal`, `report`) is there for when you want to know more.
 """
 
+from egeria.cache import ShardSampler
 from egeria.config import Config
 from egeria.errors import ConfigError, EgeriaError, JournalError, StateError, UnsupportedModelError
 from egeria.journal import Journal, read_journal
@@ -25,6 +26,7 @@ __all__ = [
     "Journal",
     "JournalError",
     "Run",
+    "ShardSampler",
     "StateError",
     "UnsupportedModelError",
     "attach",

@@ -10,7 +10,7 @@ from torch import nn
 
 from egeria.cache.decision import Outlook
 from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
-from egeria.cache.opening import Sight, open_generation
+from egeria.cache.opening import Share, Sight, join_generation, open_generation
 from egeria.cache.samples.feed import Drawn, NoSamplesError, SampleFeed
 from egeria.cache.samples.fingerprint import fingerprints
 from egeria.cache.samples.repeats import Repeats
@@ -62,6 +62,7 @@ class ActivationCache:
         teller: where decisions go.
         spend: takes wall-clock and CPU seconds that were ours and not the user's.
         refusal: why there is no feed.
+        share: with whom stores are shared.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ActivationCache:
         teller: Teller,
         spend: Callable[[float, float], None],
         refusal: str = "",
+        share: Share | None = None,
     ) -> None:
         self.num_forwards = 0
         """Training forwards so far."""
@@ -84,6 +86,7 @@ class ActivationCache:
         self._settings = settings
         self._teller = teller
         self._spend = spend
+        self._share = share or Share()
         self._repeats = Repeats()
         self._longest: int | None = None
         self._most_rows = 0
@@ -102,7 +105,7 @@ class ActivationCache:
             modules: the frozen layer modules, front to back; none after a thaw.
             outlook: the time to come.
         """
-        self._modules, self._outlook = tuple(modules), outlook
+        self._modules, self._outlook, self._number = tuple(modules), outlook, self._share.number_at(self._number)
         self._take(self._watching() if modules else Computed())
         if not modules:
             if self._feed is not None:
@@ -210,21 +213,19 @@ class ActivationCache:
                 self._teller.decline(WHAT, reason)
         if reason:
             self._compute(batch, reason, numbers)
+        self._share.tell(self.place, self._number, opened=not reason)
         self._spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _try_to_store(self, batch: Batch, drawn: Drawn, watched: Watching) -> tuple[str, dict[str, float]]:
         """Open a generation where it pays; return why not, or an empty reason, and the numbers that decided."""
         assert self._feed is not None
-        opening = open_generation(
-            self._model,
-            self._modules,
-            self._feed,
-            self._settings,
-            sight=Sight(batch=batch, drawn=drawn, watched=watched, outlook=self._outlook, longest=self._longest),
-            place=self._place,
-            number=self._number,
-            repeating=self._is_repeating(),
-        )
+        what = (self._model, self._modules, self._feed, self._settings)
+        sight = Sight(batch=batch, drawn=drawn, watched=watched, outlook=self._outlook, longest=self._longest)
+        if self._share.leads:
+            repeating = self._is_repeating()
+            opening = open_generation(*what, sight=sight, place=self.place, number=self._number, repeating=repeating)
+        else:
+            opening = join_generation(*what, sight=sight, place=self.place(), number=self._number)
         if opening.generation is None:
             return opening.reason, opening.numbers
         self._take(opening.generation)
@@ -280,7 +281,8 @@ class ActivationCache:
         self._way, self._has_told_of_damage = way, False
         self._undo = None if way.mode == Computed.mode else Undo(self._model)
 
-    def _place(self) -> CacheDirectory:
+    def place(self) -> CacheDirectory:
+        """Return where stores go, made when it is first asked for. Raises `StoreError`."""
         if self._directory is None:
             self._directory = self._make_directory()
         return self._directory

@@ -44,12 +44,17 @@ class Outlook:
     """Training forwards between two steps of the optimizer."""
     spare_core: bool = True
     """Whether a thread beside the training has a core to itself."""
+    num_hosts: int = 1
+    """Hosts that a sample may come to, each with a store of its own."""
 
     def epochs(self, num_batches: int | None) -> float:
-        """Return the epochs ahead for a loader of this length."""
+        """Return the epochs ahead for a loader of this length, less those in which samples come to another host."""
         if self.steps_ahead is None or not num_batches:
             return MANY_EPOCHS
-        return self.steps_ahead * self.forwards_per_step / num_batches
+        epochs = self.steps_ahead * self.forwards_per_step / num_batches
+        elsewhere = 1 - 1 / self.num_hosts  # in epoch e a sample was here before with 1 - elsewhere ** (e - 1)
+        missed = elsewhere * (1 - elsewhere ** max(0.0, epochs - 1)) / (1 - elsewhere)
+        return epochs - missed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +168,8 @@ class Surveyor:
         if not verdict.pays or capacity < 1:
             reason = verdict.reason if not verdict.pays else f"{place.path.parent} has no room for a single sample"
             return Decision(verdict=Verdict(pays=False, reason=reason), prospects=prospects)
-        store = place.create(number, layouts.stored, capacity, boundary=boundary)
+        description = {"boundary": boundary, "num_views": views, "is_viewed": not repeating}
+        store = place.create(number, layouts.stored, capacity, **description)
         return self._try_out(Opened(store=store, layouts=layouts, num_views=views), prospects)
 
     def _try_out(self, opened: Opened, prospects: Prospects) -> Decision:

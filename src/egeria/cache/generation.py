@@ -78,9 +78,6 @@ class Generation:
         store: the rows; closed with the generation.
         feed: knows the samples of the next batches.
         number: of the generation.
-        boundary: name of the last frozen layer module.
-        num_views: augmentation variants of a sample.
-        is_viewed: whether only batches with fixed augmentation are of use.
         verify_batches: batches from the store between two checks.
         iteration_s: what an iteration took before; 0 where that is not known.
         device: of the model.
@@ -96,9 +93,6 @@ class Generation:
         feed: SampleFeed,
         *,
         number: int,
-        boundary: str,
-        num_views: int,
-        is_viewed: bool,
         verify_batches: int,
         iteration_s: float,
         device: torch.device,
@@ -115,11 +109,9 @@ class Generation:
         self._layouts = layouts
         self._store = store
         self._feed = feed
-        self._number, self._boundary = number, boundary
-        self._num_views = num_views
+        self._number = number
         self._verify_batches = verify_batches
         self._device = device
-        self._is_viewed = is_viewed
         self._sources = Sources(prefix.weights(), num_compared=NUM_COMPARED)
         self._failure: Exception | None = None
         self._payback = Payback(iteration_s)
@@ -138,7 +130,7 @@ class Generation:
             EgeriaError: nothing stored can be used any more. What the call itself raises passes through.
         """
         self._check()
-        if drawn is None or drawn.viewed != self._is_viewed:
+        if drawn is None or drawn.viewed != self._store.is_viewed:
             return call(plain=True)
         prints = fingerprints(batch.args, batch.kwargs, len(drawn.samples))
         if np.isnan(prints).any():  # the model is called with something else than the batch
@@ -172,13 +164,13 @@ class Generation:
 
     def positions(self, drawn: Drawn) -> Integers:
         """Return the rows of the store that the samples of a batch have [B]."""
-        return np.asarray(drawn.samples * self._num_views + drawn.views)
+        return np.asarray(drawn.samples * self._store.num_views + drawn.views)
 
     def used(self, step: int) -> CacheUsed:
         """Return what it did so far, for the journal."""
         return CacheUsed(
             step=step,
-            boundary=self._boundary,
+            boundary=self._store.boundary,
             generation=self._number,
             **asdict(self.use),
             stall_s=self.fetcher.waited_s,

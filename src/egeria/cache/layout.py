@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -44,6 +44,11 @@ class Layouts:
             stored.append(RowLayout(shape=shuffled, dtype=tensor.dtype, storage=storage, length_axis=axis))
         return cls(tuple(stored), orders)
 
+    def like(self, stored: Sequence[RowLayout]) -> Layouts | None:
+        """Return the same in the rows of a store that another process made; None where those are of another kind."""
+        fits = len(stored) == len(self.stored) and all(map(_differ_in_length_only, self.stored, stored))
+        return Layouts(tuple(stored), self.orders) if fits else None
+
     @property
     def has_length(self) -> bool:
         """Whether rows are cut to the lengths of their samples."""
@@ -76,3 +81,10 @@ def _fits(layout: RowLayout, tensor: Tensor) -> bool:
     if layout.length_axis is not None and len(shape) > layout.length_axis:
         shape[layout.length_axis] = layout.shape[layout.length_axis]
     return tensor.dtype == layout.dtype and tuple(shape) == layout.shape
+
+
+def _differ_in_length_only(ours: RowLayout, theirs: RowLayout) -> bool:
+    axis = ours.length_axis
+    if axis is None or axis != theirs.length_axis or len(ours.shape) != len(theirs.shape):
+        return ours == theirs
+    return replace(ours, shape=(*ours.shape[:axis], theirs.shape[axis], *ours.shape[axis + 1 :])) == theirs

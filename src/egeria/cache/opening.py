@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,21 @@ from torch import nn
 from egeria.cache.decision import Outlook, Surveyor, foresee, weigh
 from egeria.cache.gate import Prospects
 from egeria.cache.generation import Generation
+from egeria.cache.layout import Layouts
 from egeria.cache.samples.feed import Drawn, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
+from egeria.cache.store.disk import DiskStore
+from egeria.cache.store.rows import StoreError
 from egeria.cache.ways import Watching
 from egeria.config.groups import Cache
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.skipping.prefix import Prefix
+
+BOUNDARY = 100
+"""Numbers of generations from one boundary to the next, where processes share them."""
+LONGEST_WAIT_S = 10.0
+"""For the first process of a host to decide; the others would wait for its gradients anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +46,28 @@ class Sight:
         """Return what it promises, before anything is tried out."""
         times = {"iteration_s": self.watched.iteration_s, "prefix_s": self.watched.prefix_s}
         return foresee(self.batch, self.drawn, feed, outlook=self.outlook, **times)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """With whom stores are shared: the processes of a host that train one model."""
+
+    is_alone: bool = True
+    leads: bool = True
+    """Whether this process decides and makes the stores, and others join them."""
+
+    def number_at(self, number: int) -> int:
+        """Return the number of the newest generation, now that the boundary has moved.
+
+        It moves in all processes alike; further decisions behind one boundary may not be made by all.
+        """
+        return number if self.is_alone else number + BOUNDARY - number % BOUNDARY
+
+    def tell(self, place: Callable[[], CacheDirectory], number: int, *, opened: bool) -> None:
+        """Let the others know whether a generation is stored; where that fails they give up waiting."""
+        if self.leads and not self.is_alone:
+            with contextlib.suppress(StoreError):
+                place().tell(number, opened=opened)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,17 +123,72 @@ def open_generation(
     numbers = decision.prospects.to_dict()
     if opened is None:
         return Opening(generation=None, reason=reason, numbers=numbers)
-    generation = Generation(
+    generation = _generation(prefix, opened.layouts, opened.store, feed, settings, sight=sight, number=number)
+    return Opening(generation=generation, reason=reason, numbers=numbers)
+
+
+def join_generation(
+    model: nn.Module,
+    modules: Sequence[LayerModule],
+    feed: SampleFeed,
+    settings: Cache,
+    *,
+    sight: Sight,
+    place: CacheDirectory,
+    number: int,
+) -> Opening:
+    """Return a generation on the store that another process of the host has opened, if it has.
+
+    Args:
+        model: the model in training.
+        modules: its frozen layer modules, front to back.
+        feed: the loader.
+        settings: of the cache.
+        sight: what was seen.
+        place: where the store is.
+        number: of the generation.
+
+    Raises:
+        UncacheableError: the front cannot be skipped.
+        StoreError: the disk cannot be used.
+    """
+    batch, boundary = sight.batch, modules[-1].name
+    prefix = Prefix.find(model, modules, batch, len(sight.drawn.samples))
+    rows = prefix.compute(batch, None)
+    if not place.is_opened(number, timeout_s=LONGEST_WAIT_S):
+        return Opening(generation=None, reason="the first process of this host stores nothing", numbers={})
+    store = place.join(number)
+    own = Layouts.of(prefix.row_leaves, rows, storage=settings.storage, longest=sight.longest)
+    layouts = own.like(store.layouts)
+    reason = "" if layouts else "the first process of this host stores rows of another kind"
+    if store.boundary != boundary:
+        reason = f"the first process of this host stores what {store.boundary} puts out"
+    if not reason and store.is_viewed and not feed.use_views(store.num_views):
+        reason = feed.views_refusal or "the augmentation of a sample cannot be fixed"
+    if layouts is None or reason:
+        store.close()
+        return Opening(generation=None, reason=reason, numbers={})
+    generation = _generation(prefix, layouts, store, feed, settings, sight=sight, number=number)
+    return Opening(generation=generation, reason="the first process of this host has opened the store", numbers={})
+
+
+def _generation(
+    prefix: Prefix,
+    layouts: Layouts,
+    store: DiskStore,
+    feed: SampleFeed,
+    settings: Cache,
+    *,
+    sight: Sight,
+    number: int,
+) -> Generation:
+    return Generation(
         prefix,
-        opened.layouts,
-        opened.store,
+        layouts,
+        store,
         feed,
         number=number,
-        boundary=boundary,
-        num_views=opened.num_views,
-        is_viewed=not repeating,
         verify_batches=settings.verify_batches,
         iteration_s=sight.watched.iteration_s,
-        device=next(model.parameters()).device,
+        device=next(prefix.model.parameters()).device,
     )
-    return Opening(generation=generation, reason=reason, numbers=numbers)

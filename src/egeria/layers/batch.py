@@ -62,3 +62,8 @@ class Batch:
         cut = whole if count is None else tree.take_rows(whole, count)
         args, kwargs = tree.map_tensors(torch.clone, cut)
         return replace(self, args=args, kwargs=kwargs)
+
+    def on(self, device: str) -> Batch:
+        """Return the same with its tensors on a device."""
+        args, kwargs = tree.map_tensors(lambda tensor: tensor.to(device), (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)

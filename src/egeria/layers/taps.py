@@ -57,6 +57,9 @@ class TrainingTap:
         """Remove the hook."""
         self._handle.remove()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingTap:
+        return self  # it watches one model, and a copy of that takes the hook along for a moment
+
     def _keep(self, module: nn.Module, _args: Any, output: Any) -> None:
         activation = tree.first_activation(output)
         if activation is not None and module.training and torch.is_grad_enabled():

@@ -7,9 +7,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from egeria import dist
 from egeria.layers.compiled import without_wrapper
+from egeria.layers.shards import is_sharded
 from egeria.parallel.protocol import ParallelStrategy
 from egeria.parallel.refusals import refuse_wrapper
 from egeria.parallel.replicas import Replicas
+from egeria.parallel.sharded import Sharded
 from egeria.parallel.single import SingleProcess
 
 
@@ -21,6 +23,8 @@ def choose_parallel(model: nn.Module) -> ParallelStrategy:
     refused = refuse_wrapper(model)
     if refused is not None:
         return SingleProcess(refused)
+    if is_sharded(model):
+        return Sharded()
     if isinstance(without_wrapper(model), DistributedDataParallel) or dist.world_size() > 1:
         return Replicas()
     return SingleProcess()

@@ -8,10 +8,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from egeria.layers.compiled import without_wrapper
+from egeria.layers.compiled import is_compiled, without_wrapper
 
 DDP = "Build DistributedDataParallel without it, or give attach the bare model, which it wraps"
-FSDP2 = "Use DistributedDataParallel where a replica fits, which egeria can freeze"
+FSDP2 = "Use fully_shard (FSDP2), or DistributedDataParallel where a replica fits: egeria can freeze both"
+SHARDS = "Shard it by fully_shard alone, over one mesh, which egeria can freeze"
+COMPILED_SHARDS = (
+    "the model is sharded and compiled: its layers can only be watched in the training pass, and hooks do not fire in "
+    "compiled code. Leave out torch.compile, or use DistributedDataParallel"
+)
 
 
 def refuse_wrapper(model: nn.Module) -> str | None:
@@ -22,8 +27,6 @@ def refuse_wrapper(model: nn.Module) -> str | None:
             "FSDP1 (FullyShardedDataParallel) keeps the parameters of a unit in one flat tensor, and cannot freeze a "
             f"part of it. {FSDP2}"
         )
-    if "FSDPModule" in names:
-        return f"the model is sharded by fully_shard, which this version cannot freeze. {FSDP2}"
     if "DeepSpeedEngine" in names or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return (
             "DeepSpeed (ZeRO) sorts parameters into partitions once, by what trains when it begins, and never trains "
@@ -46,6 +49,18 @@ def refuse_model(model: nn.Module) -> str | None:
             "a part of the model is wrapped by torch.compile, which hides its layers. Compile it in place instead, "
             "part.compile(), or the whole model"
         )
+    return None
+
+
+def refuse_shards(model: nn.Module) -> str | None:
+    """Return why a model whose parameters are in parts cannot be frozen; None if it can."""
+    if is_compiled(model) or without_wrapper(model) is not model:
+        return COMPILED_SHARDS
+    if not any("FSDPModule" in (kind.__name__ for kind in type(module).__mro__) for module in model.modules()):
+        return f"parameters of the model are DTensors that fully_shard did not make. {SHARDS}"
+    placements = [getattr(parameter, "placements", ()) for parameter in model.parameters()]
+    if any(sum(placement.is_shard() for placement in entry) > 1 for entry in placements):
+        return f"parameters of the model are split twice, as by tensor parallelism under fully_shard. {SHARDS}"
     return None
 
 

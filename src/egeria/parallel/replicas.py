@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria.layers.compiled import without_wrapper
+from egeria.parallel.numbers import Numbers
 from egeria.parallel.rebuild import rebuild
 from egeria.parallel.refusals import refuse_model, refuse_options
 
@@ -29,7 +29,7 @@ class Replicas:
         self._options = options
         self._called: nn.Module = nn.Module()
         self._wrapper: Any = None
-        self._group: Any = None
+        self._numbers: Numbers | None = None
         self._trained: tuple[str, ...] = ()
         """Names of the parameters that are reduced."""
         self._idle: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ class Replicas:
             model = wrapper = DistributedDataParallel(model, **{**_device(model), **self._options})
         self._called, self._wrapper, group = model, wrapper, wrapper.process_group
         self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
-        self._group = _group_for_numbers(group)
+        self._numbers = Numbers(group)
         self._trained = self._trainable()
         return without_wrapper(wrapper.module)
 
@@ -56,10 +56,8 @@ class Replicas:
         Raises:
             RuntimeError: a process did not answer within the timeout of the process group.
         """
-        mine = torch.tensor(row, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        distributed.all_gather(rows, mine, group=self._group)
-        return [entry.tolist() for entry in rows]
+        assert self._numbers is not None, "the model was not taken yet"
+        return self._numbers.exchange(row)
 
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
         """Return the wrapper, its buckets made anew if other parameters train than before."""
@@ -79,26 +77,6 @@ def _device(model: nn.Module) -> dict[str, Any]:
     devices = {parameter.device for parameter in model.parameters()}
     is_single = len(devices) == 1 and next(iter(devices)).type not in ("cpu", "meta")
     return {"device_ids": [next(iter(devices))]} if is_single else {}
-
-
-def _group_for_numbers(group: Any) -> Any:
-    """Return a process group of the same ranks that carries numbers of the CPU, so that no device waits for them."""
-    if "cpu:" in distributed.get_backend_config(group):
-        return group
-    return distributed.new_group(
-        ranks=distributed.get_process_group_ranks(group),
-        backend="gloo",
-        timeout=_timeout(group),
-        use_local_synchronization=True,
-    )
-
-
-def _timeout(group: Any) -> Any:
-    """Return how long a group waits for its ranks; None for the default of gloo, where it does not tell."""
-    try:
-        return group._get_backend(torch.device("cuda")).options._timeout
-    except (RuntimeError, AttributeError):
-        return None
 
 
 def _buffers_of(model: nn.Module, frozen: Collection[str]) -> list[str]:

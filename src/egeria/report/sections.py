@@ -16,6 +16,7 @@ from egeria.events import (
     IntervalChanged,
     ModuleFrozen,
     Resumed,
+    Rewrapped,
     RungTaken,
     StageChanged,
     Thawed,
@@ -206,6 +207,11 @@ _LINES: dict[type[Event], Callable[[Any], tuple[str, str, str]]] = {
     RungTaken: lambda event: ("reference", event.after, event.reason),
     ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
     FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
+    Rewrapped: lambda event: (
+        "reduced",
+        f"{event.reduced_bytes / 2**20:,.1f} MiB",
+        f"of gradients between the processes from here on; laid out anew in {duration(event.wall_s)}",
+    ),
     Thawed: lambda event: (
         "thawed",
         plural(event.frozen_before, "module"),

@@ -15,6 +15,7 @@ from egeria.layers.batch import Batch
 from egeria.layers.compute import forward_shares
 from egeria.layers.freezer import Freezer
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
 from egeria.parallel import ParallelStrategy
 from egeria.policy import KNOWLEDGE_GUIDED, Decision, Freeze, Thaw
@@ -159,7 +160,8 @@ class Applier:
     def forward_shares(self, batch: Batch) -> list[float] | None:
         """Return the share of the forward pass that each layer module takes; None where that cannot be counted."""
         try:
-            return forward_shares(self._model, self._modules, batch)
+            model, batch = outline(self._model, batch)
+            return forward_shares(model, self._modules, batch)
         except Exception as error:
             self._recorder.fault("counting operations", error)
             return None
@@ -174,8 +176,8 @@ class Applier:
         self._waiting = []
         before = None if batch is None else self._rehearse(module, batch)
         self.freezer.freeze_to(decision.module + 1, input_needs_grad=batch is not None and batch.needs_grad)
-        if batch is not None and before is not None:
-            after = self._rehearse(module, batch)
+        after = None if batch is None or before is None else self._rehearse(module, batch)
+        if batch is not None and before is not None and after is not None:
             self._refuse_a_branch(module, before, after)
             self._tell_of_a_costly_boundary(module, batch.needs_grad or tree.requires_grad(after.boundary))
         frozen = self._modules[: self.freezer.depth]
@@ -202,17 +204,23 @@ class Applier:
         self.freezer.thaw()
         self._recorder.write(Thawed(step=step, frozen_before=before, reason=decision.reason, window=decision.window))
 
-    def _rehearse(self, module: LayerModule, batch: Batch) -> Rehearsal:
-        """Run the model once, undisturbed but with gradients."""
+    def _rehearse(self, module: LayerModule, batch: Batch) -> Rehearsal | None:
+        """Run the model once, undisturbed but with gradients; an outline of one in parts, where that is possible."""
         boundary: list[Tensor] = []
-        copied = batch.first_rows(None)
-        with undisturbed(self._model, gradients=True), batch.autocast.context():
-            tap = self._model.get_submodule(module.tap)
-            handle = tap.register_forward_hook(lambda *call: boundary.extend(tree.leaves(call[-1])))
-            try:
-                output = self._model(*copied.args, **copied.kwargs)
-            finally:
-                handle.remove()
+        model, copied = outline(self._model, batch.first_rows(None))
+        try:
+            with undisturbed(model, gradients=True), batch.autocast.context():
+                tap = model.get_submodule(module.tap)
+                handle = tap.register_forward_hook(lambda *call: boundary.extend(tree.leaves(call[-1])))
+                try:
+                    output = model(*copied.args, **copied.kwargs)
+                finally:
+                    handle.remove()
+        except Exception as error:
+            if model is self._model:
+                raise
+            self._recorder.decline("rehearsing a freeze", f"the model does not run without its values ({error})")
+            return None
         return Rehearsal(boundary=tuple(boundary), outputs=tuple(tree.leaves(output)))
 
     def _refuse_a_branch(self, module: LayerModule, before: Rehearsal, after: Rehearsal) -> None:

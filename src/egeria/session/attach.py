@@ -19,6 +19,7 @@ from egeria.controller import Choice, Controller, Limits, Plan, choose, controll
 from egeria.errors import UnsupportedModelError
 from egeria.events import ControllerChosen, RunStarted
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
 from egeria.policy import FORESIGHT, PLASTICITY, PolicyMaker, choose_interval, evaluations_of_policy, harmless_error
@@ -28,10 +29,11 @@ from egeria.session.checks import (
     check_policy,
     check_total_steps,
     choose_rule,
+    for_parts,
     read_config,
 )
 from egeria.session.compiling import Compiling
-from egeria.session.driver import COMPILED, Driver
+from egeria.session.driver import Driver
 from egeria.session.engine import EngineBuilder
 from egeria.session.handle import ModelHandle
 from egeria.session.pace import Pace, Stopwatch
@@ -89,6 +91,7 @@ def attach(
     settings = read_config(config, controller, policy)
     parallel = parallel or choose_parallel(check_model(model))
     model = parallel.take(model)
+    settings = for_parts(settings) if is_sharded(model) else settings
     optimizers = check_optimizers(model, optimizer)
     check_total_steps(total_steps)
     rule_name, rule = choose_rule(settings, scheduler)
@@ -149,20 +152,7 @@ def attach(
     if FORESIGHT in needs and total_steps is None:
         recorder.decline("freezing", f"{builder.policy_name!r} weighs what is still to come: give attach total_steps")
     pace = Pace()
-    skipping = None
-    if settings.cache.enabled and modules and (handle.is_compiled or not ranks.is_alone):
-        reason = COMPILED if handle.is_compiled else "it is not shared between processes yet"
-        recorder.decline("skipping the frozen forward pass", reason)
-    elif settings.cache.enabled and modules:
-        skipping = begin_skipping(
-            model,
-            builder.handle,
-            loader,
-            config=settings,
-            total_steps=total_steps,
-            recorder=recorder,
-            spend=pace.take_out,
-        )
+    skipping = begin_skipping(builder, loader, pace.take_out) if modules else None
     driver = Driver(
         builder=builder,
         modules=modules,

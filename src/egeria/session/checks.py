@@ -79,6 +79,11 @@ def read_config(config: Any, controller: Any = None, policy: Any = None) -> Conf
     return with_metric_of_policy(settings)
 
 
+def for_parts(config: Config) -> Config:
+    """Return the settings for a model in parts: plasticity is read in the training pass, the only one that all make."""
+    return dataclasses.replace(config, plasticity=dataclasses.replace(config.plasticity, mode="train"))
+
+
 def _read_config(config: Any) -> Config:
     if config is None:
         return Config()

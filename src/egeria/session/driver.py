@@ -8,6 +8,8 @@ from typing import Any
 
 from egeria.errors import StateError
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import is_sharded
+from egeria.parallel import COMPILED_SHARDS
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Annealing, EndBootstrapping, Thaw
 from egeria.session.clock import IntervalClock
 from egeria.session.engine import Engine, EngineBuilder
@@ -18,9 +20,8 @@ from egeria.session.ordering import Ordering
 from egeria.session.pace import Pace
 from egeria.session.rates import Wanted
 from egeria.session.recorder import Recorder
-from egeria.session.skipping import Skipping
+from egeria.session.skipping import COMPILED, Skipping
 
-COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
 LOOKS_PER_INTERVAL = 4
 """How often several processes ask each other for readings of a controller process."""
 
@@ -62,7 +63,7 @@ class Driver:
         self._meter = IntervalMeter(pace, builder.measures(policy, pace.take_out), self._ranks, recorder)
         self._rates = builder.rates(policy, self._wanted_rates, pace.take_out)
         self._compiling = builder.compiling
-        self._judge = Judge(builder.config, self._ranks, self._compiling, builder.total_steps, recorder)
+        self._judge = Judge(builder)
         self._past_controller_cpu_s = 0.0
         self._modules = modules
         builder.handle.when_compiled(self._note_compiled)
@@ -185,9 +186,7 @@ class Driver:
                 "A run's state fits the model it was saved from; that one was cut into layer modules, and this one is "
                 "not, or its run is closed. Attach the same model with the same configuration, then load."
             )
-        elif (
-            clock.num_steps
-        ):  # before the first step nothing was decided, and the order of execution is still to be seen
+        elif clock.num_steps:  # before the first step nothing was decided, and the order is still to be seen
             modules = tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
             self._builder.check(modules)
             engine = self._builder.build(modules)
@@ -237,7 +236,6 @@ class Driver:
             self._engine = self._ordering.settle(self._engine, self.num_steps)
 
     def _end_interval(self) -> None:
-        evaluation = self._clock.evaluation
         rate = self._builder.learning_rate(self.modules)
         interval = self._meter.take(self._clock, self.modules, self.frozen, rate)
         engine = self._engine
@@ -252,10 +250,9 @@ class Driver:
         decisions = engine.policy.observe_interval(interval)
         engine.applier.apply(self.num_steps, decisions, self._judge.batch_for(engine, decisions), self._judge.waits)
         if any(isinstance(decision, Thaw) for decision in decisions):
-            engine.evaluator.void_before(evaluation)
+            engine.evaluator.void_before(self._clock.evaluation)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
-            if self._ranks.leads:
-                engine.evaluator.refresh(evaluation)
+            self._judge.refresh(engine, self._clock.evaluation)
         elif interval.loss is not None:
             self._judge.evaluate(engine, self._clock)
         engine.evaluator.disarm()
@@ -290,6 +287,9 @@ class Driver:
 
     def _get_ready_for_compiled_calls(self) -> None:
         """Ahead of the first of them: hooks will not fire, and what is stored cannot be used."""
+        if self._engine is not None and is_sharded(self._builder.model):
+            self._faults.stop_freezing(COMPILED_SHARDS)
+            return
         self._compiling.make_room(len(self.modules))
         if self._ordering is not None:
             self._ordering.begin_again()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from egeria.errors import ConfigError, StateError
 from egeria.layers.modules import LayerModule
 from egeria.layers.order import OrderOfBatch, OrderRecorder
 from egeria.layers.parse import parse_modules
+from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy
 from egeria.policy import PLASTICITY, Annealing, Policy, UnfreezeRule, find_policy
 from egeria.session.applier import Applier
@@ -22,7 +24,7 @@ from egeria.session.compiling import Compiling
 from egeria.session.evaluator import Evaluator
 from egeria.session.handle import ModelHandle
 from egeria.session.measures import Foresight, Measures
-from egeria.session.ranks import Ranks
+from egeria.session.ranks import Ranks, Subject
 from egeria.session.rates import LayerRates, Wanted
 from egeria.session.recorder import Recorder
 
@@ -123,12 +125,17 @@ class EngineBuilder:
         return policy
 
     def measures(self, policy: Policy | None, spend: Callable[[float, float], None]) -> Measures:
-        """Make what measures for a policy; None needs nothing, and what the leader measures holds for all."""
+        """Make what measures for a policy; None needs nothing, and what the leader measures holds for all.
+
+        Where each process has a part of the parameters, each measures that.
+        """
+        in_parts = is_sharded(self.model)
         return Measures(
             self.model,
             self.optimizers,
-            policy.needs if policy and self.ranks.leads else (),
+            policy.needs if policy and (self.ranks.leads or in_parts) else (),
             foresight=Foresight(self.scheduler, self.total_steps),
+            add_up=partial(self.ranks.sums, Subject.MEASURES) if in_parts else list,
             recorder=self.recorder,
             spend=spend,
         )

@@ -12,6 +12,7 @@ from egeria.controller import Controller, Refreshed, Report, Request, Result, St
 from egeria.events import ReadingDropped
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import is_sharded
 from egeria.layers.taps import TrainingTap, capture
 from egeria.layers.undisturbed import undisturbed
 from egeria.policy import Reading
@@ -112,22 +113,26 @@ class Evaluator:
             self._tap.close()
             self._tap = None
 
-    def refresh(self, evaluation: int) -> bool:
-        """Bring the reference up to date with the training weights; return False where it could not take them yet."""
+    def refresh(self, evaluation: int, model: nn.Module) -> bool:
+        """Bring the reference up to date with the training weights; return False where it could not take them yet.
+
+        Args:
+            evaluation: which one it comes after.
+            model: the model in training, with all of its weights.
+        """
         watch = Stopwatch()
         calibration = None if self.batch is None else self._batch(self.batch)
-        if not self._controller.refresh(evaluation, self._model, calibration):
+        if not self._controller.refresh(evaluation, model, calibration):
             return False
         self._evaluations_since_refresh, self._refreshed_at = 0, evaluation
         self._refresh_cost = RefreshCost(*watch.read())
         self._take_in(self._controller.poll())
         return True
 
-    def refresh_if_due(self, evaluation: int, period: int) -> bool:
-        """Refresh after `period` evaluations, or at once what was never made; return whether it was done."""
+    def is_due(self, period: int) -> bool:
+        """Tell whether to refresh: after `period` evaluations, or at once what was never made."""
         age = self._evaluations_since_refresh
-        is_due = age is None or age >= period
-        return is_due and not self.has_given_up and self.refresh(evaluation)
+        return (age is None or age >= period) and not self.has_given_up
 
     def evaluate(self, step: int, evaluation: int, index: int, module: LayerModule) -> bool:
         """Ask the controller for the plasticity of a layer module on the batch kept for it; whether that went."""
@@ -192,7 +197,9 @@ class Evaluator:
         self._needs_whole_batch = bool(state["needs_whole_batch"])
         # One that had given up gets another chance: it may be on another machine now.
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)  # type: ignore[call-overload]
-        can_go_on = self._controller.load_state_dict(state["controller"], self._model)  # type: ignore[arg-type]
+        # A model in parts cannot be put together by one process: its reference is made anew.
+        is_whole = not is_sharded(self._model)
+        can_go_on = is_whole and self._controller.load_state_dict(state["controller"], self._model)  # type: ignore[arg-type]
         age = state["evaluations_since_refresh"] if can_go_on else None
         self._evaluations_since_refresh = age  # type: ignore[assignment]
         self._refreshed_at = state.get("refreshed_at")  # type: ignore[assignment]
@@ -209,6 +216,8 @@ class Evaluator:
         assert self.batch is not None
         if self._tap is not None:
             return self._tap.activation
+        if is_sharded(self._model):
+            return None
         with undisturbed(self._model):
             try:
                 return capture(self._model, module.tap, self._batch(self.batch))

@@ -6,43 +6,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from egeria.config import Config
 from egeria.events import ComputeProfiled, IntervalChanged, PlasticityRead
 from egeria.layers.batch import Batch
+from egeria.layers.shards import gather, is_sharded
 from egeria.policy import PLASTICITY, Decision, Freeze
 from egeria.session.budget import Budget
 from egeria.session.clock import IntervalClock
-from egeria.session.compiling import BACKWARD_SHARE, Compiling
-from egeria.session.engine import Engine
+from egeria.session.compiling import BACKWARD_SHARE
+from egeria.session.engine import Engine, EngineBuilder
 from egeria.session.evaluator import Evaluated
 from egeria.session.pace import Stopwatch
-from egeria.session.ranks import Ranks, Subject
-from egeria.session.recorder import Recorder
+from egeria.session.ranks import Subject
 
 
 class Judge:
     """Asks for evaluations, hands readings to the policy and its decisions to the applier.
 
+    Among several processes the first asks, and all hear the answers.
+
     Args:
-        config: the settings of the run.
-        ranks: the processes of the job; the first asks, and all hear the answers.
-        compiling: what a freeze costs a compiled model.
-        total_steps: optimizer steps of the run, None where unknown.
-        recorder: where readings are told.
+        builder: what the session is made from.
     """
 
-    def __init__(
-        self, config: Config, ranks: Ranks, compiling: Compiling, total_steps: int | None, recorder: Recorder
-    ) -> None:
+    def __init__(self, builder: EngineBuilder) -> None:
         self.iteration_s = 0.0
         """Seconds of an iteration with nothing frozen; 0 where that is not known yet."""
+        config = builder.config
         self._refresh_evaluations = config.reference.refresh_evaluations
         self._window = config.reference.refresh_evaluations or config.plasticity.window
         self._budget = Budget(config.controller.budget_share, config.plasticity.window)
-        self._ranks = ranks
-        self._compiling = compiling
-        self._total_steps = total_steps
-        self._recorder = recorder
+        self._model = builder.model
+        self._is_sharded = is_sharded(builder.model)
+        self._ranks = builder.ranks
+        self._compiling = builder.compiling
+        self._total_steps = builder.total_steps
+        self._recorder = builder.recorder
         self._profiled = False
         self._work_shares: Sequence[float] | None = None
 
@@ -59,9 +57,26 @@ class Judge:
             if asked and self.iteration_s > 0:
                 self._budget.note_evaluation(watch.read()[0] / self.iteration_s)
         self.take_in_readings(engine)
+        if asks or self._is_sharded:
+            self._refresh_in_time(engine, clock)
         if asks:
-            self._refresh(engine, clock)
             self._keep_to_the_budget(clock)
+
+    def refresh(self, engine: Engine, evaluation: int, period: int = 0) -> bool:
+        """Bring the reference up to date after `period` evaluations, or at once; return whether it was.
+
+        Raises:
+            OutOfStepError: the processes of the job do not agree.
+            LostError: they cannot reach each other.
+        """
+        leads = self._ranks.leads
+        is_due = leads and engine.evaluator.is_due(period)
+        if self._is_sharded:  # what is in parts is put together by all
+            is_due = bool(self._ranks.from_leader(Subject.REFRESH, [float(is_due)])[0])
+        if not is_due:
+            return False
+        model = gather(self._model, keeps=leads)
+        return leads and engine.evaluator.refresh(evaluation, model)
 
     def take_in_readings(self, engine: Engine) -> None:
         """Judge what the controller has finished, at this evaluation or since an earlier one."""
@@ -109,10 +124,10 @@ class Judge:
         shared = self._ranks.readings([entry.reading for entry in own])
         return own or [Evaluated(reading=reading, wall_s=0.0, cpu_s=0.0, controller_cpu_s=0.0) for reading in shared]
 
-    def _refresh(self, engine: Engine, clock: IntervalClock) -> None:
+    def _refresh_in_time(self, engine: Engine, clock: IntervalClock) -> None:
         watch = Stopwatch()
         period = self._refresh_evaluations or engine.policy.window
-        if engine.evaluator.refresh_if_due(clock.evaluation, period) and self.iteration_s > 0:
+        if self.refresh(engine, clock.evaluation, period) and self.iteration_s > 0:
             # A policy may ask for some in a row; what counts is how often they come in the long run.
             self._budget.note_refresh(watch.read()[0] / self.iteration_s, max(period, self._window))
 

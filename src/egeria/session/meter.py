@@ -89,7 +89,9 @@ class IntervalMeter:
         )
 
     def _share(self, rate: float, measured: dict[str, Any], num_modules: int) -> tuple[float, dict[str, Any]]:
-        """Return the leader's rate and measures."""
+        """Return the leader's rate and measures; where each process has measured a part, they are added up first."""
+        if self._measures.in_parts:
+            measured = measured | {name: self._added_up(measured[name], num_modules) for name in _ADDED}
         numbers = [rate, *(to_number(measured[name]) for name in _NUMBERS)]
         for name in _LISTS:
             values = measured[name] or [None] * num_modules
@@ -101,6 +103,12 @@ class IntervalMeter:
             is_there, values = next(shared), [from_number(next(shared)) for _ in range(num_modules)]
             found[name] = values if is_there else None
         return rate, found
+
+    def _added_up(self, values: list[float | None] | None, num_modules: int) -> list[float | None] | None:
+        """Return the sums over all processes; None where one of them has no value."""
+        row = [to_number(value) for value in values or [None] * num_modules]
+        is_missing, *sums = self._ranks.sums(Subject.MEASURES, [float(values is None), *row])
+        return None if is_missing else [from_number(value) for value in sums]
 
     def close(self) -> None:
         """Stop measuring for the policy, for good; losses and pace go on."""
@@ -124,6 +132,8 @@ class IntervalMeter:
 _NUMBERS = ("way_ahead", "last_rate")
 _LISTS = ("gradients", "weight_changes", "noise")
 """What is measured, once and for each layer module."""
+_ADDED = ("gradients", "noise")
+"""What processes that have a part of the parameters each add up: these are sums over parameters."""
 
 
 def _fixed(values: list[float | None] | None) -> tuple[float | None, ...] | None:

@@ -34,6 +34,7 @@ class Subject(IntEnum):
     READINGS = 4
     GATE = 5
     CLOSING = 6
+    REFRESH = 7
 
 
 class OutOfStepError(Exception):
@@ -79,9 +80,14 @@ class Ranks:
         return self.meets and not self.is_alone
 
     @property
+    def rank(self) -> int:
+        """Which of the processes this is."""
+        return self._parallel.rank
+
+    @property
     def leads(self) -> bool:
         """Tell whether this is the process that evaluates and keeps the journal."""
-        return self._parallel.rank == 0
+        return self.rank == 0
 
     def meet(self, step: int) -> None:
         """Begin a meeting."""
@@ -135,6 +141,29 @@ class Ranks:
         size = ROW - HEAD
         parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
         return [value for part in parts for value in self.gather(subject, part)[0]]
+
+    def text_from_leader(self, subject: Subject, text: str) -> str:
+        """Return the leader's text in place of one's own.
+
+        Raises:
+            OutOfStepError: one of them leaves, or is at something else.
+            LostError: they cannot reach each other.
+        """
+        encoded = text.encode()
+        [size] = self.from_leader(subject, [float(len(encoded))])
+        own = [float(byte) for byte in encoded] if self.leads else [0.0] * int(size)
+        return bytes(map(int, self.from_leader(subject, own))).decode()
+
+    def sums(self, subject: Subject, values: Sequence[float]) -> list[float]:
+        """Return the sums of what all processes have; each must have as many.
+
+        Raises:
+            OutOfStepError: one of them leaves, or is at something else.
+            LostError: they cannot reach each other.
+        """
+        size = ROW - HEAD
+        parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
+        return [sum(column) for part in parts for column in zip(*self.gather(subject, part), strict=True)]
 
     def mean_loss(self, cut: float, loss: float | None, num_bad: int) -> tuple[float | None, int]:
         """Return the mean training loss of all processes that have one, and how many losses were none.

@@ -13,6 +13,7 @@ from egeria.events import MetricLogged, Resumed, RunClosed
 from egeria.layers.modules import LayerModule
 from egeria.session.driver import Driver
 from egeria.session.handle import ModelHandle
+from egeria.session.packed import Packed
 from egeria.session.recorder import Recorder
 
 STATE_SCHEMA = 1
@@ -72,6 +73,11 @@ class Run:
         """Put numbers into the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
         values = {name: float(value) for name, value in metrics.items()}
         self._recorder.write(MetricLogged(step=self._driver.num_steps, values=values))
+
+    @property
+    def packed(self) -> Packed:
+        """The state for `torch.distributed.checkpoint`: `dcp.save({"run": run.packed, ...})`, and `dcp.load` alike."""
+        return Packed(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to go on as if the run had never stopped.

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from egeria.cache import ActivationCache, CacheDirectory, NoSamplesError, Outlook, SampleFeed
+from egeria.cache import ActivationCache, CacheDirectory, NoSamplesError, Outlook, SampleFeed, ShardSampler, Share
 from egeria.config import Config
 from egeria.controller import spare_cores
+from egeria.layers.shards import is_sharded
 from egeria.policy import Foreseeing, Policy
-from egeria.session.engine import Engine
+from egeria.session.engine import Engine, EngineBuilder
 from egeria.session.handle import ModelHandle
+from egeria.session.hosts import place_of, share_directory
 from egeria.session.recorder import Recorder
 
+COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
 BASE_SEED = 0
 """Root of the seeds of fixed augmentation: the same for every run, as the paper's."""
-SUBDIRECTORY = "cache"
 
 
 class Skipping:
@@ -30,15 +31,23 @@ class Skipping:
         handle: what the loop calls.
         total_steps: optimizer steps of the run, None where unknown.
         spare_core: whether a thread beside the training has a core to itself.
+        num_hosts: hosts that a sample may come to.
     """
 
     def __init__(
-        self, cache: ActivationCache, handle: ModelHandle, *, total_steps: int | None, spare_core: bool
+        self,
+        cache: ActivationCache,
+        handle: ModelHandle,
+        *,
+        total_steps: int | None,
+        spare_core: bool,
+        num_hosts: int = 1,
     ) -> None:
         self._cache = cache
         self._handle = handle
         self._total_steps = total_steps
         self._spare_core = spare_core
+        self._num_hosts = num_hosts
         self._depth = 0
         handle.skip_with(cache.forward)
 
@@ -70,6 +79,7 @@ class Skipping:
             steps_ahead=ahead,
             forwards_per_step=self._cache.num_forwards / max(1, num_steps),
             spare_core=self._spare_core,
+            num_hosts=self._num_hosts,
         )
 
 
@@ -80,46 +90,81 @@ def _steady_steps(policy: Policy, num_steps: int, interval_steps: int) -> float 
     return None if policy.monitored is None else float((2 * policy.window - 1) * interval_steps)
 
 
-def begin_skipping(
-    model: nn.Module,
-    handle: ModelHandle,
-    loader: Any,
-    *,
-    config: Config,
-    total_steps: int | None,
-    recorder: Recorder,
-    spend: Callable[[float, float], None],
-) -> Skipping:
-    """Make the cache of a run.
+def begin_skipping(builder: EngineBuilder, loader: Any, spend: Callable[[float, float], None]) -> Skipping | None:
+    """Make the cache of a run; None where it has none, or where nothing can be skipped, which is said then.
 
-    Where samples cannot be told apart nothing is stored, which is said once; the frozen front may
-    still run as inference.
+    Where samples cannot be told apart nothing is stored, which is said once too; the frozen front may
+    still run as inference. All processes of a job call this.
+
+    Args:
+        builder: what the session is made from.
+        loader: where batches come from.
+        spend: counts seconds in the midst of the user's iteration.
+
+    Raises:
+        OutOfStepError: the processes of the job do not agree.
+        LostError: they cannot reach each other.
     """
-    settings = config.cache
-    feed, refusal = _follow(loader, settings.id_column, recorder)
+    config, recorder = builder.config, builder.recorder
+    host, reason = (None, "") if builder.ranks.is_alone else share_directory(builder.ranks, config, recorder)
+    if not config.cache.enabled:
+        return None
+    reason = reason or _refusal(builder)
+    if reason:
+        recorder.decline("skipping the frozen forward pass", reason)
+        if host is not None:
+            host.directory.close()
+        return None
+    feed, reason = _follow(loader, config.cache.id_column, recorder, is_shared=host is not None)
     cache = ActivationCache(
-        model,
+        builder.model,
         feed,
-        directory=partial(_directory, config, recorder),
-        settings=settings,
+        directory=partial(_directory, config, recorder) if host is None else partial(getattr, host, "directory"),
+        settings=config.cache,
         teller=recorder,
         spend=spend,
-        refusal=refusal,
+        refusal=reason,
+        share=Share(is_alone=host is None, leads=host is None or host.leads),
     )
-    return Skipping(cache, handle, total_steps=total_steps, spare_core=spare_cores(loader) >= 1)
+    if host is not None:
+        cache.place()  # so that it is left with the cache, also where nothing was stored
+    return Skipping(
+        cache,
+        builder.handle,
+        total_steps=builder.total_steps,
+        spare_core=spare_cores(loader) >= 1,
+        num_hosts=1 if host is None or isinstance(getattr(loader, "sampler", None), ShardSampler) else host.num_hosts,
+    )
 
 
-def _follow(loader: Any, id_column: str | None, recorder: Recorder) -> tuple[SampleFeed | None, str]:
+def _refusal(builder: EngineBuilder) -> str:
+    """Return why the forward pass of a model is not skipped; empty where it may be."""
+    if builder.handle.is_compiled:
+        return COMPILED
+    if is_sharded(builder.model):
+        return "its parameters are in parts, and all processes must run the front together"
+    synchronises = any(isinstance(module, nn.SyncBatchNorm) for module in builder.model.modules())
+    if synchronises and not builder.ranks.is_alone:
+        return "it has SyncBatchNorm layers, for which all processes must run a batch together"
+    return ""
+
+
+def _follow(
+    loader: Any, id_column: str | None, recorder: Recorder, *, is_shared: bool
+) -> tuple[SampleFeed | None, str]:
     """Return what knows the samples of batches, or None and why there is nothing."""
     try:
-        return SampleFeed(loader, id_column=id_column, base_seed=BASE_SEED), ""
+        feed = SampleFeed(loader, id_column=id_column, base_seed=BASE_SEED)
+        if is_shared and feed.numbers_by_sight:
+            feed.close()
+            raise NoSamplesError("samples are told by a column of the batch, and each process numbers them for itself")
     except NoSamplesError as error:
         recorder.decline("storing activations", str(error))
         return None, str(error)
+    return feed, ""
 
 
 def _directory(config: Config, recorder: Recorder) -> CacheDirectory:
     settings = config.cache
-    run = recorder.journal.directory
-    path = Path(settings.directory) if settings.directory else (run or Path()) / SUBDIRECTORY
+    path = place_of(config, recorder)
     return CacheDirectory(path, limit_bytes=settings.limit_bytes, limit_share=settings.limit_share)

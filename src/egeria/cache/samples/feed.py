@@ -74,6 +74,11 @@ class SampleFeed:
             raise NoSamplesError(self._follower.failure)
         return self._follower.current if self._is_open else None
 
+    @property
+    def numbers_by_sight(self) -> bool:
+        """Tell whether samples are numbered in the order in which this process sees them."""
+        return isinstance(self._follower, ColumnFollower)
+
     def upcoming(self, count: int) -> list[Drawn]:
         """Return the next batches of this pass, in order, at most `count`.
 

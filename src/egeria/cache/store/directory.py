@@ -14,8 +14,10 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from egeria.cache.store.disk import DiskStore, bytes_per_position, remove_store
+from egeria.cache.store.disk import VERDICTS, DiskStore, bytes_per_position, remove_store
+from egeria.cache.store.files import PRIVATE
 from egeria.cache.store.index import HEADER_BYTES
 from egeria.cache.store.lock import LOCK_NAME, RunLock
 from egeria.cache.store.rows import RowLayout, StoreError
@@ -86,14 +88,14 @@ class CacheDirectory:
         """Return how many positions of the wanted ones a new store has room for. Raises `StoreError`."""
         return max(0, min(wanted, (self.room_bytes() - HEADER_BYTES) // bytes_per_position(layouts)))
 
-    def create(self, number: int, layouts: Sequence[RowLayout], capacity: int, *, boundary: str = "") -> DiskStore:
+    def create(self, number: int, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
         """Make the store of a generation.
 
         Args:
             number: of the generation, by which other processes join its store.
             layouts: of the leaves of a row.
             capacity: positions it has room for.
-            boundary: name of the last frozen layer module, for those who read lists.
+            description: what the `Manifest` has beside these, such as the boundary.
 
         Raises:
             StoreError: it goes beyond the limit, or the disk has no room.
@@ -104,7 +106,7 @@ class CacheDirectory:
                 f"A store in {self.path.parent} may take {room} bytes now, {needed} are needed. Raise the limit, "
                 f"free space, or store fewer samples."
             )
-        return self._keep(DiskStore.create(self._generation(number), layouts, capacity, boundary=boundary))
+        return self._keep(DiskStore.create(self._generation(number), layouts, capacity, **description))
 
     def join(self, number: int, *, timeout_s: float = 0.0) -> DiskStore:
         """Open the store of a generation that another process of the job made or is about to make.
@@ -120,6 +122,24 @@ class CacheDirectory:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(POLL_S)
+
+    def tell(self, number: int, *, opened: bool) -> None:
+        """Let the other processes of the host know whether a generation is stored. Raises `StoreError`."""
+        path = self._generation(number)
+        with self._told("be written"):
+            path.mkdir(mode=0o700, exist_ok=True)
+            (path / VERDICTS[opened]).touch(mode=PRIVATE)
+
+    def is_opened(self, number: int, *, timeout_s: float) -> bool:
+        """Wait for the process that decides on a generation to tell; False where it does not in time."""
+        path, deadline = self._generation(number), time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if (path / VERDICTS[False]).exists():
+                return False
+            if (path / VERDICTS[True]).exists():
+                return True
+            time.sleep(POLL_S)
+        return False
 
     def close(self) -> None:
         """Close the stores and leave; the last process of the run removes its directory."""

@@ -32,6 +32,8 @@ from egeria.cache.store.usage import Usage
 __all__ = ["DiskStore", "RowLayout", "Rows", "Store", "StoreError", "bytes_per_position"]
 
 INDEX_NAME = "index.bin"
+VERDICTS = {True: "opened", False: "refused"}
+"""Files by which the process that decides on a store tells the others of its host."""
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -53,6 +55,7 @@ class DiskStore:
         self.layouts = manifest.layouts
         self.capacity = manifest.capacity
         self.boundary = manifest.boundary
+        self.num_views, self.is_viewed = manifest.num_views, manifest.is_viewed
         self.num_damaged = 0
         """Rows found with a wrong checksum and forgotten."""
         self.num_unstorable = 0
@@ -67,8 +70,14 @@ class DiskStore:
         self._finalizer.atexit = False  # a thread may still be reading then
 
     @classmethod
-    def create(cls, directory: Path, layouts: Sequence[RowLayout], capacity: int, *, boundary: str = "") -> DiskStore:
+    def create(cls, directory: Path, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
         """Make a store in a directory of its own, with all of its blocks on the disk.
+
+        Args:
+            directory: made if it is not there.
+            layouts: of the leaves of a row.
+            capacity: positions it has room for.
+            description: what the `Manifest` has beside these.
 
         Raises:
             StoreError: there is no room, no right, or a store already. Nothing new is left behind.
@@ -76,7 +85,7 @@ class DiskStore:
         if not layouts or capacity < 1:
             raise StoreError(f"A store needs a leaf and a position, found {len(layouts)} and {capacity}.")
         codecs = [Codec(layout) for layout in layouts]
-        manifest = Manifest(layouts=tuple(layouts), capacity=capacity, boundary=boundary)
+        manifest = Manifest(layouts=tuple(layouts), capacity=capacity, **{"boundary": "", **description})
         with _told(f"A store of activations cannot be made in {directory}"), ExitStack() as undo:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             undo.callback(_remove_if_empty, directory)
@@ -259,7 +268,8 @@ def remove_store(directory: Path) -> None:
     """Delete the files of a store, the manifest first, and nothing else; what cannot be deleted stays."""
     with contextlib.suppress(OSError):
         manifests = [directory / FILE_NAME, *directory.glob(f".{FILE_NAME}")]
-        for path in (*manifests, *directory.glob("leaf-*.bin"), directory / INDEX_NAME):
+        verdicts = [directory / name for name in VERDICTS.values()]
+        for path in (*manifests, *verdicts, *directory.glob("leaf-*.bin"), directory / INDEX_NAME):
             with contextlib.suppress(OSError):
                 path.unlink()
         directory.rmdir()

@@ -27,7 +27,11 @@ class Manifest:
     capacity: int
     """Positions that have a place."""
     boundary: str
-    """Name of the last frozen layer module, for those who read lists."""
+    """Name of the last frozen layer module."""
+    num_views: int = 1
+    """Augmentation variants of a sample, side by side."""
+    is_viewed: bool = False
+    """Whether augmentation is fixed: what is stored for other inputs is of no use."""
 
     def save(self, directory: Path) -> None:
         """Write the file in one step, with who made it and when. Raises `OSError`."""
@@ -36,6 +40,8 @@ class Manifest:
             "schema_version": SCHEMA_VERSION,
             "boundary": self.boundary,
             "capacity": self.capacity,
+            "num_views": self.num_views,
+            "is_viewed": self.is_viewed,
             "layouts": layouts,
             **maker(),
         }
@@ -58,7 +64,13 @@ class Manifest:
             if record["schema_version"] != SCHEMA_VERSION:
                 raise StoreError(f"{path} must have schema {SCHEMA_VERSION}, found {record['schema_version']}.")
             layouts = tuple(_layout(entry) for entry in record["layouts"])
-            return cls(layouts=layouts, capacity=int(record["capacity"]), boundary=str(record["boundary"]))
+            return cls(
+                layouts=layouts,
+                capacity=int(record["capacity"]),
+                boundary=str(record["boundary"]),
+                num_views=int(record["num_views"]),
+                is_viewed=bool(record["is_viewed"]),
+            )
         except OSError as error:
             raise StoreError(f"There is no store in {directory}: {error}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import own_part
 
 
 class GradientSums:
@@ -39,14 +40,14 @@ class GradientSums:
                 if name is None or parameter.grad is None:
                     continue
                 if name not in self._sums:
-                    self._sums[name] = torch.zeros_like(parameter, dtype=_wide(parameter.dtype))
-                self._sums[name].add_(parameter.grad)
+                    self._sums[name] = torch.zeros_like(own_part(parameter), dtype=_wide(parameter.dtype))
+                self._sums[name].add_(own_part(parameter.grad))
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
         """Return the L1 norm of each layer module, None for the frozen ones, and start anew; synchronises the device.
 
-        A module whose parameters had no gradient has 0.
+        A module whose parameters had no gradient has 0. Of parameters in parts it is that of this process' part.
         """
         sums, self._sums = self._sums, {}
         norms = _read({name: total.abs().sum() for name, total in sums.items()})

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import is_sharded
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
 from egeria.session.measures.foresight import Foresight
 from egeria.session.measures.gradients import GradientSums
@@ -27,6 +28,7 @@ class Measures:
         optimizers: what trains it.
         needs: what the policy needs; nothing else costs anything.
         foresight: what tells the learning rate to come.
+        add_up: returns the sums over all processes of a job, where each has a part of the parameters.
         recorder: where a fault is told.
         spend: counts seconds in the midst of the user's iteration.
     """
@@ -38,11 +40,14 @@ class Measures:
         needs: Collection[str],
         *,
         foresight: Foresight,
+        add_up: Callable[[Sequence[float]], Sequence[float]] = list,
         recorder: Recorder,
         spend: Callable[[float, float], None],
     ) -> None:
+        self.in_parts = is_sharded(model)
+        """Whether this process measures its part of each parameter, and others theirs."""
         self._gradients = GradientSums(model) if GRADIENTS in needs else None
-        self._weights = WeightChanges(model) if WEIGHTS in needs else None
+        self._weights = WeightChanges(model, add_up) if WEIGHTS in needs else None
         self._noise = StepNoise(model) if NOISE in needs else None
         self._foresight = foresight if FORESIGHT in needs else None
         hook = partial(OptimizerHooks, optimizers, recorder, spend)
@@ -93,14 +98,15 @@ class Measures:
         self._gradients = self._weights = self._noise = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an interval under way has gathered."""
-        return {name: part.state_dict() for name, part in self._parts()}
+        """Return what an interval under way has gathered; nothing of parameters in parts, which would be one's own."""
+        kept = (FORESIGHT,) if self.in_parts else self._parts()
+        return {name: part.state_dict() for name, part in self._parts().items() if name in kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; what it has nothing on begins anew."""
-        for name, part in self._parts():
+        for name, part in self._parts().items():
             part.load_state_dict(state.get(name, {}))
 
-    def _parts(self) -> list[tuple[str, Any]]:
+    def _parts(self) -> dict[str, Any]:
         parts = {GRADIENTS: self._gradients, WEIGHTS: self._weights, NOISE: self._noise, FORESIGHT: self._foresight}
-        return [(name, part) for name, part in parts.items() if part is not None]
+        return {name: part for name, part in parts.items() if part is not None}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import own_part
 
 MOST_ELEMENTS = 1 << 16
 """Elements of a parameter that are looked at; of a larger one, evenly spaced rows."""
@@ -72,14 +73,16 @@ class StepNoise:
                 then, gradient = held[name]
                 rows = _rows(parameter)
                 moved = torch.sum(gradient * (rows.float() - then.float()))
-                self._found[name] = -moved * (parameter.numel() / max(1, rows.numel())) / (4 * (1 - momentum))
+                scale = own_part(parameter).numel() / max(1, rows.numel())
+                self._found[name] = -moved * scale / (4 * (1 - momentum))
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
         """Return it for each layer module and start anew; synchronises the device.
 
         None for the frozen ones, and for those of which no step was measured or the numbers are not finite.
-        It is below 0 where a step went up its own gradient, as momentum may.
+        It is below 0 where a step went up its own gradient, as momentum may. Of parameters in parts it is that of
+        this process' part: those of all processes add up.
         """
         found, self._found = self._found, {}
         self._done, self._is_complete = set(), False
@@ -121,5 +124,6 @@ def _momentum(group: Mapping[str, Any]) -> float:
 
 def _rows(values: Tensor) -> Tensor:
     """Return a tensor, or evenly spaced rows of a large one."""
+    values = own_part(values.detach())
     step = -(-values.numel() // MOST_ELEMENTS)
-    return values.detach()[::step] if step > 1 and values.dim() else values.detach()
+    return values[::step] if step > 1 and values.dim() else values

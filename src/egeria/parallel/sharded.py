@@ -1,0 +1,51 @@
+"""Models sharded by `fully_shard` (FSDP2): what is frozen drops out of the reduction by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import distributed, nn
+
+from egeria.layers.compiled import without_wrapper
+from egeria.layers.shards import reshard
+from egeria.parallel.numbers import Numbers
+from egeria.parallel.refusals import refuse_model, refuse_shards
+
+
+class Sharded:
+    """Processes that hold a part of each parameter, and put them together for each forward and backward pass.
+
+    A parameter without a gradient has none to reduce, and behind the frozen front nothing is put together a second
+    time, so that there is nothing to wrap anew. All processes of the job take part.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
+        self._called: nn.Module = nn.Module()
+        self._numbers = Numbers(distributed.group.WORLD)
+
+    def take(self, model: nn.Module) -> nn.Module:
+        """Return the model, its parameters in parts."""
+        self._called, bare = model, without_wrapper(model)
+        reshard(bare)
+        return bare
+
+    def refusal(self) -> str | None:
+        """Refuse what cannot be watched, and parts that `fully_shard` did not make alone."""
+        return refuse_model(without_wrapper(self._called)) or refuse_shards(self._called)
+
+    def exchange(self, row: Sequence[float]) -> list[list[float]]:
+        """Return the rows of all processes, by rank.
+
+        Before that parameters are put in parts, if an evaluation of the loop's own has left whole ones: to those no
+        change would stick.
+
+        Raises:
+            RuntimeError: a process did not answer within the timeout of the process group.
+        """
+        reshard(without_wrapper(self._called))
+        return self._numbers.exchange(row)
+
+    def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
+        """Return what was given to `take`."""
+        return self._called

@@ -1,0 +1,213 @@
+"""Stored activations shared by the processes of a host: trained to the bit as without, whoever finds what."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+import egeria
+from cached import Pictures, freezes_up_to, small_resnet
+from egeria.cache import CacheDirectory, Outlook, ShardSampler, StoreError
+from egeria.cache.store.disk import DiskStore
+from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
+from egeria.session import hosts
+from egeria.testing import ScriptedController
+from loops import FAST, differences
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+NUM_SAMPLES = 160
+BATCH_SIZE = 8
+EPOCHS = 8
+SAMPLERS = {"dealt anew": DistributedSampler, "dealt once": ShardSampler}
+CASES = {
+    "without": {"cached": False},
+    "one host": {},
+    "two hosts": {"num_hosts": 2},
+    "two hosts, dealt once": {"num_hosts": 2, "sampler": "dealt once"},
+    "without, dealt once": {"cached": False, "sampler": "dealt once"},
+    "cannot join": {"fault": "join"},
+    "cannot enter": {"fault": "enter"},
+    "cannot write": {"fault": "write"},
+    "the first does not store": {"settings": {"views": 0}},
+    "not in all": {"settings_of_second": {"enabled": False}},
+    "synchronised": {"build": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(small_resnet())},
+}
+
+
+def faulty(fault):
+    """Let something fail in the second process."""
+    if fault is None or distributed.get_rank() == 0:
+        return nullcontext()
+    raising = mock.Mock(side_effect=StoreError("injected"))
+    if fault == "enter":
+        return mock.patch.object(hosts, "CacheDirectory", raising)
+    target = {"join": (CacheDirectory, "join"), "write": (DiskStore, "write")}[fault]
+    return mock.patch.object(*target, raising)
+
+
+def train(name, folder):
+    case = CASES[name]
+    rank = distributed.get_rank()
+    machine = f"host {rank % case.get('num_hosts', 1)}"
+    torch.manual_seed(0)
+    model = case.get("build", small_resnet)()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    dataset = Pictures(NUM_SAMPLES)
+    sampler = SAMPLERS[case.get("sampler", "dealt anew")](dataset, shuffle=True, seed=0)
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
+    cache = {"enabled": case.get("cached", True), "gate": "open", "inference": False, **case.get("settings", {})}
+    cache |= case.get("settings_of_second", {}) if rank == 1 else {}
+    losses, begin = [], time.monotonic()
+    with mock.patch.object(hosts, "_machine", lambda: machine), faulty(case.get("fault")), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = egeria.attach(
+            model,
+            optimizer,
+            loader,
+            total_steps=len(loader) * EPOCHS,
+            controller=ScriptedController(freezes_up_to(1)),
+            directory=Path(folder, name),
+            config={**FAST, "cache": cache},
+        )
+        for epoch in range(EPOCHS):
+            sampler.set_epoch(epoch)
+            for images, labels in loader:
+                run.model.train()
+                loss = nn.functional.cross_entropy(run.model(images), labels)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step(loss)
+                losses.append(loss.item())
+        run.close()
+    events = list(run._recorder.journal.recent)
+    used = [event for event in events if isinstance(event, CacheUsed)]
+    return {
+        "weights": {key: value.clone() for key, value in model.state_dict().items()},
+        "losses": torch.tensor(losses, dtype=torch.float64),
+        "seconds": time.monotonic() - begin,
+        "hits": used[-1].hits if used else 0,
+        "misses": used[-1].misses if used else 0,
+        "mismatches": used[-1].mismatches if used else 0,
+        "modes": [event.mode for event in events if isinstance(event, CacheDecided)],
+        "reasons": [event.reason for event in events if isinstance(event, (Declined, CacheDecided))],
+        "faults": [event.error for event in events if isinstance(event, FaultCaught)],
+    }
+
+
+def train_all(folder):
+    return {name: train(name, folder) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return run_ranks(train_all, str(folder))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "synchronised"])
+def test_training_is_the_same_to_the_bit_whatever_a_process_finds(name, ranks, folder):
+    without = "without, dealt once" if "dealt once" in name else "without"
+    for found in ranks:
+        assert differences(found[name]["weights"], found[without]["weights"]) == []
+        assert torch.equal(found[name]["losses"], found[without]["losses"])
+        assert found[name]["mismatches"] == 0
+    assert differences(ranks[0][name]["weights"], ranks[1][name]["weights"]) == []
+    left = [entry.name for entry in (folder / name).rglob("*") if entry.is_file()]
+    assert left == ["journal.jsonl"]
+
+
+def served(found):
+    """Return the share of samples that came from the store, once all of them could have been in it."""
+    first_pass = NUM_SAMPLES / 2
+    return found["hits"] / (found["hits"] + found["misses"] - first_pass)
+
+
+def test_a_host_finds_from_the_second_epoch_on_what_any_of_its_processes_stored(ranks):
+    for found in ranks:
+        assert found["one host"]["modes"][0] == "stored"
+        assert served(found["one host"]) > 0.95
+
+
+def test_on_several_hosts_it_takes_a_sampler_that_deals_once(ranks):
+    for found in ranks:
+        assert served(found["two hosts"]) < 0.9
+        assert served(found["two hosts, dealt once"]) > 0.95
+
+
+@pytest.mark.parametrize("name", ["cannot join", "cannot enter", "cannot write"])
+def test_a_process_that_cannot_share_goes_on_by_itself(name, ranks):
+    first, second = (found[name] for found in ranks)
+    assert (first["hits"] > 0 and second["hits"] == 0) or name == "cannot write"
+    assert any("injected" in reason for reason in second["reasons"]), second["reasons"]
+    assert first["faults"] == second["faults"] == []
+
+
+def test_nobody_waits_for_a_first_process_that_stores_nothing(ranks):
+    for found in ranks:
+        assert set(found["the first does not store"]["modes"]) == {"computed"}
+        assert found["the first does not store"]["seconds"] < found["without"]["seconds"] + 8
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("not in all", "not set in all processes"), ("synchronised", "SyncBatchNorm")]
+)
+def test_what_cannot_be_shared_is_declined_with_the_reason(name, reason, ranks):
+    assert ranks[0][name]["modes"] == []
+    assert any(reason in entry for entry in ranks[0][name]["reasons"])
+
+
+# --- the sampler and the outlook, in one process --------------------------------------------------
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("size", [2, 7, 12, 100])
+def test_each_rank_keeps_its_samples_and_all_are_dealt_out(size, drop_last):
+    num_replicas = 2 if size == 2 else 3
+    samplers = [ShardSampler(range(size), num_replicas, rank, drop_last=drop_last) for rank in range(num_replicas)]
+    epochs = []
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        epochs.append([list(sampler) for sampler in samplers])
+    assert all(
+        sorted(first) == sorted(later) for later in epochs[1:] for first, later in zip(epochs[0], later, strict=True)
+    )
+    assert {len(part) for epoch in epochs for part in epoch} == {len(samplers[0])}
+    seen = [sample for part in epochs[0] for sample in part]
+    assert len(set(seen)) == (size - size % num_replicas if drop_last else size)
+    if size == 100:
+        assert epochs[0] != epochs[1] and [list(sampler) for sampler in samplers] == epochs[2]
+        assert list(ShardSampler(range(100), 3, 0, seed=1)) != list(ShardSampler(range(100), 3, 0, seed=2))
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+    sampler = ShardSampler(range(10), 2, 1, shuffle=False)
+    assert list(sampler) == [1, 3, 5, 7, 9] and len(sampler) == 5
+
+
+@pytest.mark.parametrize(("size", "replicas", "rank"), [(10, 2, 2), (10, 2, -1), (1, 2, 0), (0, 1, 0)])
+def test_the_sampler_refuses_what_cannot_be_dealt_out(size, replicas, rank):
+    with pytest.raises(ValueError, match=r"found|dealt out"):
+        ShardSampler(range(size), replicas, rank, drop_last=True)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_epochs_in_which_samples_come_to_another_host_do_not_count(num_hosts):
+    """As measured with `DistributedSampler`: of the second epoch 1 / hosts is found, then a share of the rest."""
+    outlook = Outlook(steps_ahead=40.0, num_hosts=num_hosts)
+    found = sum(1 - (1 - 1 / num_hosts) ** (epoch - 1) for epoch in range(1, 5))
+    assert outlook.epochs(10) == pytest.approx(1 + found)

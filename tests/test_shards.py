@@ -1,0 +1,311 @@
+"""Models sharded by `fully_shard`: decided, frozen and trained as in one process, over the whole menagerie."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from egeria import attach, read_journal
+from egeria.events import FaultCaught, IntervalMeasured, ModuleFrozen, PlasticityRead, StageChanged, Thawed
+from egeria.layers.batch import Autocast, Batch
+from egeria.layers.compute import forward_shares
+from egeria.layers.parse import parse_modules
+from egeria.layers.shards import gather, outline
+from egeria.testing import MENAGERIE, ScriptedController
+from loops import FAST, Loop, differences
+from ranks import run_cases, run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
+CONFIG = {
+    **FAST,
+    "plasticity": {**FAST["plasticity"], "mode": "train"},
+    "freezing": {"tolerance_share": 3.0},
+}
+STEPS = 30
+
+
+AS_ONE = {"InPlace", "TwoHeads", "stochastic_depth", "Tied"}
+"""Models that call the layers within their parts themselves, or share a weight between parts: sharded as one."""
+NOT_SHARDED = {"channels_last": "FSDP does not support non-contiguous parameters"}
+"""Models that `fully_shard` refuses, with or without egeria."""
+ROUNDED = {"Translator"}
+"""Models that `fully_shard` trains with other rounding than one process, with or without egeria."""
+
+
+def shard(model, *, as_one=False):
+    """Shard each part that has weights, and the model around them."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    for part in () if as_one else parts_of(model):
+        fully_shard(part)
+    return fully_shard(model)
+
+
+def parts_of(model):
+    for part in model.children():
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            yield from parts_of(part)
+        elif any(True for _ in part.parameters()):
+            yield part
+
+
+def sharded(specimen):
+    return dataclasses.replace(specimen, build=lambda: shard(specimen.build(), as_one=specimen.name in AS_ONE))
+
+
+def whole(state):
+    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+
+
+def train(name, folder):
+    specimen = SUPPORTED[name]
+    if distributed.get_world_size() > 1:
+        try:
+            Loop(sharded(specimen)).step(2)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        specimen = sharded(specimen)
+    loop = Loop(specimen, {"config": CONFIG, "controller": "inline", "directory": Path(folder, name)})
+    frozen = []
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            for group in loop.optimizer.param_groups:
+                group["lr"] /= 20
+        loop.step()
+        frozen.append(loop.run.frozen)
+    loop.run.close()
+    return frozen, whole(loop.everything())
+
+
+def train_all(folder):
+    return {name: train(name, folder) for name in SUPPORTED}
+
+
+def _is_close(first, second):
+    return not isinstance(first, torch.Tensor) or torch.allclose(first, second, rtol=1e-4, atol=1e-6)
+
+
+def decisions(folder):
+    journal = read_journal(folder)
+    read = [(e.step, e.evaluation, e.module, e.value) for e in journal.of(PlasticityRead)]
+    return [
+        *read,
+        *[(e.kind, e.step, e.reason) for kind in (StageChanged, ModuleFrozen, Thawed) for e in journal.of(kind)],
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shards")
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    [found] = run_ranks(train_all, str(folder / "one"), num_ranks=1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return run_ranks(train_all, str(folder / "two"))
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_two_ranks_that_share_the_parameters_decide_and_train_like_one(name, one, two, folder):
+    frozen, end = one[name]
+    if name in NOT_SHARDED:
+        assert all(NOT_SHARDED[name] in found[name] for found in two), "this model can be sharded now"
+        pytest.skip(f"fully_shard cannot train it, with or without egeria: {NOT_SHARDED[name]}")
+    for found in two:
+        assert found[name][0] == frozen
+        assert all(_is_close(*pair) for pair in zip(found[name][1].values(), end.values(), strict=True))
+        assert name in ROUNDED or differences(found[name][1], end) == []
+    assert name in ROUNDED or decisions(folder / "two" / name) == decisions(folder / "one" / name)
+    assert max(frozen) > 1 and read_journal(folder / "one" / name).of(Thawed)
+    assert not read_journal(folder / "two" / name).of(FaultCaught)
+
+
+# --- copies that one process can run ------------------------------------------------------------
+
+
+def copies(_case):
+    plain = encoder()
+    model = shard(encoder())
+    before = {name: id(entry) for name, entry in model.named_parameters()}
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    autocast = Autocast.current("cpu")
+    batch = Batch(args=(x,), kwargs={}, autocast=autocast)
+    shares = forward_shares(*_with_modules(*outline(model, batch)))
+    plain_shares = forward_shares(plain, parse_modules(plain), batch)
+    leads = distributed.get_rank() == 0
+    copied = gather(model, keeps=leads)
+    outputs = torch.equal(model(x), plain(x))
+    same = not leads or (
+        torch.equal(copied(x), plain(x))
+        and type(copied) is type(plain)
+        and differences(copied.state_dict(), plain.state_dict()) == []
+        and pickle.loads(pickle.dumps(copied)) is not None
+        and not any(module._forward_pre_hooks or module._forward_hooks for module in copied.modules())
+    )
+    untouched = before == {name: id(entry) for name, entry in model.named_parameters()}
+    return same, untouched, shares == pytest.approx(plain_shares), outputs
+
+
+def _with_modules(model, batch):
+    return model, parse_modules(model), batch
+
+
+def encoder(width=8, depth=5):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(*layers)
+
+
+def test_copies_are_plain_and_the_model_stays_as_it_is():
+    for found in run_cases(copies, ["once"])["once"]:
+        assert all(found)
+
+
+# --- what is measured, in parts -----------------------------------------------------------------
+
+
+def measured(policy, folder):
+    """Train an encoder by a policy; in parts where there are several processes."""
+    model = encoder()
+    model = shard(model) if distributed.get_world_size() > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 120)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = {"plasticity": {"interval_steps": 2, "mode": "train"}, "controller": FAST["controller"]}
+        run = attach(
+            model,
+            optimizer,
+            scheduler=scheduler,
+            total_steps=120,
+            config=config,
+            policy=policy,
+            controller="inline",
+            directory=Path(folder, policy),
+        )
+        data = torch.Generator().manual_seed(0)
+        frozen = []
+        for _ in range(120):
+            x = torch.randn(16, 8, generator=data)
+            run.model.train()
+            loss = (run.model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            run.step(loss)
+            frozen.append(run.frozen)
+        run.close()
+    return frozen, whole({name: entry.detach() for name, entry in model.named_parameters()})
+
+
+def measured_in_all(policies, folder):
+    return {policy: measured(policy, folder) for policy in policies}
+
+
+MEASURING = ("forecast", "autofreeze", "weight_change", "freezeout")
+
+
+@pytest.fixture(scope="module")
+def by_policy(folder):
+    [one] = run_ranks(measured_in_all, MEASURING, str(folder / "m1"), num_ranks=1)
+    return one, run_ranks(measured_in_all, MEASURING, str(folder / "m2"))
+
+
+@pytest.mark.parametrize("policy", MEASURING)
+def test_measures_of_parts_add_up_to_those_of_the_whole(policy, by_policy, folder):
+    one, two = by_policy
+    alone, parts = (read_journal(folder / side / policy).of(IntervalMeasured) for side in ("m1", "m2"))
+    for name in ("gradients", "weight_changes", "noise", "way_ahead"):
+        values = [[getattr(event, name) for event in events] for events in (alone, parts)]
+        assert _flat(values[1]) == pytest.approx(_flat(values[0]), rel=1e-3, abs=1e-9, nan_ok=True)
+    assert any(getattr(event, name) for event in parts for name in ("gradients", "weight_changes", "noise")) or (
+        policy == "freezeout"
+    )
+    frozen, weights = one[policy]
+    for found in two:
+        assert found[policy][0] == frozen
+        for name, weight in weights.items():
+            assert torch.allclose(found[policy][1][name], weight, rtol=1e-4, atol=1e-6)
+    assert max(frozen) > 0 or policy == "weight_change"  # whose threshold is for longer runs
+
+
+def _flat(values):
+    numbers = [number for value in values for number in (value if isinstance(value, (list, tuple)) else [value])]
+    return [float("nan") if number is None else number for number in numbers]
+
+
+# --- when something goes wrong ------------------------------------------------------------------
+
+
+def fail(where, folder):
+    """Train a sharded encoder while something of ours fails in one process."""
+    model = shard(encoder())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    leads = distributed.get_rank() == 0
+
+    def refreshing(_model):
+        if where == "refresh":
+            raise RuntimeError("injected")
+
+    def reading(evaluation, module):
+        if where == "reading" and evaluation > 6:
+            raise RuntimeError("injected")
+        return 1.0
+
+    controller = ScriptedController(reading, refreshing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = attach(model, optimizer, config=CONFIG, controller=controller, directory=Path(folder, where))
+        frozen = []
+        for step in range(40):
+            if step == 20 and where == "policy" and not leads:
+                run._driver.engine.policy.observe_interval = None
+            if step == 10 and where == "evaluation of the loop":
+                model.eval()
+                with torch.no_grad():
+                    model(torch.zeros(2, 8))
+            run.model.train()
+            x = torch.full((4, 8), float(step + distributed.get_rank()))
+            loss = run.model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+            frozen.append(run.frozen)
+        run.close()
+    trainable = all(parameter.requires_grad for parameter in model.parameters())
+    return frozen, trainable, whole({name: entry.detach() for name, entry in model.named_parameters()})
+
+
+WAYS = ("nothing", "refresh", "reading", "policy", "evaluation of the loop")
+
+
+@pytest.fixture(scope="module")
+def failing(folder):
+    return run_ranks(fail_all, str(folder / "failing"), timeout_s=30)
+
+
+def fail_all(folder):
+    return {where: fail(where, folder) for where in WAYS}
+
+
+@pytest.mark.parametrize("where", WAYS)
+def test_a_failure_of_ours_leaves_no_process_waiting(where, failing):
+    first, second = (found[where] for found in failing)
+    assert first[0] == second[0] and first[1] and second[1]
+    assert differences(first[2], second[2]) == []
+    depth = {"nothing": 3, "evaluation of the loop": 3, "refresh": 0, "reading": 0, "policy": 0}[where]
+    assert first[0][-1] == depth or (where == "reading" and len(first[0]) == 40)
