@@ -53,7 +53,7 @@ class Outlook:
             return MANY_EPOCHS
         epochs = self.steps_ahead * self.forwards_per_step / num_batches
         elsewhere = 1 - 1 / self.num_hosts  # in epoch e a sample was here before with 1 - elsewhere ** (e - 1)
-        missed = elsewhere * (1 - elsewhere ** max(0.0, epochs - 1)) / (1 - elsewhere)
+        missed: float = elsewhere * (1 - elsewhere ** max(0.0, epochs - 1)) / (1 - elsewhere)
         return epochs - missed
 
 

@@ -14,7 +14,7 @@ from egeria.cache.store.directory import sweep
 from egeria.cache.store.rows import StoreError
 from egeria.cache.store.survey import FoundRun, Generation, survey
 from egeria.journal.writer import FILE_NAME
-from egeria.session.skipping import SUBDIRECTORY
+from egeria.session.hosts import SUBDIRECTORY
 
 YEAR_3000 = 32.5e9
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))

@@ -25,7 +25,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor; all of it where it is not in parts."""
-    part: Tensor = tensor.to_local() if _is_in_parts(tensor) else tensor  # type: ignore[operator]
+    part: Tensor = tensor.to_local() if _is_in_parts(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
@@ -103,7 +103,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _whole(parameter: nn.Parameter) -> Tensor:
     detached = parameter.detach()
-    whole: Tensor = detached.full_tensor() if _is_in_parts(detached) else detached  # type: ignore[operator]
+    whole: Tensor = detached.full_tensor() if _is_in_parts(detached) else detached  # type: ignore[attr-defined]
     return whole
 
 

@@ -59,7 +59,7 @@ def refuse_shards(model: nn.Module) -> str | None:
     if not any("FSDPModule" in (kind.__name__ for kind in type(module).__mro__) for module in model.modules()):
         return f"parameters of the model are DTensors that fully_shard did not make. {SHARDS}"
     placements = [getattr(parameter, "placements", ()) for parameter in model.parameters()]
-    if any(sum(placement.is_shard() for placement in entry) > 1 for entry in placements):
+    if any(sum(not placement.is_replicate() for placement in entry) > 1 for entry in placements):
         return f"parameters of the model are split twice, as by tensor parallelism under fully_shard. {SHARDS}"
     return None
 
