@@ -28,7 +28,7 @@ CONFIG = {
     "plasticity": {**FAST["plasticity"], "mode": "train"},
     "freezing": {"tolerance_share": 3.0},
 }
-STEPS = 30
+STEPS = 20
 
 
 AS_ONE = {"InPlace", "TwoHeads", "stochastic_depth", "Tied"}
