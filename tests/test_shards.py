@@ -15,8 +15,10 @@ from egeria import attach, read_journal
 from egeria.events import FaultCaught, IntervalMeasured, ModuleFrozen, PlasticityRead, StageChanged, Thawed
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.compute import forward_shares
+from egeria.layers.freezer import Freezer
 from egeria.layers.parse import parse_modules
-from egeria.layers.shards import gather, outline
+from egeria.layers.shards import counted, gather, is_sharded, outline
+from egeria.parallel import Sharded, choose_parallel
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences
 from ranks import run_cases, run_ranks
@@ -309,3 +311,53 @@ def test_a_failure_of_ours_leaves_no_process_waiting(where, failing):
     assert differences(first[2], second[2]) == []
     depth = {"nothing": 3, "evaluation of the loop": 3, "refresh": 0, "reading": 0, "policy": 0}[where]
     assert first[0][-1] == depth or (where == "reading" and len(first[0]) == 40)
+
+
+# --- what a unit looks for at its first forward pass --------------------------------------------
+
+
+def thaw_after_a_resume(_case):
+    """Freeze before the first forward pass of a model that computes in bfloat16, as a resumed run does, then thaw."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+
+    model = encoder()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in model:
+        fully_shard(part, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    strategy = Sharded()
+    modules = parse_modules(strategy.take(model))
+    freezer = Freezer(model, modules)
+    freezer.freeze_to(2)
+    strategy.rewrap()
+    x = torch.ones(4, 8)
+    model(x).float().square().mean().backward()
+    freezer.thaw()
+    strategy.rewrap()
+    model(x).float().square().mean().backward()
+    return [str(entry.grad.dtype) for entry in model.parameters()]
+
+
+def test_what_thaws_after_a_resume_has_gradients_in_its_own_format():
+    for found in run_cases(thaw_after_a_resume, ["once"])["once"]:
+        assert set(found) == {"torch.float32"}
+
+
+def refused_meshes(_case):
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    hybrid = fully_shard(encoder(), mesh=replicated)
+    hybrid_counted = set(counted(hybrid).values())
+    at_the_root = fully_shard(encoder())
+    with torch.no_grad():
+        at_the_root(torch.ones(2, 8))  # leaves whole parameters
+    strategy = choose_parallel(at_the_root)
+    strategy.take(at_the_root)
+    return hybrid_counted, type(strategy).__name__, set(counted(at_the_root).values()), is_sharded(encoder())
+
+
+def test_parts_that_are_in_several_processes_are_counted_once():
+    for found in run_cases(refused_meshes, ["once"])["once"]:
+        assert found == ({0.5}, "Sharded", {1.0}, False)

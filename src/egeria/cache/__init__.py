@@ -2,9 +2,9 @@
 
 from egeria.cache.cache import ActivationCache
 from egeria.cache.decision import Outlook
-from egeria.cache.opening import Share
 from egeria.cache.samples.feed import NoSamplesError, SampleFeed
 from egeria.cache.samples.shards import ShardSampler
+from egeria.cache.share import Share
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
 
 from egeria.cache.decision import Outlook
 from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
-from egeria.cache.opening import Share, Sight, join_generation, open_generation
+from egeria.cache.opening import Sight, join_generation, open_generation
 from egeria.cache.samples.feed import Drawn, NoSamplesError, SampleFeed
 from egeria.cache.samples.fingerprint import fingerprints
 from egeria.cache.samples.repeats import Repeats
+from egeria.cache.share import Share
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
 from egeria.cache.ways import WATCHED_FORWARDS, Call, Computed, Inference, StaleError, Undo, Watching, Way
@@ -79,8 +81,7 @@ class ActivationCache:
     ) -> None:
         self.num_forwards = 0
         """Training forwards so far."""
-        self._model = model
-        self._feed = feed
+        self._model, self._feed = model, feed
         self._make_directory = directory
         self._directory: CacheDirectory | None = None
         self._settings = settings
@@ -126,7 +127,8 @@ class ActivationCache:
             drawn = self._drawn()
             self._observe(batch, drawn)
             if isinstance(self._way, Watching) and self._way.has_seen_enough(drawn is not None or self._feed is None):
-                self._decide(batch, drawn, self._way)
+                decide = partial(self._decide, batch, drawn, self._way)
+                self._share.decide(self.place, self._number + 1, decide, lambda: isinstance(self._way, Generation))
             if isinstance(self._way, Generation) and (reason := self._way.why_it_does_not_pay()):
                 self._compute(batch, reason, {})
             if self._undo is not None:
@@ -197,7 +199,7 @@ class ActivationCache:
         """Choose how the forward pass is done from here on."""
         begin, begin_cpu = time.perf_counter(), time.process_time()
         self._number += 1
-        reason = self._refusal
+        reason = self._refusal or self._share.refusal(self._feed)
         numbers: dict[str, float] = {}
         if not reason and drawn is None:
             reason = "the loader given to attach does not hand out the batches that the model is called with"
@@ -213,7 +215,6 @@ class ActivationCache:
                 self._teller.decline(WHAT, reason)
         if reason:
             self._compute(batch, reason, numbers)
-        self._share.tell(self.place, self._number, opened=not reason)
         self._spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _try_to_store(self, batch: Batch, drawn: Drawn, watched: Watching) -> tuple[str, dict[str, float]]:
@@ -283,8 +284,7 @@ class ActivationCache:
 
     def place(self) -> CacheDirectory:
         """Return where stores go, made when it is first asked for. Raises `StoreError`."""
-        if self._directory is None:
-            self._directory = self._make_directory()
+        self._directory = self._directory or self._make_directory()
         return self._directory
 
     def _decided(self, mode: str, reason: str, numbers: dict[str, float] | None = None) -> None:

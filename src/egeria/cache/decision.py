@@ -127,6 +127,7 @@ class Surveyor:
         self._feed = feed
         self._settings = settings
         self._leaves = prefix.row_leaves
+        self._front = prefix.checksum()
         self._rows = prefix.compute(batch, None)
 
     def survey(
@@ -168,7 +169,7 @@ class Surveyor:
         if not verdict.pays or capacity < 1:
             reason = verdict.reason if not verdict.pays else f"{place.path.parent} has no room for a single sample"
             return Decision(verdict=Verdict(pays=False, reason=reason), prospects=prospects)
-        description = {"boundary": boundary, "num_views": views, "is_viewed": not repeating}
+        description = {"boundary": boundary, "num_views": views, "is_viewed": not repeating, "front": self._front}
         store = place.create(number, layouts.stored, capacity, **description)
         return self._try_out(Opened(store=store, layouts=layouts, num_views=views), prospects)
 

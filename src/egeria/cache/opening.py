@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,17 +14,11 @@ from egeria.cache.layout import Layouts
 from egeria.cache.samples.feed import Drawn, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.rows import StoreError
 from egeria.cache.ways import Watching
 from egeria.config.groups import Cache
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.skipping.prefix import Prefix
-
-BOUNDARY = 100
-"""Numbers of generations from one boundary to the next, where processes share them."""
-LONGEST_WAIT_S = 10.0
-"""For the first process of a host to decide; the others would wait for its gradients anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,28 +39,6 @@ class Sight:
         """Return what it promises, before anything is tried out."""
         times = {"iteration_s": self.watched.iteration_s, "prefix_s": self.watched.prefix_s}
         return foresee(self.batch, self.drawn, feed, outlook=self.outlook, **times)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """With whom stores are shared: the processes of a host that train one model."""
-
-    is_alone: bool = True
-    leads: bool = True
-    """Whether this process decides and makes the stores, and others join them."""
-
-    def number_at(self, number: int) -> int:
-        """Return the number of the newest generation, now that the boundary has moved.
-
-        It moves in all processes alike; further decisions behind one boundary may not be made by all.
-        """
-        return number if self.is_alone else number + BOUNDARY - number % BOUNDARY
-
-    def tell(self, place: Callable[[], CacheDirectory], number: int, *, opened: bool) -> None:
-        """Let the others know whether a generation is stored; where that fails they give up waiting."""
-        if self.leads and not self.is_alone:
-            with contextlib.suppress(StoreError):
-                place().tell(number, opened=opened)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,12 +126,14 @@ def join_generation(
     batch, boundary = sight.batch, modules[-1].name
     prefix = Prefix.find(model, modules, batch, len(sight.drawn.samples))
     rows = prefix.compute(batch, None)
-    if not place.is_opened(number, timeout_s=LONGEST_WAIT_S):
+    if not place.verdict(number):
         return Opening(generation=None, reason="the first process of this host stores nothing", numbers={})
     store = place.join(number)
     own = Layouts.of(prefix.row_leaves, rows, storage=settings.storage, longest=sight.longest)
     layouts = own.like(store.layouts)
     reason = "" if layouts else "the first process of this host stores rows of another kind"
+    if store.front != prefix.checksum():
+        reason = "the frozen layers of this process have other values, such as statistics of its own"
     if store.boundary != boundary:
         reason = f"the first process of this host stores what {store.boundary} puts out"
     if not reason and store.is_viewed and not feed.use_views(store.num_views):

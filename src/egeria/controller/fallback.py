@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from egeria.controller.inline import InlineController
 from egeria.controller.process import ProcessController
-from egeria.controller.protocol import Controller, Report, Request, SteppedBack
+from egeria.controller.protocol import Controller, Refreshed, Report, Request, SteppedBack
 from egeria.errors import ControllerError
 from egeria.layers.batch import Batch
 
@@ -27,7 +28,7 @@ class FallbackController:
         self._make_inline = make_inline
         self._inline: InlineController | None = None
         self._reports: list[Report] = []
-        self._newest: tuple[int, nn.Module, Batch | None] | None = None
+        self._newest: tuple[int, weakref.ref[nn.Module], Batch | None] | None = None
 
     @property
     def process(self) -> ProcessController:
@@ -55,11 +56,11 @@ class FallbackController:
 
     def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
         """Bring the reference model up to date."""
-        self._newest = (evaluation, model, batch)
+        self._newest = (evaluation, weakref.ref(model), batch)  # one put together of parts is not to be kept
         if self._inline is not None:
-            return self._inline.refresh(*self._newest)
+            return self._inline.refresh(evaluation, model, batch)
         try:
-            return self._process.refresh(*self._newest)
+            return self._process.refresh(evaluation, model, batch)
         except ControllerError as error:
             self._fall_back(error)
             return True
@@ -101,5 +102,11 @@ class FallbackController:
         self._reports += self._process.close("its controller process is given up")
         self._inline = self._make_inline()
         self._reports.append(SteppedBack(what="the controller process", reason=reason, final=False))
-        if self._newest is not None:
-            self._inline.refresh(*self._newest)
+        if self._newest is None:
+            return
+        evaluation, reference, batch = self._newest
+        model = reference()
+        if model is not None:
+            self._inline.refresh(evaluation, model, batch)
+        else:
+            self._reports.append(Refreshed(evaluation=evaluation, builder="", error="the weights are gathered anew"))

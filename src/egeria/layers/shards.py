@@ -6,13 +6,14 @@ A copy is a plain model again, without the hooks and classes that `fully_shard` 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from egeria import tree
+from egeria import dist, tree
 from egeria.layers.batch import Batch
 
 _SHARDED = "FSDPModule"
@@ -20,13 +21,34 @@ _SHARDED = "FSDPModule"
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether the parameters of a model are in parts, so that no process can run it alone."""
-    return any(_is_in_parts(parameter) for parameter in model.parameters())
+    in_parts = any(_is_in_parts(parameter) for parameter in model.parameters())
+    return in_parts or any(_has_class_of_shards(module) for module in model.modules())  # whole for the moment
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor; all of it where it is not in parts."""
     part: Tensor = tensor.to_local() if _is_in_parts(tensor) else tensor  # type: ignore[attr-defined]
     return part
+
+
+def counted(model: nn.Module) -> dict[str, float]:
+    """Return by which share each process counts what it finds in its own part of a parameter, by the names of those.
+
+    Shares of all processes add up to 1 for each element: some may be in several processes. In a model that is not in
+    parts a process counts all.
+    """
+    if not is_sharded(model):
+        return {name: 1.0 for name, _ in model.named_parameters()}
+    world = dist.world_size()
+    return {name: _num_parts(parameter) / world for name, parameter in model.named_parameters()}
+
+
+def _num_parts(parameter: nn.Parameter) -> int:
+    """Return into how many different parts a parameter is cut."""
+    if not _is_in_parts(parameter):
+        return 1
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def reshard(model: nn.Module) -> None:
@@ -36,17 +58,29 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
+def choose_dtypes_again(module: nn.Module) -> None:
+    """Let a unit that was all frozen at its first forward pass find the number formats that its gradients come in.
+
+    `fully_shard` looks for them once, among what trains then.
+    """
+    state = module._get_fsdp_state() if _has_class_of_shards(module) else None  # type: ignore[operator]
+    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+        if group is not None and getattr(group, "_orig_dtype", ...) is None:
+            group._init_mp_dtypes()
+
+
 def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
     """Return the model as a plain one on the CPU, with all of its weights; one that is not in parts as it is.
 
-    All processes call this together; parameters are gathered one by one, so that there is room for it.
+    All processes call this together; parameters are gathered one by one, so that there is room for it on their device.
 
     Args:
         model: the model in training.
         keeps: whether this process is to have the copy. Others get an empty one.
 
     Raises:
-        Exception: the copy cannot be made. All parameters have been gathered then: no other process waits.
+        Exception: the copy cannot be made. Where the CPU has no room for it, all parameters have been gathered
+            nevertheless: no other process waits.
     """
     if not is_sharded(model):
         return model
@@ -54,17 +88,18 @@ def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
     failed: Exception | None = None
     for parameter in model.parameters():
         weights = _whole(parameter)
-        if not keeps or failed is not None:
-            continue
         try:
-            whole[id(parameter)] = weights.to("cpu", copy=True)
+            if keeps and failed is None:
+                whole[id(parameter)] = weights.to("cpu", copy=True)
         except Exception as error:
             failed, whole = error, {}
+        del weights
     if failed is not None:
         raise failed
     if not keeps:
         return nn.Module()
-    return _plain_copy(model, whole | {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()})
+    rest = (tensor for tensor in _held(model) if id(tensor) not in whole)
+    return _plain_copy(model, {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in rest} | whole)
 
 
 def outline(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
@@ -74,16 +109,13 @@ def outline(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
     """
     if not is_sharded(model):
         return model, batch
-    held = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
-    empty = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in held}
+    empty = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in _held(model)}
     return _plain_copy(model, empty), batch.on("meta")
 
 
 def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     """Return a deep copy with these tensors, by the identity of those they stand for."""
-    computed = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)) if not tensor.is_leaf)
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}  # they only copy once detached
-    memo |= tensors
+    memo: dict[int, Any] = dict(tensors)
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(tensors[id(parameter)], requires_grad=parameter.requires_grad)
     shells = {
@@ -93,6 +125,11 @@ def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     for module, shell in shells.items():
         shell.__dict__.update(copy.deepcopy(_attributes(module), memo))
     return copy.deepcopy(model, memo)
+
+
+def _held(model: nn.Module) -> Iterator[Tensor]:
+    """Yield all tensors that the modules hold: parameters, buffers, and those in plain attributes."""
+    return (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -130,7 +167,9 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _without_torch(table: Any) -> Any:
-    """Return a table of hooks without those of torch itself."""
+    """Return a table of hooks without those of torch itself; anything else as it is."""
+    if not isinstance(table, dict):
+        return table
     return type(table)((key, hook) for key, hook in table.items() if not _is_of_torch(hook))
 
 

@@ -9,7 +9,7 @@ from egeria import dist
 from egeria.layers.compiled import without_wrapper
 from egeria.layers.shards import is_sharded
 from egeria.parallel.protocol import ParallelStrategy
-from egeria.parallel.refusals import refuse_wrapper
+from egeria.parallel.refusals import refuse_shards, refuse_wrapper
 from egeria.parallel.replicas import Replicas
 from egeria.parallel.sharded import Sharded
 from egeria.parallel.single import SingleProcess
@@ -24,7 +24,8 @@ def choose_parallel(model: nn.Module) -> ParallelStrategy:
     if refused is not None:
         return SingleProcess(refused)
     if is_sharded(model):
-        return Sharded()
+        refused = refuse_shards(model)
+        return SingleProcess(refused) if refused else Sharded()
     if isinstance(without_wrapper(model), DistributedDataParallel) or dist.world_size() > 1:
         return Replicas()
     return SingleProcess()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from egeria import dist
 from egeria.layers.compiled import is_compiled, without_wrapper
 
 DDP = "Build DistributedDataParallel without it, or give attach the bare model, which it wraps"
@@ -61,6 +62,10 @@ def refuse_shards(model: nn.Module) -> str | None:
     placements = [getattr(parameter, "placements", ()) for parameter in model.parameters()]
     if any(sum(not placement.is_replicate() for placement in entry) > 1 for entry in placements):
         return f"parameters of the model are split twice, as by tensor parallelism under fully_shard. {SHARDS}"
+    if any(
+        entry.device_mesh.size() != dist.world_size() for entry in model.parameters() if hasattr(entry, "device_mesh")
+    ):
+        return f"the model is sharded over some processes of the job only, and all must train it. {SHARDS}"
     return None
 
 

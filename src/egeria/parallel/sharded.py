@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import distributed, nn
 
 from egeria.layers.compiled import without_wrapper
-from egeria.layers.shards import reshard
+from egeria.layers.shards import choose_dtypes_again, reshard
 from egeria.parallel.numbers import Numbers
 from egeria.parallel.refusals import refuse_model, refuse_shards
 
@@ -31,7 +31,7 @@ class Sharded:
         return bare
 
     def refusal(self) -> str | None:
-        """Refuse what cannot be watched, and parts that `fully_shard` did not make alone."""
+        """Refuse what cannot be watched, and what is in parts of another kind."""
         return refuse_model(without_wrapper(self._called)) or refuse_shards(self._called)
 
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
@@ -47,5 +47,7 @@ class Sharded:
         return self._numbers.exchange(row)
 
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
-        """Return what was given to `take`."""
+        """Return what was given to `take`, ready for what trains now."""
+        for module in without_wrapper(self._called).modules():
+            choose_dtypes_again(module)
         return self._called

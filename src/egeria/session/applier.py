@@ -15,7 +15,7 @@ from egeria.layers.batch import Batch
 from egeria.layers.compute import forward_shares
 from egeria.layers.freezer import Freezer
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import outline
+from egeria.layers.shards import is_sharded, outline
 from egeria.layers.undisturbed import undisturbed
 from egeria.parallel import ParallelStrategy
 from egeria.policy import KNOWLEDGE_GUIDED, Decision, Freeze, Thaw
@@ -207,8 +207,8 @@ class Applier:
     def _rehearse(self, module: LayerModule, batch: Batch) -> Rehearsal | None:
         """Run the model once, undisturbed but with gradients; an outline of one in parts, where that is possible."""
         boundary: list[Tensor] = []
-        model, copied = outline(self._model, batch.first_rows(None))
         try:
+            model, copied = outline(self._model, batch.first_rows(None))
             with undisturbed(model, gradients=True), batch.autocast.context():
                 tap = model.get_submodule(module.tap)
                 handle = tap.register_forward_hook(lambda *call: boundary.extend(tree.leaves(call[-1])))
@@ -217,7 +217,7 @@ class Applier:
                 finally:
                     handle.remove()
         except Exception as error:
-            if model is self._model:
+            if not is_sharded(self._model):
                 raise
             self._recorder.decline("rehearsing a freeze", f"the model does not run without its values ({error})")
             return None

@@ -80,8 +80,17 @@ def read_config(config: Any, controller: Any = None, policy: Any = None) -> Conf
 
 
 def for_parts(config: Config) -> Config:
-    """Return the settings for a model in parts: plasticity is read in the training pass, the only one that all make."""
-    return dataclasses.replace(config, plasticity=dataclasses.replace(config.plasticity, mode="train"))
+    """Return the settings for a model in parts.
+
+    Plasticity is read in the training pass, the only one that all processes make. The reference has all of the
+    weights, for which an accelerator may have no room.
+    """
+    device = "cpu" if config.reference.device == "auto" else config.reference.device
+    return dataclasses.replace(
+        config,
+        plasticity=dataclasses.replace(config.plasticity, mode="train"),
+        reference=dataclasses.replace(config.reference, device=device),
+    )
 
 
 def _read_config(config: Any) -> Config:

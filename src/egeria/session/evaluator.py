@@ -189,7 +189,7 @@ class Evaluator:
             "refreshed_at": self._refreshed_at,
             "needs_whole_batch": self._needs_whole_batch,
             "num_failures": self._num_failures,
-            "controller": self._controller.state_dict(),
+            "controller": {} if is_sharded(self._model) else self._controller.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:

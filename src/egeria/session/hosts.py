@@ -51,7 +51,11 @@ def share_directory(ranks: Ranks, config: Config, recorder: Recorder) -> tuple[H
     if config.cache.directory:
         place = Path(config.cache.directory)  # of its own on each host, if it likes
     is_on = all(enabled for _, enabled in rows)
-    first = next(rank for rank, row in enumerate(rows) if row[0] == rows[ranks.rank][0])
+    machines = [machine for machine, _ in rows]
+    first = machines.index(machines[ranks.rank])
+    num_hosts = len(set(machines))
+    if num_hosts > 1:
+        place /= f"host-{first}"  # where hosts share a disk, each clears up after its own runs alone
     leads, directory, reason = first == ranks.rank, None, ""
     settings = config.cache
     limits = {"limit_bytes": settings.limit_bytes, "limit_share": settings.limit_share}
@@ -65,7 +69,7 @@ def share_directory(ranks: Ranks, config: Config, recorder: Recorder) -> tuple[H
     if directory is None:
         fallback = "the first process of this host cannot use its directory"
         return None, (reason or fallback) if is_on else "cache.enabled is not set in all processes of the job"
-    return Host(directory=directory, leads=leads, num_hosts=len({machine for machine, _ in rows})), ""
+    return Host(directory=directory, leads=leads, num_hosts=num_hosts), ""
 
 
 def _enter(place: Path, token: str | None, limits: dict[str, float | None]) -> tuple[CacheDirectory | None, str]:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from egeria.errors import StateError
+
 
 class Stateful(Protocol):
     """What has a state."""
@@ -25,9 +27,9 @@ class Packed:
     """The state of a run in one piece.
 
     `torch.distributed.checkpoint` takes states apart and loads them entry by entry into a state that has the same
-    entries; those of a run come and go. In one piece there is one entry, and all processes load the same:
-    of the first, with `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. The state of another one has all but
-    the reference model, which is made anew then.
+    entries; those of a run come and go. In one piece there is one entry, and all processes load the same. It must be
+    that of the first: save with `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions,
+    but not the reference model and what was measured since the last evaluation, which are made anew then.
 
     Args:
         run: whose state.
@@ -48,4 +50,11 @@ class Packed:
         Raises:
             StateError: it is of a newer egeria, or of another model. Nothing has changed then.
         """
-        self._run.load_state_dict(torch.load(io.BytesIO(state["state"]), weights_only=True))
+        try:
+            loaded = torch.load(io.BytesIO(state["state"]), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise StateError(
+                f"The state of a run is what run.packed saved; this one cannot be read ({error}). "
+                f"Take an earlier checkpoint, or go on without loading it."
+            ) from error
+        self._run.load_state_dict(loaded)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from egeria.cache import ActivationCache, CacheDirectory, NoSamplesError, Outlook, SampleFeed, ShardSampler, Share
 from egeria.config import Config
@@ -154,14 +155,22 @@ def _follow(
 ) -> tuple[SampleFeed | None, str]:
     """Return what knows the samples of batches, or None and why there is nothing."""
     try:
-        feed = SampleFeed(loader, id_column=id_column, base_seed=BASE_SEED)
-        if is_shared and feed.numbers_by_sight:
-            feed.close()
-            raise NoSamplesError("samples are told by a column of the batch, and each process numbers them for itself")
+        if is_shared and not _deals_out_one_dataset(loader):
+            raise NoSamplesError(
+                "a sample must have the same number in all processes, which only DistributedSampler and "
+                "egeria.ShardSampler promise; give the loader one of them"
+            )
+        return SampleFeed(loader, id_column=id_column, base_seed=BASE_SEED), ""
     except NoSamplesError as error:
         recorder.decline("storing activations", str(error))
         return None, str(error)
-    return feed, ""
+
+
+def _deals_out_one_dataset(loader: Any) -> bool:
+    """Tell whether all processes draw from the same data set: by their samplers, or by Accelerate's around one."""
+    samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    dealing = (DistributedSampler, ShardSampler)
+    return any(isinstance(entry, dealing) or type(entry).__name__ == "BatchSamplerShard" for entry in samplers)
 
 
 def _directory(config: Config, recorder: Recorder) -> CacheDirectory:

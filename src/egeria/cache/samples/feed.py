@@ -77,7 +77,7 @@ class SampleFeed:
     @property
     def numbers_by_sight(self) -> bool:
         """Tell whether samples are numbered in the order in which this process sees them."""
-        return isinstance(self._follower, ColumnFollower)
+        return self._follower.reads_columns
 
     def upcoming(self, count: int) -> list[Drawn]:
         """Return the next batches of this pass, in order, at most `count`.

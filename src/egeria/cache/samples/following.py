@@ -14,6 +14,9 @@ from egeria.cache.samples.drawing import Drawing, Drawn, NoSamplesError, Pass, R
 class Follower(Protocol):
     """Is told by a `Watch` what the loader does; raises nothing."""
 
+    reads_columns: bool
+    """Whether samples are told by a column of the batch, in the order in which this process sees them."""
+
     def sampler(self, sampler: Any, can_view: bool) -> Any:
         """Return what stands in for a batch sampler."""
 
@@ -36,6 +39,11 @@ class SamplerFollower:
         self.failure: str | None = None
         self._drawing = drawing
         self._columns: ColumnFollower | None = None
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether samples are told by a column of the batch by now."""
+        return self._columns is not None
 
     def sampler(self, sampler: Any, can_view: bool) -> Any:
         """Return a sampler that draws the same, and records it."""
@@ -76,6 +84,8 @@ class SamplerFollower:
 
 class ColumnFollower:
     """Knows batches by a column of theirs."""
+
+    reads_columns = True
 
     def __init__(self, column: IdColumn) -> None:
         self.current: Drawn | None = None

@@ -130,16 +130,10 @@ class CacheDirectory:
             path.mkdir(mode=0o700, exist_ok=True)
             (path / VERDICTS[opened]).touch(mode=PRIVATE)
 
-    def is_opened(self, number: int, *, timeout_s: float) -> bool:
-        """Wait for the process that decides on a generation to tell; False where it does not in time."""
-        path, deadline = self._generation(number), time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if (path / VERDICTS[False]).exists():
-                return False
-            if (path / VERDICTS[True]).exists():
-                return True
-            time.sleep(POLL_S)
-        return False
+    def verdict(self, number: int) -> bool | None:
+        """Return what the process that decides on a generation has told; None where it has not yet."""
+        path = self._generation(number)
+        return next((opened for opened, name in VERDICTS.items() if (path / name).exists()), None)
 
     def close(self) -> None:
         """Close the stores and leave; the last process of the run removes its directory."""

@@ -55,7 +55,7 @@ class DiskStore:
         self.layouts = manifest.layouts
         self.capacity = manifest.capacity
         self.boundary = manifest.boundary
-        self.num_views, self.is_viewed = manifest.num_views, manifest.is_viewed
+        self.num_views, self.is_viewed, self.front = manifest.num_views, manifest.is_viewed, manifest.front
         self.num_damaged = 0
         """Rows found with a wrong checksum and forgotten."""
         self.num_unstorable = 0

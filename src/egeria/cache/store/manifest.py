@@ -32,6 +32,8 @@ class Manifest:
     """Augmentation variants of a sample, side by side."""
     is_viewed: bool = False
     """Whether augmentation is fixed: what is stored for other inputs is of no use."""
+    front: int = 0
+    """Checksum of the weights and statistics of the frozen layers."""
 
     def save(self, directory: Path) -> None:
         """Write the file in one step, with who made it and when. Raises `OSError`."""
@@ -42,6 +44,7 @@ class Manifest:
             "capacity": self.capacity,
             "num_views": self.num_views,
             "is_viewed": self.is_viewed,
+            "front": self.front,
             "layouts": layouts,
             **maker(),
         }
@@ -70,6 +73,7 @@ class Manifest:
                 boundary=str(record["boundary"]),
                 num_views=int(record["num_views"]),
                 is_viewed=bool(record["is_viewed"]),
+                front=int(record["front"]),
             )
         except OSError as error:
             raise StoreError(f"There is no store in {directory}: {error}.") from error

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import own_part
+from egeria.layers.shards import counted, own_part
 
 
 class GradientSums:
@@ -28,6 +28,7 @@ class GradientSums:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._counted = counted(model)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sums: dict[str, Tensor] = {}
 
@@ -50,7 +51,7 @@ class GradientSums:
         A module whose parameters had no gradient has 0. Of parameters in parts it is that of this process' part.
         """
         sums, self._sums = self._sums, {}
-        norms = _read({name: total.abs().sum() for name, total in sums.items()})
+        norms = _read({name: total.abs().sum() * self._counted[name] for name, total in sums.items()})
         sizes = [sum(norms.get(name, 0.0) for name in module.parameters) for module in modules]
         return [None if index < num_frozen else size for index, size in enumerate(sizes)]
 

@@ -99,13 +99,16 @@ class Measures:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an interval under way has gathered; nothing of parameters in parts, which would be one's own."""
-        kept = (FORESIGHT,) if self.in_parts else self._parts()
-        return {name: part.state_dict() for name, part in self._parts().items() if name in kept}
+        return {name: part.state_dict() for name, part in self._parts().items() if self._is_whole(name)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; what it has nothing on begins anew."""
         for name, part in self._parts().items():
-            part.load_state_dict(state.get(name, {}))
+            part.load_state_dict(state.get(name, {}) if self._is_whole(name) else {})
+
+    def _is_whole(self, name: str) -> bool:
+        """Tell whether a measure is the same in all processes."""
+        return not self.in_parts or name == FORESIGHT
 
     def _parts(self) -> dict[str, Any]:
         parts = {GRADIENTS: self._gradients, WEIGHTS: self._weights, NOISE: self._noise, FORESIGHT: self._foresight}
