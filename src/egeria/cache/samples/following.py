@@ -14,8 +14,9 @@ from egeria.cache.samples.drawing import Drawing, Drawn, NoSamplesError, Pass, R
 class Follower(Protocol):
     """Is told by a `Watch` what the loader does; raises nothing."""
 
-    reads_columns: bool
-    """Whether samples are told by a column of the batch, in the order in which this process sees them."""
+    @property
+    def reads_columns(self) -> bool:
+        """Tell whether samples are told by a column of the batch, in the order in which this process sees them."""
 
     def sampler(self, sampler: Any, can_view: bool) -> Any:
         """Return what stands in for a batch sampler."""
