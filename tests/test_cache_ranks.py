@@ -12,13 +12,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import egeria
 from cached import Pictures, freezes_up_to, small_resnet
-from egeria.cache import CacheDirectory, Outlook, ShardSampler, StoreError
+from egeria.cache import CacheDirectory, Outlook, ShardSampler, StoreError, cache
 from egeria.cache.store.disk import DiskStore
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
+from egeria.parallel import Replicas
 from egeria.session import hosts, skipping
 from egeria.testing import ScriptedController
 from loops import FAST, differences
@@ -28,7 +30,19 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 NUM_SAMPLES = 160
 BATCH_SIZE = 8
 EPOCHS = 8
-SAMPLERS = {"dealt anew": DistributedSampler, "dealt once": ShardSampler}
+
+
+class OwnSampler(RandomSampler):
+    """Draws from what is a data set of this process alone, as far as anybody can tell."""
+
+    def __init__(self, dataset, shuffle, seed):
+        super().__init__(dataset, generator=torch.Generator().manual_seed(seed + distributed.get_rank()))
+
+    def set_epoch(self, epoch):
+        """Go on drawing."""
+
+
+SAMPLERS = {"dealt anew": DistributedSampler, "dealt once": ShardSampler, "its own": OwnSampler}
 CASES = {
     "without": {"cached": False},
     "one host": {},
@@ -39,13 +53,27 @@ CASES = {
     "cannot enter": {"fault": "enter"},
     "cannot write": {"fault": "write"},
     "the first does not store": {"settings": {"views": 0}},
+    "the first fails": {"fault": "open"},
     "not in all": {"settings_of_second": {"enabled": False}},
 }
+OTHERS = {
+    "a sampler of its own": {"sampler": "its own"},
+    "statistics of its own": {"parallel": lambda: Replicas(**without_equal_buffers())},
+}
+"""Cases that train otherwise."""
+
+
+def without_equal_buffers():
+    """Return the option of this torch by which ranks keep statistics of their own."""
+    known = DistributedDataParallel.__init__.__code__.co_varnames
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def faulty(fault):
-    """Let something fail in the second process."""
-    if fault is None or distributed.get_rank() == 0:
+    """Let something fail, in the second process but for what only the first does."""
+    if fault == "open" and distributed.get_rank() == 0:
+        return mock.patch.object(cache, "open_generation", mock.Mock(side_effect=RuntimeError("injected")))
+    if fault in (None, "open") or distributed.get_rank() == 0:
         return nullcontext()
     raising = mock.Mock(side_effect=StoreError("injected"))
     if fault == "enter":
@@ -55,7 +83,7 @@ def faulty(fault):
 
 
 def train(name, folder):
-    case = CASES[name]
+    case = {**CASES, **OTHERS}[name]
     rank = distributed.get_rank()
     machine = f"host {rank % case.get('num_hosts', 1)}"
     torch.manual_seed(0)
@@ -64,8 +92,8 @@ def train(name, folder):
     dataset = Pictures(NUM_SAMPLES)
     sampler = SAMPLERS[case.get("sampler", "dealt anew")](dataset, shuffle=True, seed=0)
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
-    cache = {"enabled": case.get("cached", True), "gate": "open", "inference": False, **case.get("settings", {})}
-    cache |= case.get("settings_of_second", {}) if rank == 1 else {}
+    settings = {"enabled": case.get("cached", True), "gate": "open", "inference": False, **case.get("settings", {})}
+    settings |= case.get("settings_of_second", {}) if rank == 1 else {}
     losses, begin = [], time.monotonic()
     with mock.patch.object(hosts, "_machine", lambda: machine), faulty(case.get("fault")), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -76,7 +104,8 @@ def train(name, folder):
             total_steps=len(loader) * EPOCHS,
             controller=ScriptedController(freezes_up_to(1)),
             directory=Path(folder, name),
-            config={**FAST, "cache": cache},
+            config={**FAST, "cache": settings},
+            parallel=case["parallel"]() if "parallel" in case else None,
         )
         for epoch in range(EPOCHS):
             sampler.set_epoch(epoch)
@@ -105,7 +134,7 @@ def train(name, folder):
 
 
 def train_all(folder):
-    return {name: train(name, folder) for name in CASES}
+    return {name: train(name, folder) for name in (*CASES, *OTHERS)}
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +190,25 @@ def test_nobody_waits_for_a_first_process_that_stores_nothing(ranks):
     for found in ranks:
         assert set(found["the first does not store"]["modes"]) == {"computed"}
         assert found["the first does not store"]["seconds"] < found["without"]["seconds"] + 8
+
+
+def test_where_the_first_process_fails_all_compute(ranks):
+    first, second = (found["the first fails"] for found in ranks)
+    assert any("injected" in error for error in first["faults"]) and second["faults"] == []
+    assert first["hits"] == second["hits"] == 0
+    assert any("stores nothing" in reason for reason in second["reasons"])
+
+
+def test_samples_that_may_be_others_in_each_process_are_not_shared(ranks):
+    for found in ranks:
+        assert found["a sampler of its own"]["hits"] == 0
+        assert any("same number in all processes" in entry for entry in found["a sampler of its own"]["reasons"])
+
+
+def test_a_process_whose_frozen_layers_put_out_something_else_does_not_join(ranks):
+    first, second = (found["statistics of its own"] for found in ranks)
+    assert first["hits"] > 0 and second["hits"] == 0
+    assert any("other values" in reason for reason in second["reasons"])
 
 
 def test_a_cache_that_is_not_on_in_all_processes_is_declined(ranks):
