@@ -355,6 +355,8 @@ def refused_meshes(_case):
         at_the_root(torch.ones(2, 8))  # leaves whole parameters
     strategy = choose_parallel(at_the_root)
     strategy.take(at_the_root)
+    alone = choose_parallel(fully_shard(encoder(), mesh=replicated["shard"]))
+    assert "some processes of the job only" in alone.refusal() and alone.num_ranks == 1
     return hybrid_counted, type(strategy).__name__, set(counted(at_the_root).values()), is_sharded(encoder())
 
 
