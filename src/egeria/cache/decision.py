@@ -19,6 +19,7 @@ from egeria.cache.store.disk import DiskStore, bytes_per_position
 from egeria.config.groups import Cache
 from egeria.layers.batch import Batch
 from egeria.layers.skipping.prefix import Prefix
+from egeria.layers.sources import checksum
 
 REPEATS = 3
 """Times that something is done to be timed; the shortest counts."""
@@ -127,7 +128,7 @@ class Surveyor:
         self._feed = feed
         self._settings = settings
         self._leaves = prefix.row_leaves
-        self._front = prefix.checksum()
+        self._front = checksum(prefix.weights())
         self._rows = prefix.compute(batch, None)
 
     def survey(

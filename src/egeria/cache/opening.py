@@ -19,6 +19,7 @@ from egeria.config.groups import Cache
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.skipping.prefix import Prefix
+from egeria.layers.sources import checksum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +133,7 @@ def join_generation(
     own = Layouts.of(prefix.row_leaves, rows, storage=settings.storage, longest=sight.longest)
     layouts = own.like(store.layouts)
     reason = "" if layouts else "the first process of this host stores rows of another kind"
-    if store.front != prefix.checksum():
+    if store.front != checksum(prefix.weights()):
         reason = "the frozen layers of this process have other values, such as statistics of its own"
     if store.boundary != boundary:
         reason = f"the first process of this host stores what {store.boundary} puts out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -51,3 +52,14 @@ def _version(tensor: Tensor | None) -> tuple[int, int, int, bool]:
     if tensor is None:
         return 0, 0, 0, False
     return id(tensor), tensor._version, tensor.data_ptr(), tensor.requires_grad
+
+
+def checksum(places: Iterable[Entry]) -> int:
+    """Return a checksum of the values of tensors."""
+    found = 0
+    for table, name in places:
+        tensor = table[name]
+        if tensor is not None:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+    return found

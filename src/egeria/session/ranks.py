@@ -138,9 +138,7 @@ class Ranks:
             OutOfStepError: one of them leaves, or is at something else.
             LostError: they cannot reach each other.
         """
-        size = ROW - HEAD
-        parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
-        return [value for part in parts for value in self.gather(subject, part)[0]]
+        return [value for rows in self._gather_all(subject, values) for value in rows[0]]
 
     def text_from_leader(self, subject: Subject, text: str) -> str:
         """Return the leader's text in place of one's own.
@@ -161,9 +159,7 @@ class Ranks:
             OutOfStepError: one of them leaves, or is at something else.
             LostError: they cannot reach each other.
         """
-        size = ROW - HEAD
-        parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
-        return [sum(column) for part in parts for column in zip(*self.gather(subject, part), strict=True)]
+        return [sum(column) for rows in self._gather_all(subject, values) for column in zip(*rows, strict=True)]
 
     def mean_loss(self, cut: float, loss: float | None, num_bad: int) -> tuple[float | None, int]:
         """Return the mean training loss of all processes that have one, and how many losses were none.
@@ -208,6 +204,11 @@ class Ranks:
         self._check_same(rows)
         self.meets = False
         return int(rows[0][1])
+
+    def _gather_all(self, subject: Subject, values: Sequence[float]) -> list[list[list[float]]]:
+        """Return the values of all processes, however many: in parts, and in each by rank."""
+        size = ROW - HEAD
+        return [self.gather(subject, values[begin : begin + size]) for begin in range(0, len(values), size)]
 
     def _check_same(self, rows: Sequence[Sequence[float]]) -> None:
         """Check that all say the same in the first place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,16 +95,6 @@ class Prefix:
         for module in self._modules:
             tables += [module._parameters, module._buffers]
         return [(table, name) for table in tables for name in table]
-
-    def checksum(self) -> int:
-        """Return a checksum of the frozen layers' parameters and buffers."""
-        found = 0
-        for table, name in self.weights():
-            tensor = table[name]
-            if tensor is not None:
-                flat = tensor.detach().cpu().contiguous().reshape(-1)
-                found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
-        return found
 
     def is_hooked(self) -> bool:
         """Tell whether a forward hook was put on a frozen layer since, which replaying would leave out."""
