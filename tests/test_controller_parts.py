@@ -20,7 +20,7 @@ from egeria.controller.trust import Limits, Trust
 from egeria.layers.batch import Batch
 from egeria.layers.freezer import Freezer
 from egeria.layers.parse import parse_modules
-from egeria.session.budget import Budget
+from egeria.session.budget import Budget, count_iterations
 from egeria.session.clock import IntervalClock
 from egeria.testing import MENAGERIE
 
@@ -352,6 +352,37 @@ def test_refreshes_count_with_their_share():
     again = Budget(0.02, 10)
     again.load_state_dict(budget.state_dict())
     assert again.state_dict() == budget.state_dict()
+
+
+COUNTED = "the operations of an evaluation are those of {} iterations; the budget is 2.0%"
+
+
+def test_the_interval_follows_the_count_for_each_layer_module():
+    budget = Budget(0.02, 10)
+    assert budget.expect(0.3, 10) == (15, COUNTED.format("0.3"))
+    assert budget.expect(0.3, 15) is None
+    assert budget.expect(0.5, 15) == (25, COUNTED.format("0.5"))
+    assert budget.expect(0.1, 25) == (10, COUNTED.format("0.1"))  # never shorter than it was set
+    assert budget.expect(90.0, 10) == (100, COUNTED.format("90"))  # nor ten times as long
+
+
+def test_what_is_counted_is_measured_too_and_has_to_be_far_off_twice():
+    budget = Budget(0.02, 10)
+    budget.expect(0.3, 15)
+    assert spend(budget, 40, 0.44, interval_steps=15) == [None] * 40
+    assert spend(budget, 10, 0.9, interval_steps=15) == [None] * 10
+    assert spend(budget, 10, 0.3, interval_steps=15) == [None] * 10
+    assert spend(budget, 20, 0.9, interval_steps=15)[-1][0] == 45
+    after, reason = budget.expect(0.4, 45)
+    assert after == 60 and "each takes 3" in reason  # slow here is slow there
+    again = Budget(0.02, 10)
+    again.load_state_dict(budget.state_dict())
+    assert again.expect(0.4, 60) is None and again.expect(0.3, 60)[0] == 45
+
+
+@pytest.mark.parametrize("front, samples, expected", [(1.0, 2.0, 0.433), (0.3, 2.0, 0.2), (0.3, 0.5, 0.05)])
+def test_iterations_are_counted_by_the_work_up_to_the_module_and_by_samples(front, samples, expected):
+    assert count_iterations(front, samples) == pytest.approx(expected, abs=1e-3)
 
 
 def test_an_interval_that_grows_begins_where_the_last_one_ended():

@@ -16,8 +16,18 @@ from torch import nn
 
 import egeria
 from egeria import ConfigError, EgeriaWarning, StateError, attach, read_journal
-from egeria.events import Declined, FaultCaught, IntervalMeasured, ModuleFrozen, ModulesOrdered, RunStarted, Thawed
+from egeria.events import (
+    Declined,
+    FaultCaught,
+    IntervalChanged,
+    IntervalMeasured,
+    ModuleFrozen,
+    ModulesOrdered,
+    RunStarted,
+    Thawed,
+)
 from egeria.layers.freezer import Freezer
+from egeria.session.evaluator import Evaluator
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences, outside
 
@@ -398,6 +408,34 @@ def test_gradient_accumulation(tmp_path):
     assert run.frozen == len(run.modules) - 1
     assert read_journal(tmp_path).of(IntervalMeasured)[-1].step == 40
     run.close()
+
+
+def first_change_of_the_interval(directory, *, passes=1, slower_s=0.0, monkeypatch):
+    """Train with evaluations that take longer, or on batches in parts; return `n` after the first look at a module."""
+    plain = Evaluator.evaluate
+    monkeypatch.setattr(Evaluator, "evaluate", lambda *args: (time.sleep(slower_s), plain(*args))[1])
+    model, optimizer = model_and_optimizer()
+    config = {**FAST, "controller": {"budget_share": 0.02, "kind": "inline"}, "freezing": {"enabled": False}}
+    run = attach(model, optimizer, config=config, directory=directory)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        for _ in range(passes):
+            args, _ = PARTS.example(generator)
+            loss = PARTS.loss(run.model(*args))
+            loss.backward()
+        optimizer.step()
+        run.step(loss)
+    run.close()
+    monkeypatch.undo()
+    return read_journal(directory).of(IntervalChanged)[0].after
+
+
+def test_how_often_is_evaluated_does_not_hang_on_how_busy_the_machine_is(tmp_path, monkeypatch):
+    plain = first_change_of_the_interval(tmp_path / "plain", monkeypatch=monkeypatch)
+    slow = first_change_of_the_interval(tmp_path / "slow", slower_s=0.02, monkeypatch=monkeypatch)
+    assert plain == slow and 4 < plain < 20
+    in_parts = first_change_of_the_interval(tmp_path / "parts", passes=3, monkeypatch=monkeypatch)
+    assert in_parts == pytest.approx(plain / 3, abs=1)  # an iteration is as much longer
 
 
 @pytest.mark.parametrize("split", [False, True])

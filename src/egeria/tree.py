@@ -118,13 +118,16 @@ def take_rows(tree: Tree, count: int) -> Tree:
     Where they do not agree (a mask shared by the batch, sequence-first layouts next to vectors) the
     tree comes back whole: a wrong cut would change what the model sees.
     """
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in leaves(tree)}
-    if len(sizes) != 1 or None in sizes:
-        return tree
-    (rows,) = sizes
+    rows = num_rows(tree)
     if rows is None or rows <= count:
         return tree
     return map_tensors(lambda tensor: tensor[:count], tree)
+
+
+def num_rows(tree: Tree) -> int | None:
+    """Return the number of rows that all tensors agree on, or None."""
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in leaves(tree)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def is_plain(value: Any) -> bool:

@@ -53,6 +53,11 @@ class Batch:
         needs_grad = tree.requires_grad((args, kwargs))
         return cls(args=args, kwargs=kwargs, autocast=Autocast.current(device_type), needs_grad=needs_grad)
 
+    @property
+    def num_rows(self) -> int | None:
+        """Samples, where all of its tensors agree on their number."""
+        return tree.num_rows((self.args, dict(self.kwargs)))
+
     def first_rows(self, count: int | None) -> Batch:
         """Return a copy cut to `count` samples, detached; whole without one, or if its tensors disagree on rows.
 

@@ -57,6 +57,8 @@ class Evaluator:
         self._num_samples = config.plasticity.num_samples
         self._reads_training = config.plasticity.mode == "train"
         self._needs_whole_batch = False
+        self._samples = 0
+        self._most_samples = [0, 0]
         self._recorder = recorder
         self._is_armed = False
         self._armed: int | None = None
@@ -77,6 +79,17 @@ class Evaluator:
         return self._num_failures >= FAILURES_BEFORE_GIVING_UP
 
     @property
+    def share_of_samples(self) -> float | None:
+        """Samples that an evaluation looks at here, in each of its passes, as a share of those of an iteration.
+
+        Of the largest iteration so far. None where no pass is made, or not on the CPU: its time says more.
+        """
+        looked_at, samples = self._most_samples
+        if self.evaluated is None or self._reads_training or self.evaluated.autocast.device_type != "cpu":
+            return None
+        return looked_at / samples * (1 if self._controller.is_apart else 2)
+
+    @property
     def is_waiting(self) -> bool:
         """Tell whether the controller has something under way, or is to be looked after."""
         return (self._controller.is_waiting or self._controller.is_apart) and not self.has_given_up
@@ -94,7 +107,7 @@ class Evaluator:
             module: the layer module.
         """
         self.disarm()
-        self._armed, self._is_armed = index, True
+        self._armed, self._is_armed, self._samples = index, True, 0
         self._handle.keep_next(self._keep)
         if module is None:
             self._controller.warm_up()
@@ -154,6 +167,7 @@ class Evaluator:
             self._note_failure(f"layer module {module.name} gives no tensor to judge it by")
             return False
         self.evaluated = self._batch(self.batch)
+        self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
         self._controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
         self._costs[evaluation] = watch.read()
         self._ages[evaluation] = evaluation - (self._refreshed_at or 0)
@@ -188,6 +202,7 @@ class Evaluator:
             "evaluations_since_refresh": self._evaluations_since_refresh,
             "refreshed_at": self._refreshed_at,
             "needs_whole_batch": self._needs_whole_batch,
+            "most_samples": self._most_samples,
             "num_failures": self._num_failures,
             "controller": {} if is_sharded(self._model) else self._controller.state_dict(),
         }
@@ -195,6 +210,7 @@ class Evaluator:
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on from a saved state."""
         self._needs_whole_batch = bool(state["needs_whole_batch"])
+        self._most_samples = [*state.get("most_samples", (0, 0))]  # type: ignore[misc]
         # One that had given up gets another chance: it may be on another machine now.
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)  # type: ignore[call-overload]
         # A model in parts cannot be put together by one process: its reference is made anew.
@@ -206,6 +222,7 @@ class Evaluator:
 
     def _keep(self, batch: Batch) -> None:
         self.batch = batch
+        self._samples += batch.num_rows or 1
 
     def _batch(self, batch: Batch) -> Batch:
         """Return what the reference reads: all of it where the training activation comes from the whole batch."""

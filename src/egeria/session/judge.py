@@ -10,7 +10,7 @@ from egeria.events import ComputeProfiled, IntervalChanged, PlasticityRead
 from egeria.layers.batch import Batch
 from egeria.layers.shards import gather, is_sharded
 from egeria.policy import PLASTICITY, Decision, Freeze
-from egeria.session.budget import Budget
+from egeria.session.budget import Budget, count_iterations
 from egeria.session.clock import IntervalClock
 from egeria.session.compiling import BACKWARD_SHARE
 from egeria.session.engine import Engine, EngineBuilder
@@ -60,7 +60,7 @@ class Judge:
         if asks or self._is_sharded:
             self._refresh_in_time(engine, clock)
         if asks:
-            self._keep_to_the_budget(clock)
+            self._keep_to_the_budget(engine, clock)
 
     def refresh(self, engine: Engine, evaluation: int, period: int = 0) -> bool:
         """Bring the reference up to date after `period` evaluations, or at once; return whether it was.
@@ -164,11 +164,15 @@ class Judge:
         """Go on from a saved state."""
         self._budget.load_state_dict(state)
 
-    def _keep_to_the_budget(self, clock: IntervalClock) -> None:
-        before = clock.interval_steps
-        longer = self._budget.review(before)
-        if longer is not None:
-            clock.interval_steps, reason = longer
+    def _keep_to_the_budget(self, engine: Engine, clock: IntervalClock) -> None:
+        before, monitored, looked_at = clock.interval_steps, engine.policy.monitored, engine.evaluator.share_of_samples
+        changed = None
+        if monitored is not None and self._work_shares is not None and looked_at is not None:
+            counted = count_iterations(sum(self._work_shares[: monitored + 1]), looked_at)
+            changed = self._budget.expect(counted, before)
+        changed = changed or self._budget.review(before)
+        if changed is not None:
+            clock.interval_steps, reason = changed
             event = IntervalChanged(step=clock.num_steps, before=before, after=clock.interval_steps, reason=reason)
             self._recorder.write(event)
 
