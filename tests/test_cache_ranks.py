@@ -220,7 +220,7 @@ def test_layers_that_synchronise_are_declined():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(small_resnet())  # trains on accelerators only
     handle, ranks = SimpleNamespace(is_compiled=False), SimpleNamespace(is_alone=False)
     builder = SimpleNamespace(model=model, handle=handle, ranks=ranks)
-    assert "SyncBatchNorm" in skipping._refusal(builder)
+    assert "SyncBatchNorm" in skipping._refusal(builder, 1)
 
 
 # --- the sampler and the outlook, in one process --------------------------------------------------

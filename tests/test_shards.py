@@ -17,7 +17,8 @@ from egeria.layers.batch import Autocast, Batch
 from egeria.layers.compute import forward_shares
 from egeria.layers.freezer import Freezer
 from egeria.layers.parse import parse_modules
-from egeria.layers.shards import counted, gather, is_sharded, outline
+from egeria.layers.plain import gather, outline
+from egeria.layers.shards import counted, is_sharded
 from egeria.parallel import Sharded, choose_parallel
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences

@@ -76,7 +76,7 @@ def test_trying_out_leaves_no_trace(specimen):
     try:
         prefix = Prefix.find(frozen.model, frozen.modules[:1], batch, num_rows(example_of(specimen)))
         prefix.compute(batch)
-        prefix.error(batch, prefix.compute(batch, torch.arange(num_rows(example_of(specimen)))))
+        prefix.error(prefix.compute(batch), prefix.compute(batch, torch.arange(num_rows(example_of(specimen)))))
     except UncacheableError:
         assert specimen.name in REFUSED
     assert outside(frozen.model) == before
@@ -333,13 +333,13 @@ def test_wrong_rows_and_unknown_batches_are_refused():
 def test_the_error_of_rows_is_relative_to_the_largest_value():
     prefix = find(normed(), "0", "1")
     (rows,) = prefix.compute(batch_of(vectors()))
-    assert prefix.error(batch_of(vectors()), [rows]) == 0
+    assert prefix.error(prefix.compute(batch_of(vectors())), [rows]) == 0
     wrong = rows.clone()
     wrong[2, 3] += 0.1 * rows.abs().max()
-    assert prefix.error(batch_of(vectors()), [wrong]) == pytest.approx(0.1, rel=1e-3)
+    assert prefix.error(prefix.compute(batch_of(vectors())), [wrong]) == pytest.approx(0.1, rel=1e-3)
     wrong[0, 0] = torch.nan
-    assert prefix.error(batch_of(vectors()), [wrong]) == float("inf")
-    assert prefix.error(batch_of(vectors()), [rows[:3]]) == float("inf")
+    assert prefix.error(prefix.compute(batch_of(vectors())), [wrong]) == float("inf")
+    assert prefix.error(prefix.compute(batch_of(vectors())), [rows[:3]]) == float("inf")
 
 
 def test_other_batches_are_learnt_and_not_too_many_remembered(monkeypatch):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from egeria.cache.layout import Layouts
+from egeria.cache.peers import Peers
 from egeria.cache.prefetch.buffers import BufferPool
 from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, Held
 from egeria.cache.prefetch.writer import Writer
@@ -57,6 +59,8 @@ class Use:
 class _Keys:
     """What the rows of a batch are known by."""
 
+    number: int
+    """Of the batch."""
     positions: Integers
     """[B] in the store."""
     prints: Floats
@@ -66,7 +70,9 @@ class _Keys:
 
     def of(self, rows: Integers) -> _Keys:
         """Return those of some rows [b]."""
-        return _Keys(self.positions[rows], self.prints[rows], None if self.lengths is None else self.lengths[rows])
+        return _Keys(
+            self.number, self.positions[rows], self.prints[rows], None if self.lengths is None else self.lengths[rows]
+        )
 
 
 class Generation:
@@ -81,6 +87,7 @@ class Generation:
         verify_batches: batches from the store between two checks.
         iteration_s: what an iteration took before; 0 where that is not known.
         device: of the model.
+        peers: the processes that must replay the same batches.
     """
 
     mode = "stored"
@@ -96,6 +103,7 @@ class Generation:
         verify_batches: int,
         iteration_s: float,
         device: torch.device,
+        peers: Peers,
     ) -> None:
         self.use = Use()
         self.writer = Writer(store)
@@ -112,6 +120,7 @@ class Generation:
         self._number = number
         self._verify_batches = verify_batches
         self._device = device
+        self._peers = peers
         self._sources = Sources(prefix.weights(), num_compared=NUM_COMPARED)
         self._failure: Exception | None = None
         self._payback = Payback(iteration_s)
@@ -136,21 +145,24 @@ class Generation:
         if np.isnan(prints).any():  # the model is called with something else than the batch
             return call(plain=True)
         lengths = true_lengths(batch.kwargs, len(drawn.samples)) if self._layouts.has_length else None
-        keys = _Keys(self.positions(drawn), prints, lengths)
+        keys = _Keys(drawn.number, self.positions(drawn), prints, lengths)
         padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
-        held = self.fetcher.take(drawn.number, keys.positions, padded_length)
+        held = self.fetcher.take(keys.number, keys.positions, padded_length)
         self.fetcher.ahead([(entry.number, self.positions(entry)) for entry in self._feed.upcoming(DEPTH + 2)])
         hits = self._judge(held, keys)
-        self._payback.note(bool(hits.all()))
-        if not hits.any() or not self._can_replay(batch, held, hits):
-            return self._record(call, drawn.number, keys)
+        replays = self._peers.agree(is_ready=bool(hits.any()) and self._can_replay(batch, held, hits))
+        self._payback.note(replays and bool(hits.all()))
+        if not replays:
+            return self._record(call, batch, keys, held, hits)
         self._complete(held, hits, batch, keys)
         rows = held.rows
-        self._verify(batch, rows, hits, keys.lengths)
-        self.fetcher.keep(drawn.number, keys.positions, rows, keys.prints, keys.lengths)
+        if self._is_check_due(hits):
+            self._check_rows(batch, self._prefix.compute(batch), rows, keys.lengths)
+        self._until_check -= 1
+        self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)
         self.use.hits += int(hits.sum())
         self.use.misses += int((~hits).sum())
-        with self._prefix.replaying(self._layouts.from_store(rows), batch):
+        with self._confirming(), self._prefix.replaying(self._layouts.from_store(rows), batch):
             return call()
 
     @property
@@ -203,10 +215,13 @@ class Generation:
         return np.asarray(held.mask & same)
 
     def _can_replay(self, batch: Batch, held: Held, hits: Mask) -> bool:
-        if not hits.all() and not self._prefix.can_split:
+        """Tell whether this process is ready to; where it cannot run the front alone it needs all rows, unchecked."""
+        if not hits.all() and not (self._prefix.can_split and self._peers.run_alone):
+            return False
+        if self._is_check_due(hits) and not self._peers.run_alone:
             return False
         if not self._prefix.knows(batch):
-            self._prefix.learn(batch)
+            self._prefix.on(self._peers.whole()).learn(batch)
         return self._prefix.fits(batch, self._layouts.from_store(held.rows))
 
     def _complete(self, held: Held, hits: Mask, batch: Batch, keys: _Keys) -> None:
@@ -219,16 +234,29 @@ class Generation:
             held.fill(missing, computed)
             self._store_rows(keys.of(missing), computed)
 
-    def _record(self, call: Call, number: int, keys: _Keys) -> Any:
-        """Let the user's forward run as it is, and store what it computed."""
+    @contextmanager
+    def _confirming(self) -> Iterator[None]:
+        """Have what is done in the block done again without the store in all processes, if it fails in one."""
+        try:
+            yield
+        except Exception:
+            self._peers.confirm(went_well=False)
+            raise
+        self._peers.confirm(went_well=True)
+
+    def _record(self, call: Call, batch: Batch, keys: _Keys, held: Held, hits: Mask) -> Any:
+        """Let the user's forward run as it is, store what it computed, and check with it what was stored."""
         self.use.misses += len(keys.positions)
         with self._prefix.recording() as recording:
             output = call(plain=True)
         try:
-            rows = self._layouts.to_store(recording.rows())
-            if self._layouts.fits_store(rows):
+            computed = recording.rows()
+            rows = self._layouts.to_store(computed)
+            if self._is_check_due(hits):
+                self._check_rows(batch, computed, held.rows, keys.lengths)
+            elif self._layouts.fits_store(rows) and (self._peers.run_alone or not hits.all()):
                 self._store_rows(keys, rows)
-                self.fetcher.keep(number, keys.positions, rows, keys.prints, keys.lengths)
+                self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)
         except Exception as error:  # the forward is done and right; the next one will not be recorded
             self._failure = error
         return output
@@ -237,14 +265,17 @@ class Generation:
         self.fetcher.invalidate(keys.positions)
         self.writer.put(keys.positions, rows, keys.prints, keys.lengths)
 
-    def _verify(self, batch: Batch, rows: Sequence[Tensor], hits: Mask, lengths: Integers | None) -> None:
-        """Now and then, compare what is about to be replayed with what the prefix computes."""
-        self._until_check -= 1
-        if self._until_check > 0 or not hits.all():
-            return
+    def _is_check_due(self, hits: Mask) -> bool:
+        """Tell whether to compare rows from the store with computed ones, as is done now and then."""
+        return self._until_check <= 0 and bool(hits.all())
+
+    def _check_rows(
+        self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Integers | None
+    ) -> None:
+        """Compare what may be replayed with what the prefix computes."""
         self._until_check = self._verify_batches
         known = None if lengths is None else lengths.tolist()
-        error = self._prefix.error(batch, self._layouts.from_store(rows), known)
+        error = self._prefix.error(computed, self._layouts.from_store(rows), known)
         self.use.checks += 1
         self.use.largest_error = max(self.use.largest_error, error)
         limit = tolerance(batch, self._device) + max(ROUNDING[layout.storage] for layout in self._layouts.stored)

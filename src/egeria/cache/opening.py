@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from egeria.cache.decision import Outlook, Surveyor, foresee, weigh
 from egeria.cache.gate import Prospects
 from egeria.cache.generation import Generation
 from egeria.cache.layout import Layouts
+from egeria.cache.peers import Peers
 from egeria.cache.samples.feed import Drawn, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.disk import DiskStore
@@ -52,7 +51,7 @@ class Opening:
 
 
 def open_generation(
-    model: nn.Module,
+    peers: Peers,
     modules: Sequence[LayerModule],
     feed: SampleFeed,
     settings: Cache,
@@ -65,7 +64,7 @@ def open_generation(
     """Return a generation for the frozen layer modules where storing pays.
 
     Args:
-        model: the model in training.
+        peers: the processes that must replay the same batches, and their model.
         modules: its frozen layer modules, front to back.
         feed: the loader.
         settings: of the cache.
@@ -83,7 +82,7 @@ def open_generation(
     verdict = weigh(prospects, settings)
     if not verdict.pays:
         return Opening(generation=None, reason=verdict.reason, numbers=prospects.to_dict())
-    prefix = Prefix.find(model, modules, batch, len(drawn.samples))
+    prefix = Prefix.find(peers.whole(), modules, batch, len(drawn.samples))
     boundary = modules[-1].name
     decision = Surveyor(prefix, batch, drawn, feed, settings).survey(
         place(), prospects, number=number, boundary=boundary, repeating=repeating, longest=sight.longest
@@ -95,12 +94,13 @@ def open_generation(
     numbers = decision.prospects.to_dict()
     if opened is None:
         return Opening(generation=None, reason=reason, numbers=numbers)
-    generation = _generation(prefix, opened.layouts, opened.store, feed, settings, sight=sight, number=number)
+    what = (opened.layouts, opened.store, feed, settings)
+    generation = _generation(prefix.on(peers.model), *what, sight=sight, number=number, peers=peers)
     return Opening(generation=generation, reason=reason, numbers=numbers)
 
 
 def join_generation(
-    model: nn.Module,
+    peers: Peers,
     modules: Sequence[LayerModule],
     feed: SampleFeed,
     settings: Cache,
@@ -112,7 +112,7 @@ def join_generation(
     """Return a generation on the store that another process of the host has opened, if it has.
 
     Args:
-        model: the model in training.
+        peers: the processes that must replay the same batches, and their model.
         modules: its frozen layer modules, front to back.
         feed: the loader.
         settings: of the cache.
@@ -125,7 +125,7 @@ def join_generation(
         StoreError: the disk cannot be used.
     """
     batch, boundary = sight.batch, modules[-1].name
-    prefix = Prefix.find(model, modules, batch, len(sight.drawn.samples))
+    prefix = Prefix.find(peers.whole(), modules, batch, len(sight.drawn.samples))
     rows = prefix.compute(batch, None)
     if not place.verdict(number):
         return Opening(generation=None, reason="the first process of this host stores nothing", numbers={})
@@ -142,7 +142,9 @@ def join_generation(
     if layouts is None or reason:
         store.close()
         return Opening(generation=None, reason=reason, numbers={})
-    generation = _generation(prefix, layouts, store, feed, settings, sight=sight, number=number)
+    generation = _generation(
+        prefix.on(peers.model), layouts, store, feed, settings, sight=sight, number=number, peers=peers
+    )
     return Opening(generation=generation, reason="the first process of this host has opened the store", numbers={})
 
 
@@ -155,6 +157,7 @@ def _generation(
     *,
     sight: Sight,
     number: int,
+    peers: Peers,
 ) -> Generation:
     return Generation(
         prefix,
@@ -165,4 +168,5 @@ def _generation(
         verify_batches=settings.verify_batches,
         iteration_s=sight.watched.iteration_s,
         device=next(prefix.model.parameters()).device,
+        peers=peers,
     )

@@ -31,16 +31,22 @@ class StaleError(EgeriaError):
 
 
 class Call:
-    """The user's forward of the model, and whether it ran with something of ours in the model."""
+    """The user's forward of the model, and whether it ran with something of ours in the model.
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
+    Args:
+        function: makes it.
+        settle: is called ahead of it.
+    """
+
+    def __init__(self, function: Callable[[], Any], settle: Callable[[], None]) -> None:
+        self._function, self._settle = function, settle
         self.was_called = False
         self.was_plain = False
         """Whether the last call ran the model as it is."""
 
     def __call__(self, *, plain: bool = False) -> Any:
         """Make the forward."""
+        self._settle()
         self.was_called, self.was_plain = True, plain
         return self._function()
 

@@ -1,33 +1,26 @@
-"""Models whose parameters are in parts, one in each process: their own part, and copies that one process can run.
-
-A copy is a plain model again, without the hooks and classes that `fully_shard` gives to a module.
-"""
+"""Models whose parameters are in parts, one in each process: what is whose, and what `fully_shard` puts on modules."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from egeria import dist, tree
-from egeria.layers.batch import Batch
+from egeria import dist
 
 _SHARDED = "FSDPModule"
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether the parameters of a model are in parts, so that no process can run it alone."""
-    in_parts = any(_is_in_parts(parameter) for parameter in model.parameters())
+    in_parts = any(is_in_parts(parameter) for parameter in model.parameters())
     return in_parts or any(_has_class_of_shards(module) for module in model.modules())  # whole for the moment
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor; all of it where it is not in parts."""
-    part: Tensor = tensor.to_local() if _is_in_parts(tensor) else tensor  # type: ignore[attr-defined]
+    part: Tensor = tensor.to_local() if is_in_parts(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
@@ -45,7 +38,7 @@ def counted(model: nn.Module) -> dict[str, float]:
 
 def _num_parts(parameter: nn.Parameter) -> int:
     """Return into how many different parts a parameter is cut."""
-    if not _is_in_parts(parameter):
+    if not is_in_parts(parameter):
         return 1
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
@@ -63,89 +56,52 @@ def choose_dtypes_again(module: nn.Module) -> None:
 
     `fully_shard` looks for them once, among what trains then.
     """
-    state = module._get_fsdp_state() if _has_class_of_shards(module) else None  # type: ignore[operator]
+    state = _state_of(module)
     for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
         if group is not None and getattr(group, "_orig_dtype", ...) is None:
             group._init_mp_dtypes()
 
 
-def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
-    """Return the model as a plain one on the CPU, with all of its weights; one that is not in parts as it is.
+def policy_of(module: nn.Module) -> Any:
+    """Return the mixed-precision policy of a unit; None for what is none."""
+    return getattr(_state_of(module), "_mp_policy", None)
 
-    All processes call this together; parameters are gathered one by one, so that there is room for it on their device.
 
-    Args:
-        model: the model in training.
-        keeps: whether this process is to have the copy. Others get an empty one.
+def without_gathering(module: nn.Module) -> dict[str, Any]:
+    """Return tables of hooks with which a call of a unit puts no parameters together, by the names of attributes.
 
-    Raises:
-        Exception: the copy cannot be made. Where the CPU has no room for it, all parameters have been gathered
-            nevertheless: no other process waits.
+    Empty for what is no unit, and for one of several modules, whose hooks count which of them have run.
     """
-    if not is_sharded(model):
-        return model
-    whole: dict[int, Tensor] = {}
-    failed: Exception | None = None
-    for parameter in model.parameters():
-        weights = _whole(parameter)
-        try:
-            if keeps and failed is None:
-                whole[id(parameter)] = weights.to("cpu", copy=True)
-        except Exception as error:
-            failed, whole = error, {}
-        del weights
-    if failed is not None:
-        raise failed
-    if not keeps:
-        return nn.Module()
-    rest = (tensor for tensor in _held(model) if id(tensor) not in whole)
-    return _plain_copy(model, {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in rest} | whole)
+    if len(getattr(_state_of(module), "_modules", ())) != 1:
+        return {}
+    return {name: without_torch(vars(module)[name]) for name in ("_forward_pre_hooks", "_forward_hooks")}
 
 
-def outline(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
-    """Return a model and a batch for a forward pass of which only shapes and gradient functions matter.
-
-    Both as they are, but for a model in parts: a copy on the meta device then, which has no weights and takes no time.
-    """
-    if not is_sharded(model):
-        return model, batch
-    empty = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in _held(model)}
-    return _plain_copy(model, empty), batch.on("meta")
-
-
-def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
-    """Return a deep copy with these tensors, by the identity of those they stand for."""
-    memo: dict[int, Any] = dict(tensors)
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(tensors[id(parameter)], requires_grad=parameter.requires_grad)
-    shells = {
-        module: _plain_class(module).__new__(_plain_class(module)) for module in model.modules() if _is_touched(module)
-    }
-    memo |= {id(module): shell for module, shell in shells.items()}
-    for module, shell in shells.items():
-        shell.__dict__.update(copy.deepcopy(_attributes(module), memo))
-    return copy.deepcopy(model, memo)
-
-
-def _held(model: nn.Module) -> Iterator[Tensor]:
-    """Yield all tensors that the modules hold: parameters, buffers, and those in plain attributes."""
-    return (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module without what `fully_shard` keeps there."""
-    attributes = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
-    return {name: _without_torch(value) if name.endswith("_hooks") else value for name, value in attributes.items()}
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    detached = parameter.detach()
-    whole: Tensor = detached.full_tensor() if _is_in_parts(detached) else detached  # type: ignore[attr-defined]
-    return whole
-
-
-def _is_in_parts(tensor: Tensor) -> bool:
+def is_in_parts(tensor: Tensor) -> bool:
+    """Tell whether this process holds a part of a tensor only."""
     return hasattr(tensor, "full_tensor")
+
+
+def is_touched(module: nn.Module) -> bool:
+    """Tell whether `fully_shard` has changed the class of a module or given it hooks."""
+    tables = (table for name, table in vars(module).items() if name.endswith("_hooks"))
+    return _has_class_of_shards(module) or any(without_torch(table) != table for table in tables)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it was made a unit."""
+    return next(kind for kind in type(module).__mro__ if not _is_of_shards(kind))
+
+
+def without_torch(table: Any) -> Any:
+    """Return a table of hooks without those of `torch.distributed`; anything else as it is."""
+    if not isinstance(table, dict):
+        return table
+    return type(table)((key, hook) for key, hook in table.items() if not _is_of_torch(hook))
+
+
+def _state_of(module: nn.Module) -> Any:
+    return module._get_fsdp_state() if _has_class_of_shards(module) else None  # type: ignore[operator]
 
 
 def _is_of_shards(kind: type) -> bool:
@@ -154,23 +110,6 @@ def _is_of_shards(kind: type) -> bool:
 
 def _has_class_of_shards(module: nn.Module) -> bool:
     return _is_of_shards(type(module))
-
-
-def _is_touched(module: nn.Module) -> bool:
-    """Tell whether `fully_shard` has changed the class of a module or given it hooks."""
-    tables = (table for name, table in vars(module).items() if name.endswith("_hooks"))
-    return _has_class_of_shards(module) or any(_without_torch(table) != table for table in tables)
-
-
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    return next(kind for kind in type(module).__mro__ if not _is_of_shards(kind))
-
-
-def _without_torch(table: Any) -> Any:
-    """Return a table of hooks without those of torch itself; anything else as it is."""
-    if not isinstance(table, dict):
-        return table
-    return type(table)((key, hook) for key, hook in table.items() if not _is_of_torch(hook))
 
 
 def _is_of_torch(hook: Any) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from egeria.layers.shards import own_part
+
 IGNORED = "num_batches_tracked"
 Entry = tuple[Mapping[str, Tensor | None], str]
 """A table of a module, and the name of a parameter or buffer in it."""
@@ -29,7 +31,7 @@ class Sources:
         tensors = [table[name] for table, name, _ in self._found]
         weights: list[Tensor] = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         smallest = sorted(weights, key=Tensor.numel)[:num_compared]
-        self._compared = [(weight, weight.detach().clone()) for weight in smallest]
+        self._compared = [(weight, own_part(weight).detach().clone()) for weight in smallest]
 
     @classmethod
     def of(cls, *modules: nn.Module) -> Sources:
@@ -44,14 +46,14 @@ class Sources:
         """Whether one is not what it was."""
         if any(_version(table.get(name)) != version for table, name, version in self._found):
             return True
-        return not all(torch.equal(weight, before) for weight, before in self._compared)
+        return not all(torch.equal(own_part(weight), before) for weight, before in self._compared)
 
 
 def _version(tensor: Tensor | None) -> tuple[int, int, int, bool]:
     """Return what changes with every assignment, with every change in place that torch knows of, and with a thaw."""
     if tensor is None:
         return 0, 0, 0, False
-    return id(tensor), tensor._version, tensor.data_ptr(), tensor.requires_grad
+    return id(tensor), tensor._version, own_part(tensor).data_ptr(), tensor.requires_grad
 
 
 def checksum(places: Iterable[Entry]) -> int:

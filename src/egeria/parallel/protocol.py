@@ -34,6 +34,10 @@ class ParallelStrategy(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Put parameters into the form in which what trains can be changed."""
+        ...
+
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
         """Return what the loop is to call, now that gradients may have been switched on or off.
 

@@ -59,6 +59,9 @@ class Replicas:
         assert self._numbers is not None, "the model was not taken yet"
         return self._numbers.exchange(row)
 
+    def settle(self) -> None:
+        """Nothing is in another form."""
+
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
         """Return the wrapper, its buckets made anew if other parameters train than before."""
         trained, idle = self._trainable(), frozenset(_buffers_of(self._wrapper.module, frozen))

@@ -37,14 +37,14 @@ class Sharded:
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the rows of all processes, by rank.
 
-        Before that parameters are put in parts, if an evaluation of the loop's own has left whole ones: to those no
-        change would stick.
-
         Raises:
             RuntimeError: a process did not answer within the timeout of the process group.
         """
-        reshard(without_wrapper(self._called))
         return self._numbers.exchange(row)
+
+    def settle(self) -> None:
+        """Put parameters in parts, where an evaluation of the loop's own has left whole ones: no change would stick."""
+        reshard(without_wrapper(self._called))
 
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
         """Return what was given to `take`, ready for what trains now."""

@@ -37,6 +37,9 @@ class SingleProcess:
         """Return the one row."""
         return [list(row)]
 
+    def settle(self) -> None:
+        """Nothing is in another form."""
+
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
         """Return what was given to `take`."""
         return self._called

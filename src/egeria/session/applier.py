@@ -15,7 +15,8 @@ from egeria.layers.batch import Batch
 from egeria.layers.compute import forward_shares
 from egeria.layers.freezer import Freezer
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import is_sharded, outline
+from egeria.layers.plain import outline
+from egeria.layers.shards import is_sharded
 from egeria.layers.undisturbed import undisturbed
 from egeria.parallel import ParallelStrategy
 from egeria.policy import KNOWLEDGE_GUIDED, Decision, Freeze, Thaw

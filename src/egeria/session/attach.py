@@ -36,8 +36,9 @@ from egeria.session.compiling import Compiling
 from egeria.session.driver import Driver
 from egeria.session.engine import EngineBuilder
 from egeria.session.handle import ModelHandle
+from egeria.session.joining import agree_on_the_run
 from egeria.session.pace import Pace, Stopwatch
-from egeria.session.ranks import Ranks, agree_on_the_run
+from egeria.session.ranks import Ranks
 from egeria.session.recorder import Recorder
 from egeria.session.run import Run
 from egeria.session.skipping import begin_skipping

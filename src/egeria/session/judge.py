@@ -8,7 +8,8 @@ from typing import Any
 
 from egeria.events import ComputeProfiled, IntervalChanged, PlasticityRead
 from egeria.layers.batch import Batch
-from egeria.layers.shards import gather, is_sharded
+from egeria.layers.plain import gather
+from egeria.layers.shards import is_sharded
 from egeria.policy import PLASTICITY, Decision, Freeze
 from egeria.session.budget import Budget, count_iterations
 from egeria.session.clock import IntervalClock

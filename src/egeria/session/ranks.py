@@ -5,21 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from enum import IntEnum
-from typing import Any
 
-from egeria.config import Config
-from egeria.errors import ConfigError
-from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy
 from egeria.policy import Reading
 
 ROW = 64
 """Numbers that are exchanged at once."""
-DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "freezing", "unfreezing")
-"""Groups of settings that decisions depend on."""
 HEAD = 3
 """Numbers of a row in front of what it says: the subject, the step, and how many follow."""
 
@@ -35,6 +29,7 @@ class Subject(IntEnum):
     GATE = 5
     CLOSING = 6
     REFRESH = 7
+    VOTE = 8
 
 
 class OutOfStepError(Exception):
@@ -116,20 +111,30 @@ class Ranks:
         """
         if self.is_alone:
             return [list(values)]
-        subject = Subject.LEAVING if self._leaves else subject
-        row = [float(subject), float(self._step), float(len(values)), *values]
-        assert len(row) <= ROW, "what is longer goes in parts"
-        try:
-            rows = self._parallel.exchange([*row, *[0.0] * (ROW - len(row))])
-        except Exception as error:
-            self.meets, self.is_lost = False, True
-            raise LostError(f"the processes of the job could not reach each other ({error})") from error
+        rows = self._exchange(Subject.LEAVING if self._leaves else subject, values)
         leaving = [rank for rank, found in enumerate(rows) if found[0] == Subject.LEAVING]
         apart = [rank for rank, found in enumerate(rows) if found[:HEAD] != rows[0][:HEAD]]
         if leaving or apart:
             self.meets = False
             raise OutOfStepError(_why(leaving, apart))
         return [found[HEAD : HEAD + len(values)] for found in rows]
+
+    def vote(self, value: float) -> list[float]:
+        """Return what all processes say in the midst of a step, by rank; one that leaves says so at the next meeting.
+
+        Raises:
+            OutOfStepError: one of them is at something else.
+            LostError: they cannot reach each other.
+        """
+        if self.is_lost:
+            raise LostError("the processes of the job could not reach each other")
+        if self.is_alone:
+            return [value]
+        rows = self._exchange(Subject.VOTE, (value,))
+        apart = [rank for rank, found in enumerate(rows) if found[0] != Subject.VOTE]
+        if apart:
+            raise OutOfStepError(_why((), apart))
+        return [found[HEAD] for found in rows]
 
     def from_leader(self, subject: Subject, values: Sequence[float]) -> list[float]:
         """Return the leader's values in place of one's own; there must be as many.
@@ -205,6 +210,17 @@ class Ranks:
         self.meets = False
         return int(rows[0][1])
 
+    def _exchange(self, subject: Subject, values: Sequence[float]) -> list[list[float]]:
+        row = [float(subject), float(self._step), float(len(values)), *values]
+        assert len(row) <= ROW, "what is longer goes in parts"
+        try:
+            if subject is not Subject.VOTE:
+                self._parallel.settle()
+            return self._parallel.exchange([*row, *[0.0] * (ROW - len(row))])
+        except Exception as error:
+            self.meets, self.is_lost = False, True
+            raise LostError(f"the processes of the job could not reach each other ({error})") from error
+
     def _gather_all(self, subject: Subject, values: Sequence[float]) -> list[list[list[float]]]:
         """Return the values of all processes, however many: in parts, and in each by rank."""
         size = ROW - HEAD
@@ -216,49 +232,6 @@ class Ranks:
         if apart:
             self.meets = False
             raise OutOfStepError(_why((), apart))
-
-
-def agree_on_the_run(
-    ranks: Ranks,
-    config: Config,
-    modules: Sequence[LayerModule],
-    total_steps: int | None,
-    interval_steps: int,
-    *,
-    is_apart: bool,
-) -> str | None:
-    """Check that all processes attach alike; return why nothing can be frozen, None if it can.
-
-    Raises:
-        ConfigError: they were given other settings, or another number of steps.
-    """
-    settings = {name: config.to_dict()[name] for name in DECIDING}
-    steps = -1.0 if total_steps is None else float(total_steps)
-    cut = fingerprint(" ".join(module.name for module in modules))
-    row = (steps, fingerprint(str(_plain(settings))), cut, float(interval_steps), float(is_apart), float(len(modules)))
-    rows = ranks.gather(Subject.ATTACHING, row)
-    for column, what in enumerate(("total_steps", "settings")):
-        apart = [rank for rank, found in enumerate(rows) if found[column] != rows[0][column]]
-        if apart:
-            found = f", found {[int(row[0]) for row in rows]}" if what == "total_steps" else ""
-            raise ConfigError(
-                f"All processes of a job attach with the same {what}; rank {apart[0]} has others than rank 0{found}. "
-                f"Give attach the same on every rank; with loaders of different lengths, the number of the first."
-            )
-    ranks.leader_is_apart = bool(rows[0][4])
-    if any(found[5] == 0 for found in rows):
-        return "the model of another process of the job cannot be frozen"
-    if any(found[2:4] != rows[0][2:4] for found in rows):
-        return "the processes of the job cut their models into other layer modules"
-    return None
-
-
-def _plain(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return settings without what is another object in each process."""
-    return {
-        name: {key: value for key, value in group.items() if not str(value).startswith("<")}
-        for name, group in settings.items()
-    }
 
 
 def to_number(value: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from egeria.errors import UncacheableError
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import without_torch
 from egeria.layers.skipping.crossing import Crossing, Leaf, replay_difference, stub_template
 from egeria.layers.skipping.outcome import difference, tolerance
-from egeria.layers.skipping.probe import Probe
+from egeria.layers.skipping.probe import Probe, find_roots
 from egeria.layers.skipping.recording import Recording, watch
 from egeria.layers.skipping.refusals import called, check_batch, check_prefix, check_run, refusing, require
 from egeria.layers.skipping.replay import Place, Replay, Template, stubbed
@@ -35,8 +37,12 @@ class Prefix:
         self.row_leaves = tuple(leaf for leaf in self.leaves if leaf.axis is not None)
         self.can_split = can_split
         """Whether the frozen layers run on some rows of a batch alone."""
-        self._probe, self._arguments = probe, arguments
+        self._arguments = arguments
         self._templates: OrderedDict[Hashable, Template] = OrderedDict()
+        self._look_at(probe)
+
+    def _look_at(self, probe: Probe) -> None:
+        self._probe = probe
         kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
         named = [(f"{name}.{key}".strip("."), m) for name, r in probe.roots.items() for key, m in r.named_modules()]
         self._modules = tuple({id(module): module for _, module in named}.values())
@@ -58,7 +64,7 @@ class Prefix:
             UncacheableError: the frozen layers cannot be skipped; the message is the reason.
         """
         with refusing():
-            roots = _roots(model, modules)
+            roots = find_roots(model, modules)
             check_batch(batch)
             check_prefix(model, modules, roots)
             require(num_rows > 1, "a batch of one sample does not show what belongs to a sample")
@@ -89,6 +95,14 @@ class Prefix:
         """The model that it is the front of."""
         return self._probe.model
 
+    def on(self, model: nn.Module) -> Prefix:
+        """Return the same front of another model of the same make; what one learns of batches, the other knows."""
+        if model is self.model:
+            return self
+        other = copy.copy(self)
+        other._look_at(Probe(model, {name: model.get_submodule(name) for name in self._probe.roots}))
+        return other
+
     def weights(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return where the frozen layers keep each of their parameters and buffers: a table, and the name in it."""
         tables: list[Mapping[str, Tensor | None]] = []
@@ -98,7 +112,7 @@ class Prefix:
 
     def is_hooked(self) -> bool:
         """Tell whether a forward hook was put on a frozen layer since, which replaying would leave out."""
-        return any(module._forward_hooks for module in self._modules)
+        return any(without_torch(module._forward_hooks) for module in self._modules)
 
     def fits(self, batch: Batch, rows: Sequence[Tensor]) -> bool:
         """Tell whether rows [B, ...] have the shapes that a batch of a known kind needs."""
@@ -206,20 +220,20 @@ class Prefix:
             yield replay
         replay.check()
 
-    def error(self, batch: Batch, rows: Sequence[Tensor], lengths: Sequence[int] | None = None) -> float:
+    def error(self, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Sequence[int] | None = None) -> float:
         """Return the largest difference between stored rows and what the frozen layers compute now.
 
         Relative to the largest value of each tensor; infinite where shapes differ or one is not finite.
 
         Args:
-            batch: arguments of a call.
-            rows: what crosses, one tensor [B, ...] for each of `row_leaves`.
+            computed: what crosses, one tensor [B, ...] for each of `row_leaves`.
+            rows: the same from the store.
             lengths: of the samples [B], where rows have lengths: what is behind them does not count.
         """
         largest = 0.0
-        for leaf, stored, computed in zip(self.row_leaves, rows, self.compute(batch), strict=True):
-            pair = [stored.to(computed.device, computed.dtype), computed]
-            if lengths is not None and leaf.length_axis is not None and stored.shape == computed.shape:
+        for leaf, stored, own in zip(self.row_leaves, rows, computed, strict=True):
+            pair = [stored.to(own.device, own.dtype), own]
+            if lengths is not None and leaf.length_axis is not None and stored.shape == own.shape:
                 pair = [cut_padding(side, leaf.length_axis, lengths) for side in pair]
             largest = max(largest, difference(*pair))
         return largest
@@ -275,15 +289,6 @@ class Prefix:
 
 def _axis_first(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (shape[axis], *shape[:axis], *shape[axis + 1 :])
-
-
-def _roots(model: nn.Module, modules: Sequence[LayerModule]) -> dict[str, nn.Module]:
-    """Return the submodules of layer modules by name, each once."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for name in (name for module in modules for name in module.submodules):
-        root = model.get_submodule(name)
-        found.setdefault(id(root), (name, root))
-    return dict(found.values())
 
 
 def _key(batch: Batch) -> Hashable:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
 from egeria.layers.batch import Batch
+from egeria.layers.modules import LayerModule
 from egeria.layers.skipping.outcome import Attributes, Outcome, float_tensors
 from egeria.layers.skipping.replay import Place, Template, stubbed
 from egeria.layers.skipping.signature import copied
@@ -216,6 +217,15 @@ def _note(seen: Seen, name: str, module: nn.Module, _args: Any, output: Any) -> 
         seen.outputs[name] = [tensor.detach().clone() for tensor in tree.leaves(output)]
     if seen.stops_behind and all(root in seen.calls for root in seen.stops_behind):
         raise _ReachedError
+
+
+def find_roots(model: nn.Module, modules: Sequence[LayerModule]) -> dict[str, nn.Module]:
+    """Return the submodules of layer modules by name, each once."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name in (name for module in modules for name in module.submodules):
+        root = model.get_submodule(name)
+        found.setdefault(id(root), (name, root))
+    return dict(found.values())
 
 
 def is_opaque(output: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.errors import UncacheableError
+from egeria.layers.shards import without_gathering
 
 Place = tuple[str, int]
 """A tensor that a root gives: its dotted name, and the index of the tensor among the leaves of its output."""
@@ -161,22 +162,22 @@ def stubbed(model: nn.Module, template: Template, values: Mapping[Place, Tensor]
     """Let stubs answer for the roots of a template; the modules are as before after the block, whatever happens.
 
     The stub is an attribute of the instance, and only for the block: a model that keeps one can neither be
-    saved nor copied (its copy would run the weights of the original).
+    saved nor copied (its copy would run the weights of the original). Parameters in parts are not put together.
     """
     stubs = {root: Stub(template, root, values) for root in template.roots}
-    before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+    before: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
         for root, stub in stubs.items():
             module = model.get_submodule(root)
-            before.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = stub
+            changed = {"forward": stub, **without_gathering(module)}
+            before.append((module, {name: vars(module).get(name) for name in changed}))
+            vars(module).update(changed)
         yield Replay(stubs)
     finally:
-        for module, own in before:
-            if own is None:
-                vars(module).pop("forward", None)
-            else:
-                vars(module)["forward"] = own
+        for module, attributes in before:
+            vars(module).update(attributes)
+            if attributes["forward"] is None:
+                del vars(module)["forward"]
 
 
 def _emptied(tensor: Tensor) -> Tensor:
