@@ -21,7 +21,7 @@ from cached import (
     nothing_but_journals,
     plain,
 )
-from egeria.cache import generation
+from egeria.cache import generation, keys
 from egeria.cache.prefetch import fetcher, reading, writer
 from egeria.cache.store import disk as store
 from egeria.cache.store import files
@@ -289,12 +289,12 @@ def test_a_writer_thread_dies(tmp_path, monkeypatch):
     assert_turned_off(training, "no way to write")
 
 
-@pytest.mark.parametrize("name", ["fingerprints", "agree"])
-def test_a_bug_of_ours_in_a_forward(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(("where", "name"), [(keys, "fingerprints"), (generation, "agree")])
+def test_a_bug_of_ours_in_a_forward(tmp_path, monkeypatch, where, name):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        monkeypatch.setattr(generation, name, raising(IndexError("a bug")))
+        monkeypatch.setattr(where, name, raising(IndexError("a bug")))
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "a bug")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -18,10 +20,12 @@ from cached import Pictures, assert_no_stubs, freezes_up_to
 from egeria.cache import CacheDirectory, InStep, ShardSampler, StoreError, cache
 from egeria.cache.generation import Generation
 from egeria.cache.peers import OthersStopError
+from egeria.cache.prefetch.fetcher import Fetcher
 from egeria.cache.store.disk import DiskStore
 from egeria.errors import UncacheableError
-from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught, ModuleFrozen
+from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught, ModuleFrozen, Thawed
 from egeria.layers.plain import run_alone
+from egeria.layers.shards import why_not_alone
 from egeria.layers.skipping.prefix import Prefix
 from egeria.layers.skipping.replay import Replay
 from egeria.session import hosts
@@ -56,8 +60,26 @@ CASES = {
     "the first fails": {"fault": "open"},
     "not in all": {"settings_of_second": {"enabled": False}},
     "a check fails in the second": {"fault": "check", "settings": {"verify_batches": 2}},
+    "the second cannot keep": {"fault": "keep"},
+    "no room for all": {"settings": {"limit_bytes": 20_000}},
+    "units of two": {"units_of": 2},
+    "whole between passes": {"reshard_after_forward": False},
+    "in two passes": {"passes": 2},
+    "without, in two passes": {"cached": False, "passes": 2},
+    "a thaw": {"thaws": True},
+    "without, a thaw": {"cached": False, "thaws": True},
 }
-SERVED = ("one host", "checked often", "two hosts, dealt once", "bfloat16", "a boundary that moves")
+CACHED = tuple(name for name in CASES if not name.startswith("without"))
+SERVED = (
+    "one host",
+    "checked often",
+    "two hosts, dealt once",
+    "bfloat16",
+    "a boundary that moves",
+    "units of two",
+    "whole between passes",
+    "in two passes",
+)
 
 
 def network():
@@ -66,47 +88,69 @@ def network():
     return nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(192, WIDTH)), *blocks, nn.Linear(WIDTH, 10))
 
 
-def shard(model, dtype=None):
+def shard(model, dtype=None, units_of=1, **options):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
 
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    for part in list(model)[:-1]:
-        fully_shard(part, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    parts = list(model)[:-1]
+    for begin in range(0, len(parts), units_of):
+        together = parts[begin : begin + units_of]
+        fully_shard(together[0] if len(together) == 1 else together, **options)
+    return fully_shard(model, **options)
+
+
+def always(error):
+    return lambda plain: mock.Mock(side_effect=error("injected"))
+
+
+def at(count, error):
+    """Return what lets the call of this number raise, once it is done."""
+
+    def wrap(plain):
+        calls = iter(range(1, 10**6))
+
+        def call(*args):
+            found = plain(*args)
+            if next(calls) == count:
+                raise error("injected")
+            return found
+
+        return call
+
+    return wrap
+
+
+def now_and_then(plain):
+    """Let every third batch not be there."""
+    calls = iter(range(10**6))
+    return lambda *args: plain(*args) & (next(calls) % 3 > 0)
+
+
+FAULTS = {
+    "open": (cache, "open_generation", always(RuntimeError)),
+    "enter": (hosts, "CacheDirectory", always(StoreError)),
+    "join": (CacheDirectory, "join", always(StoreError)),
+    "write": (DiskStore, "write", always(StoreError)),
+    "learn": (Prefix, "learn", always(UncacheableError)),
+    "check": (Prefix, "error", lambda plain: lambda *_: 1.0),
+    "judge": (Generation, "_judge", now_and_then),
+    "replay": (Replay, "check", at(8, UncacheableError)),
+    "keep": (Fetcher, "keep", at(20, StoreError)),
+}
 
 
 def faulty(fault):
     """Let something fail, in the second process but for what only the first does."""
-    second = distributed.get_rank() == 1
-    if fault is None or second == (fault == "open"):
+    if fault is None or distributed.get_rank() != (0 if fault == "open" else 1):
         return nullcontext()
-    if fault == "judge":
-        plain, calls = Generation._judge, iter(range(10**6))
-        return mock.patch.object(Generation, "_judge", lambda *args: plain(*args) & (next(calls) % 3 > 0))
-    if fault == "replay":
-        plain_check, checks = Replay.check, iter(range(10**6))
-
-        def check(replay):
-            plain_check(replay)
-            if next(checks) == 8:
-                raise UncacheableError("injected")
-
-        return mock.patch.object(Replay, "check", check)
-    if fault == "check":
-        return mock.patch.object(Prefix, "error", lambda *_: 1.0)
-    target, error = {
-        "open": ((cache, "open_generation"), RuntimeError),
-        "enter": ((hosts, "CacheDirectory"), StoreError),
-        "join": ((CacheDirectory, "join"), StoreError),
-        "write": ((DiskStore, "write"), StoreError),
-        "learn": ((Prefix, "learn"), UncacheableError),
-    }[fault]
-    return mock.patch.object(*target, mock.Mock(side_effect=error("injected")))
+    target, name, wrap = FAULTS[fault]
+    return mock.patch.object(target, name, wrap(getattr(target, name)))
 
 
 def train(name, folder):
     case, rank = CASES[name], distributed.get_rank()
-    model = shard(network(), case.get("dtype"))
+    options = {key: case[key] for key in ("dtype", "units_of", "reshard_after_forward") if key in case}
+    model = shard(network(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     dataset = Pictures(NUM_SAMPLES)
     sampler = case.get("sampler", DistributedSampler)(dataset, shuffle=True, seed=0)
@@ -129,10 +173,13 @@ def train(name, folder):
         torch.manual_seed(rank)
         for epoch in range(EPOCHS):
             sampler.set_epoch(epoch)
+            if case.get("thaws") and epoch == EPOCHS - 2:
+                optimizer.param_groups[0]["lr"] /= 20
             for images, labels in loader:
                 run.model.train()
                 with counted_gathers() as put_together:
-                    loss = nn.functional.cross_entropy(run.model(images).float(), labels)
+                    outputs = [run.model(images) for _ in range(case.get("passes", 1))]
+                    loss = sum(nn.functional.cross_entropy(output.float(), labels) for output in outputs)
                 gathered.append(put_together.call_count)
                 loss.backward()
                 optimizer.step()
@@ -157,6 +204,7 @@ def train(name, folder):
         "reasons": [event.reason for event in events if isinstance(event, (Declined, CacheDecided))],
         "faults": [event.error for event in events if isinstance(event, FaultCaught)],
         "frozen": [event.step for event in events if isinstance(event, ModuleFrozen)],
+        "thawed": [event.step for event in events if isinstance(event, Thawed)],
     }
 
 
@@ -181,9 +229,9 @@ def ranks(folder):
     return run_ranks(train_all, str(folder), timeout_s=30)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CACHED)
 def test_training_is_the_same_to_the_bit_whoever_finds_what(name, ranks, folder):
-    without = next((key for key in ("dealt once", "bfloat16", "boundary") if key in name), "")
+    without = next((key for key in ("dealt once", "bfloat16", "boundary", "two passes", "thaw") if key in name), "")
     without = next(key for key in CASES if key.startswith("without") and without in key)
     for found in ranks:
         assert found[name]["frozen"] and found[name]["frozen"] == found[without]["frozen"]
@@ -232,6 +280,7 @@ STOPPING = {
     "the second cannot learn": "injected",
     "a replay fails in the second": "injected",
     "a check fails in the second": "differ from computed ones",
+    "the second cannot keep": "injected",
 }
 
 
@@ -249,6 +298,19 @@ def test_where_the_first_process_fails_all_compute(ranks):
     first, second = (found["the first fails"] for found in ranks)
     assert any("injected" in error for error in first["faults"]) and second["faults"] == []
     assert first["used"] == second["used"] == []
+
+
+def test_a_thaw_ends_what_is_stored(ranks):
+    for found in ranks:
+        assert found["a thaw"]["modes"][0] == "stored" and found["a thaw"]["used"][-1][0] > 0
+        assert "nothing is frozen any more" in found["a thaw"]["reasons"]
+        assert found["a thaw"]["thawed"] == found["without, a thaw"]["thawed"] != []
+
+
+def test_nothing_is_stored_where_some_samples_have_no_room(ranks):
+    for found in ranks:
+        assert "stored" not in found["no room for all"]["modes"]
+    assert any("of the samples fit" in reason for reason in ranks[0]["no room for all"]["reasons"])
 
 
 @pytest.mark.parametrize("name", ["the second cannot enter", "not in all", "two hosts"])
@@ -279,17 +341,106 @@ def test_a_copy_computes_in_the_number_formats_of_the_parts():
     assert found[torch.bfloat16] == [(True, "torch.bfloat16")] * 2
 
 
+def freed(dtype):
+    """Tell whether a copy is freed with its last name, without a search for cycles."""
+    model = shard(network(), dtype)
+    gc.disable()
+    try:
+        copied = run_alone(model, keeps=True)
+        copied(torch.ones(2, 3, 8, 8))
+        weight = weakref.ref(copied[1][0].weight)
+        del copied
+        return weight() is None
+    finally:
+        gc.enable()
+
+
+def test_a_copy_is_freed_at_once():
+    found = run_cases(freed, [None, torch.bfloat16])
+    assert found == {None: [True, True], torch.bfloat16: [True, True]}
+
+
+def refused(_case):
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: PLC0415
+
+    plain, ignoring = network(), network()
+    ignored = {ignoring[1][0].weight}
+    return [
+        why_not_alone(shard(plain)),
+        why_not_alone(shard(network(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard")))),
+        why_not_alone(shard(network(), offload_policy=CPUOffloadPolicy(pin_memory=False))),
+        why_not_alone(shard(ignoring, torch.bfloat16, ignored_params=ignored)),
+    ]
+
+
+def test_what_a_copy_would_compute_otherwise_is_refused():
+    for plain, hybrid, offloaded, ignoring in run_cases(refused, ["once"])["once"]:
+        assert plain == ""
+        assert "several processes" in hybrid
+        assert "offloaded" in offloaded
+        assert "another number format" in ignoring
+
+
+def test_without_memory_for_a_copy_nothing_is_tried_out():
+    vote = mock.Mock(side_effect=lambda own: [own, own])
+    peers = InStep(nn.Linear(2, 2), vote)
+    peers.restart(is_frozen=True)
+    peers.begin()
+    with (
+        mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=10)),
+        pytest.raises(UncacheableError, match="are free"),
+    ):
+        peers.whole()
+    assert vote.call_count == 0
+
+
+def raise_in_one(folder):
+    """Train until batches are replayed; then a layer of the second process raises."""
+    distributed.barrier()
+    begin = time.monotonic()
+
+    def broken(_module, _args):
+        if distributed.get_rank() == 1 and serving.call_count > 3:
+            raise ValueError("out of memory")
+
+    plain = network
+    with (
+        mock.patch.object(Generation, "_prepare", autospec=True, side_effect=Generation._prepare) as serving,
+        mock.patch(f"{__name__}.network", lambda: hooked(plain(), broken)),
+    ):
+        try:
+            train("one host", folder)
+        except Exception as error:
+            return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+def hooked(model, hook):
+    model[3].register_forward_pre_hook(hook)
+    return model
+
+
+def test_an_error_of_the_model_itself_in_one_process_is_told_at_once(tmp_path):
+    first, second = run_ranks(raise_in_one, str(tmp_path), timeout_s=60)
+    assert second[0] == "out of memory" and first[0]
+    assert first[1] < 40 and second[1] < 40
+
+
 def test_a_process_that_cannot_be_reached_ends_the_votes():
-    peers = InStep(nn.Linear(2, 2), mock.Mock(side_effect=RuntimeError("timed out")))
+    vote = mock.Mock(side_effect=RuntimeError("timed out"))
+    peers = InStep(nn.Linear(2, 2), vote)
     peers.restart(is_frozen=True)
     peers.begin()
     with pytest.raises(OthersStopError, match="timed out"):
         peers.agree(is_ready=True)
     peers.begin()
-    peers.settle(is_final=False)  # nothing is owed any more
+    peers.settle(is_final=False)
+    assert vote.call_count == 1, "nothing is owed any more"
     with pytest.raises(OthersStopError):
         peers.whole()
     peers.restart(is_frozen=True)
     peers.begin()
     peers.settle(is_final=True)
-    assert not peers._owes
+    peers.settle(is_final=True)
+    assert vote.call_count == 2

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 import egeria
 from cached import Pictures, Training, assert_equal, nothing_but_journals, plain, small_resnet
 from egeria.cache import generation
-from egeria.events import CacheDecided, CacheUsed
+from egeria.events import CacheDecided, CacheUsed, Declined
+from egeria.layers.skipping.prefix import Prefix
 from egeria.session import EgeriaWarning
 from egeria.testing import ScriptedController
 from loops import FAST, differences
@@ -70,6 +71,17 @@ def test_free_augmentation_stores_nothing_and_is_what_the_user_wrote(tmp_path):
     assert set(training.modes) == {"computed"}
     assert "augmentation stays free" in training.journal(CacheDecided)[0].reason
     without = augmented(tmp_path / "without", cached=False)
+    without.finish()
+    assert_equal(without, training)
+
+
+def test_batches_that_what_is_stored_does_not_fit_are_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Prefix, "fits", lambda *_: False)  # such as padded to a length that cannot be cut
+    training = Training(tmp_path / "unfit")
+    training.finish()
+    assert training.modes[0] == "stored" and training.num_hits == 0
+    assert training.journal(Declined) == [] and training.journal(CacheUsed)[-1].checks == 0
+    without = Training(tmp_path / "without", cached=False)
     without.finish()
     assert_equal(without, training)
 

@@ -374,10 +374,12 @@ def test_what_is_counted_is_measured_too_and_has_to_be_far_off_twice():
     assert spend(budget, 10, 0.3, interval_steps=15) == [None] * 10
     assert spend(budget, 20, 0.9, interval_steps=15)[-1][0] == 45
     after, reason = budget.expect(0.4, 45)
-    assert after == 60 and "each takes 3" in reason  # slow here is slow there
+    assert after == 50 and "0.6 were measured besides" in reason  # as much in the next module
     again = Budget(0.02, 10)
     again.load_state_dict(budget.state_dict())
-    assert again.expect(0.4, 60) is None and again.expect(0.3, 60)[0] == 45
+    assert again.expect(0.4, 50) is None and again.expect(0.3, 50)[0] == 45
+    before = {name: value for name, value in budget.state_dict().items() if name not in ("counted", "unforeseen")}
+    Budget(0.02, 10).load_state_dict(before)
 
 
 @pytest.mark.parametrize("front, samples, expected", [(1.0, 2.0, 0.433), (0.3, 2.0, 0.2), (0.3, 0.5, 0.05)])

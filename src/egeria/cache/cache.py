@@ -124,8 +124,8 @@ class ActivationCache:
                 self._undo.note()
             return self._way.forward(watched, batch, drawn)
         except Exception as error:
-            if watched.was_plain:
-                raise  # the user's own forward failed, with nothing of ours in it
+            if watched.was_plain or (watched.has_failed and not self._peers.can_run_alone):
+                raise  # the user's own forward failed: with nothing of ours in it, or with others waiting in theirs
             failure = error.with_traceback(None)  # its frames hold on to activations
         if watched.was_called and self._undo is not None:
             self._undo.undo()
@@ -236,7 +236,7 @@ class ActivationCache:
     def _compute(self, batch: Batch, reason: str, numbers: dict[str, float]) -> None:
         """Compute the frozen front, as inference where that gains something."""
         way = None
-        if self._settings.inference and self._modules and self._peers.run_alone:
+        if self._settings.inference and self._modules and self._peers.can_run_alone:
             try:
                 way = Inference.build(self._model, self._modules, batch, compile=self._settings.compile)
             except Exception as error:

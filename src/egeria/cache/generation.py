@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,21 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria.cache.keys import Keys
 from egeria.cache.layout import Layouts
 from egeria.cache.peers import Peers
 from egeria.cache.prefetch.buffers import BufferPool
 from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, Held
 from egeria.cache.prefetch.writer import Writer
 from egeria.cache.samples.feed import Drawn, SampleFeed
-from egeria.cache.samples.fingerprint import agree, fingerprints, true_lengths
+from egeria.cache.samples.fingerprint import agree
 from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.rows import Floats, Integers, Mask
+from egeria.cache.store.rows import Integers, Mask
 from egeria.cache.ways import Call, Payback, StaleError
 from egeria.errors import EgeriaError
 from egeria.events import CacheUsed
 from egeria.layers.batch import Batch
 from egeria.layers.skipping.outcome import tolerance
 from egeria.layers.skipping.prefix import Prefix
+from egeria.layers.skipping.replay import Replay
 from egeria.layers.sources import Sources
 
 ROUNDING = {"native": 0.0, "fp16": 1e-3, "int8": 2e-2}
@@ -34,6 +37,8 @@ LEAST_ROWS = 16
 """Rows that are computed together at least: a matrix product of very few rows takes another way, to other last bits."""
 STRANGE_BATCHES = 3
 """Batches in a row, most of them stored for other inputs, that end a generation."""
+FRUITLESS_EPOCHS = 3
+"""Without a batch that all processes could replay, where all must: they end a generation."""
 NUM_COMPARED = 3
 """Frozen weights that are compared by value before every forward."""
 
@@ -53,26 +58,6 @@ class Use:
     stalls: int = 0
     checks: int = 0
     largest_error: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """What the rows of a batch are known by."""
-
-    number: int
-    """Of the batch."""
-    positions: Integers
-    """[B] in the store."""
-    prints: Floats
-    """[B, 2] of the model's input."""
-    lengths: Integers | None
-    """[B] without padding, where rows have lengths."""
-
-    def of(self, rows: Integers) -> _Keys:
-        """Return those of some rows [b]."""
-        return _Keys(
-            self.number, self.positions[rows], self.prints[rows], None if self.lengths is None else self.lengths[rows]
-        )
 
 
 class Generation:
@@ -125,6 +110,8 @@ class Generation:
         self._failure: Exception | None = None
         self._payback = Payback(iteration_s)
         self._until_check = 0
+        self._fruitless = 0
+        """Batches since one was replayed."""
         self._strange_in_a_row = 0
 
     def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
@@ -141,28 +128,24 @@ class Generation:
         self._check()
         if drawn is None or drawn.viewed != self._store.is_viewed:
             return call(plain=True)
-        prints = fingerprints(batch.args, batch.kwargs, len(drawn.samples))
-        if np.isnan(prints).any():  # the model is called with something else than the batch
+        keys = Keys.of(batch, drawn, self.positions(drawn), has_length=self._layouts.has_length)
+        if keys is None:  # the model is called with something else than the batch
             return call(plain=True)
-        lengths = true_lengths(batch.kwargs, len(drawn.samples)) if self._layouts.has_length else None
-        keys = _Keys(drawn.number, self.positions(drawn), prints, lengths)
-        padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
-        held = self.fetcher.take(keys.number, keys.positions, padded_length)
+        held = self.fetcher.take(keys.number, keys.positions, keys.padded_length)
         self.fetcher.ahead([(entry.number, self.positions(entry)) for entry in self._feed.upcoming(DEPTH + 2)])
         hits = self._judge(held, keys)
-        replays = self._peers.agree(is_ready=bool(hits.any()) and self._can_replay(batch, held, hits))
-        self._payback.note(replays and bool(hits.all()))
-        if not replays:
-            return self._record(call, batch, keys, held, hits)
-        self._complete(held, hits, batch, keys)
-        rows = held.rows
-        if self._is_check_due(hits):
-            self._check_rows(batch, self._prefix.compute(batch), rows, keys.lengths)
+        fits = bool(hits.any()) and self._can_replay(batch, held, hits)
+        is_whole = fits and bool(hits.all())
+        replaying = self._prepare(batch, held, hits, keys) if fits else None
+        replays = self._peers.agree(is_ready=replaying is not None)  # what may fail in one process alone is done by now
+        self._payback.note(replays and is_whole)
+        if replaying is None or not replays:
+            return self._record(call, batch, keys, held, hits, fits=fits)
         self._until_check -= 1
-        self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)
+        self._fruitless = 0
         self.use.hits += int(hits.sum())
         self.use.misses += int((~hits).sum())
-        with self._confirming(), self._prefix.replaying(self._layouts.from_store(rows), batch):
+        with self._confirming(call), replaying:
             return call()
 
     @property
@@ -172,6 +155,8 @@ class Generation:
 
     def why_it_does_not_pay(self) -> str:
         """Return why the store is not worth its while, by the iterations that it served; empty if it is."""
+        if not self._peers.can_run_alone and self._fruitless > FRUITLESS_EPOCHS * (self._feed.num_batches or math.inf):
+            return f"in {FRUITLESS_EPOCHS} epochs there was no batch of which all processes found all samples"
         return self._payback.complaint()
 
     def positions(self, drawn: Drawn) -> Integers:
@@ -200,7 +185,7 @@ class Generation:
         if self.fetcher.close() and ended:
             self._store.close(remove=True)
 
-    def _judge(self, held: Held, keys: _Keys) -> Mask:
+    def _judge(self, held: Held, keys: Keys) -> Mask:
         """Return which rows are there and stem from this very input; notice when inputs have changed."""
         self.use.batches += 1
         self.use.stalls += held.waited_s > 0
@@ -215,16 +200,25 @@ class Generation:
         return np.asarray(held.mask & same)
 
     def _can_replay(self, batch: Batch, held: Held, hits: Mask) -> bool:
-        """Tell whether this process is ready to; where it cannot run the front alone it needs all rows, unchecked."""
-        if not hits.all() and not (self._prefix.can_split and self._peers.run_alone):
-            return False
-        if self._is_check_due(hits) and not self._peers.run_alone:
+        """Tell whether this process has what it takes: all rows, where it cannot run the front alone."""
+        if not hits.all() and not (self._prefix.can_split and self._peers.can_run_alone):
             return False
         if not self._prefix.knows(batch):
             self._prefix.on(self._peers.whole()).learn(batch)
         return self._prefix.fits(batch, self._layouts.from_store(held.rows))
 
-    def _complete(self, held: Held, hits: Mask, batch: Batch, keys: _Keys) -> None:
+    def _prepare(self, batch: Batch, held: Held, hits: Mask, keys: Keys) -> AbstractContextManager[Replay] | None:
+        """Return a block in which the front is skipped; None where a computed pass is to check what is stored."""
+        is_due = self._until_check <= 0 and bool(hits.all())
+        if is_due and not self._peers.can_run_alone:
+            return None
+        self._complete(held, hits, batch, keys)
+        if is_due:
+            self._check_rows(batch, self._prefix.compute(batch), held.rows, keys.lengths)
+        self.fetcher.keep(keys.number, keys.positions, held.rows, keys.prints, keys.lengths)
+        return self._prefix.replaying(self._layouts.from_store(held.rows), batch)
+
+    def _complete(self, held: Held, hits: Mask, batch: Batch, keys: Keys) -> None:
         """Compute the rows that were not there, put them in their places, and store them."""
         missing = np.flatnonzero(~hits)
         if len(missing):
@@ -232,47 +226,57 @@ class Generation:
             found = self._prefix.compute(batch, torch.from_numpy(padded))
             computed = self._layouts.to_store([leaf[: len(missing)] for leaf in found])
             held.fill(missing, computed)
-            self._store_rows(keys.of(missing), computed)
+            self._store_rows(keys.take(missing), computed)
 
     @contextmanager
-    def _confirming(self) -> Iterator[None]:
-        """Have what is done in the block done again without the store in all processes, if it fails in one."""
+    def _confirming(self, call: Call) -> Iterator[None]:
+        """Have a forward made again without the store in all processes, if something is wrong with it in one."""
         try:
             yield
         except Exception:
-            self._peers.confirm(went_well=False)
+            if not call.has_failed:  # others have finished theirs
+                self._peers.confirm(went_well=False)
             raise
         self._peers.confirm(went_well=True)
 
-    def _record(self, call: Call, batch: Batch, keys: _Keys, held: Held, hits: Mask) -> Any:
-        """Let the user's forward run as it is, store what it computed, and check with it what was stored."""
+    def _record(self, call: Call, batch: Batch, keys: Keys, held: Held, hits: Mask, *, fits: bool) -> Any:
+        """Let the user's forward run as it is; store what it computed, or check with it now and then what is stored.
+
+        The latter where all rows are there, and `fits` the batch: it is another process then that needs the pass.
+        """
         self.use.misses += len(keys.positions)
+        self._fruitless += 1
         with self._prefix.recording() as recording:
             output = call(plain=True)
         try:
             computed = recording.rows()
-            rows = self._layouts.to_store(computed)
-            if self._is_check_due(hits):
+            if not (fits and hits.all()):
+                self._store_computed(self._layouts.to_store(computed), keys, hits)
+            elif self._until_check <= 0:
                 self._check_rows(batch, computed, held.rows, keys.lengths)
-            elif self._layouts.fits_store(rows) and (self._peers.run_alone or not hits.all()):
-                self._store_rows(keys, rows)
-                self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)
         except Exception as error:  # the forward is done and right; the next one will not be recorded
             self._failure = error
         return output
 
-    def _store_rows(self, keys: _Keys, rows: Sequence[Tensor]) -> None:
+    def _store_computed(self, rows: Sequence[Tensor], keys: Keys, hits: Mask) -> None:
+        """Store the rows of a pass; where the front cannot be run for some rows alone, those that were not there."""
+        if not self._layouts.fits_store(rows):
+            return
+        missing = np.flatnonzero(~hits)
+        if self._peers.can_run_alone or len(missing) == len(hits):
+            self._store_rows(keys, rows)
+        elif len(missing):
+            self._store_rows(keys.take(missing), [row[torch.from_numpy(missing)] for row in rows])
+        self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)
+
+    def _store_rows(self, keys: Keys, rows: Sequence[Tensor]) -> None:
         self.fetcher.invalidate(keys.positions)
         self.writer.put(keys.positions, rows, keys.prints, keys.lengths)
-
-    def _is_check_due(self, hits: Mask) -> bool:
-        """Tell whether to compare rows from the store with computed ones, as is done now and then."""
-        return self._until_check <= 0 and bool(hits.all())
 
     def _check_rows(
         self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Integers | None
     ) -> None:
-        """Compare what may be replayed with what the prefix computes."""
+        """Compare rows from the store with computed ones, as is done now and then."""
         self._until_check = self._verify_batches
         known = None if lengths is None else lengths.tolist()
         error = self._prefix.error(computed, self._layouts.from_store(rows), known)

@@ -85,7 +85,13 @@ def open_generation(
     prefix = Prefix.find(peers.whole(), modules, batch, len(drawn.samples))
     boundary = modules[-1].name
     decision = Surveyor(prefix, batch, drawn, feed, settings).survey(
-        place(), prospects, number=number, boundary=boundary, repeating=repeating, longest=sight.longest
+        place(),
+        prospects,
+        number=number,
+        boundary=boundary,
+        repeating=repeating,
+        longest=sight.longest,
+        together=not peers.can_run_alone,
     )
     reason, opened = decision.verdict.reason, decision.opened
     if opened is not None and not repeating and not feed.use_views(opened.num_views):

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from egeria.errors import UncacheableError
-from egeria.layers.plain import run_alone
+from egeria.layers.plain import lack_of_room, run_alone
 from egeria.layers.shards import reshard
 
 
@@ -25,7 +25,7 @@ class Peers(Protocol):
 
     model: nn.Module
     """The model in training."""
-    run_alone: bool
+    can_run_alone: bool
     """Whether a process can run the model, or the front of it, without the others."""
 
     def restart(self, *, is_frozen: bool) -> None:
@@ -72,7 +72,7 @@ class Alone:
         model: the model in training.
     """
 
-    run_alone = True
+    can_run_alone = True
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -117,7 +117,7 @@ class InStep:
         vote: returns what all processes say, by rank.
     """
 
-    run_alone = False
+    can_run_alone = False
 
     def __init__(self, model: nn.Module, vote: Callable[[float], Sequence[float]]) -> None:
         self.model = model
@@ -137,6 +137,9 @@ class InStep:
 
     def whole(self) -> nn.Module:
         """Let all put the model together; return a copy of it."""
+        lack = lack_of_room(self.model)
+        if lack:
+            raise UncacheableError(lack)
         if _Vote.NEVER in self._vote(_Vote.WANTS):
             raise OthersStopError
         return run_alone(self.model, keeps=True)

@@ -16,7 +16,7 @@ from egeria.errors import EgeriaError
 from egeria.layers.batch import Batch
 from egeria.layers.inference.fast_prefix import FastPrefix
 from egeria.layers.modules import LayerModule
-from egeria.layers.undisturbed import RandomState
+from egeria.layers.undisturbed import RandomState, generators_of_accelerators
 
 WATCHED_FORWARDS = 8
 """Training forwards behind a new boundary whose pace is measured before anything is decided."""
@@ -43,12 +43,18 @@ class Call:
         self.was_called = False
         self.was_plain = False
         """Whether the last call ran the model as it is."""
+        self.has_failed = False
+        """Whether the model itself raised."""
 
     def __call__(self, *, plain: bool = False) -> Any:
         """Make the forward."""
         self._settle()
         self.was_called, self.was_plain = True, plain
-        return self._function()
+        try:
+            return self._function()
+        except BaseException:
+            self.has_failed = True
+            raise
 
 
 class Undo:
@@ -62,10 +68,13 @@ class Undo:
         self._modules = [module for module in model.modules() if module._buffers]
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._random: RandomState | None = None
+        self._generators = generators_of_accelerators(model)
+        self._drawn: list[Tensor] = []
 
     def note(self) -> None:
         """Take note of them before a pass."""
         self._random = RandomState.current()
+        self._drawn = [generator.get_state() for generator in self._generators]  # kept on the CPU: nothing waits
         tables = [module._buffers for module in self._modules if module.training]
         buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
@@ -74,6 +83,8 @@ class Undo:
         """Give them their values from before the pass, so that it can be made again."""
         if self._random is not None:
             self._random.set()
+        for generator, state in zip(self._generators, self._drawn, strict=False):
+            generator.set_state(state)
         for buffer, before in self._buffers:
             buffer.data.copy_(before)
 

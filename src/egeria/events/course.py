@@ -200,7 +200,7 @@ class FidelityChecked(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChanged(Event):
-    """Evaluations cost more than their budget, so there are fewer of them from here on."""
+    """Evaluations cost more or less from here on, so that they are made more rarely or more often."""
 
     kind: ClassVar[str] = "interval_changed"
     before: int

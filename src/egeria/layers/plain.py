@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import os
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
-from egeria import tree
+from egeria import dist, tree
 from egeria.layers.batch import Batch
 from egeria.layers.shards import is_in_parts, is_sharded, is_touched, plain_class, policy_of, without_torch
 
+ROOM_SHARE = 0.7
+"""Share of free memory that a copy may take; the rest is for what its layers put out."""
 
-def gather(model: nn.Module, *, keeps: bool, device: torch.device | str = "cpu") -> nn.Module:
-    """Return the model as a plain one on a device, with all of its weights; one that is not in parts as it is.
+
+def gather(model: nn.Module, *, keeps: bool, moves: bool = True) -> nn.Module:
+    """Return the model as a plain one, with all of its weights; one that is not in parts as it is.
 
     All processes call this together; parameters are gathered one by one, so that there is room for it on their device.
 
     Args:
         model: the model in training.
         keeps: whether this process is to have the copy. Others get an empty one.
-        device: where it goes.
+        moves: whether it goes to the CPU, or stays on its own device.
 
     Raises:
         Exception: the copy cannot be made. Where the device has no room for it, all parameters have been gathered
@@ -36,7 +42,7 @@ def gather(model: nn.Module, *, keeps: bool, device: torch.device | str = "cpu")
         weights = _whole(parameter)
         try:
             if keeps and failed is None:
-                whole[id(parameter)] = weights.to(device, copy=True)
+                whole[id(parameter)] = _copied(weights, moves)
         except Exception as error:
             failed, whole = error, {}
         del weights
@@ -45,7 +51,7 @@ def gather(model: nn.Module, *, keeps: bool, device: torch.device | str = "cpu")
     if not keeps:
         return nn.Module()
     rest = (tensor for tensor in _held(model) if id(tensor) not in whole)
-    return _plain_copy(model, {id(tensor): tensor.detach().to(device, copy=True) for tensor in rest} | whole)
+    return _plain_copy(model, {id(tensor): _copied(tensor.detach(), moves) for tensor in rest} | whole)
 
 
 def run_alone(model: nn.Module, *, keeps: bool) -> nn.Module:
@@ -61,10 +67,24 @@ def run_alone(model: nn.Module, *, keeps: bool) -> nn.Module:
     Raises:
         Exception: the copy cannot be made; no other process waits.
     """
-    copied = gather(model, keeps=keeps, device=next(model.parameters()).device)
+    copied = gather(model, keeps=keeps, moves=False)
     if keeps and copied is not model:
         _take_formats(model, copied)
     return copied
+
+
+def lack_of_room(model: nn.Module) -> str:
+    """Return why there is no room for a whole copy of a model on its own device; empty if there is."""
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + kept
+    else:
+        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size()))
+    if needed <= ROOM_SHARE * free:
+        return ""
+    return f"the whole model takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free for trials"
 
 
 def outline(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
@@ -90,6 +110,10 @@ def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     for module, shell in shells.items():
         shell.__dict__.update(copy.deepcopy(_attributes(module), memo))
     return copy.deepcopy(model, memo)
+
+
+def _copied(tensor: Tensor, moves: bool) -> Tensor:
+    return tensor.to("cpu" if moves else tensor.device, copy=True)
 
 
 def _held(model: nn.Module) -> Iterator[Tensor]:
@@ -123,18 +147,20 @@ def _take_formats(model: nn.Module, copied: nn.Module) -> None:
         if name in policies and policy is not None:
             taken = policy.param_dtype if policy.cast_forward_inputs else None
             if taken or policy.output_dtype:
-                vars(module)["forward"] = _Converting(module.forward, taken, policy.output_dtype)
+                vars(module)["forward"] = _Converting(module, taken, policy.output_dtype)
 
 
 class _Converting:
     """A forward method whose arguments and outputs are converted."""
 
-    def __init__(self, forward: Callable[..., Any], taken: torch.dtype | None, given: torch.dtype | None) -> None:
-        self._forward, self._taken, self._given = forward, taken, given
+    def __init__(self, module: nn.Module, taken: torch.dtype | None, given: torch.dtype | None) -> None:
+        self._module, self._taken, self._given = weakref.ref(module), taken, given  # it keeps this, and all its weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _converted((args, kwargs), self._taken)
-        return _converted(self._forward(*args, **kwargs), self._given)
+        module = self._module()
+        assert module is not None, "who calls it holds it"
+        return _converted(type(module).forward(module, *args, **kwargs), self._given)
 
 
 def _converted(tensors: Any, dtype: torch.dtype | None) -> Any:

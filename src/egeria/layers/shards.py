@@ -44,6 +44,23 @@ def _num_parts(parameter: nn.Parameter) -> int:
     return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
 
 
+def why_not_alone(model: nn.Module) -> str:
+    """Return why no copy of a model would compute exactly what its parts compute together; empty if one does."""
+    for name, parameter in model.named_parameters():
+        if is_in_parts(parameter) and _num_parts(parameter) < dist.world_size():
+            return "some of its parts are in several processes (a mesh of two dimensions), which need not keep in step"
+        if hasattr(own_part(parameter), "fsdp_pre_all_gather"):
+            return f"{name} is put together in a way of its own (fsdp_pre_all_gather)"
+    for module in model.modules():
+        for group in _groups_of(module):
+            if getattr(getattr(group, "offload_policy", None), "pin_memory", None) is not None:
+                return "its parameters are offloaded to the CPU"
+        ignored = any(not is_in_parts(parameter) for parameter in module.parameters())
+        if ignored and getattr(policy_of(module), "param_dtype", None) is not None:
+            return "some of its parameters are not in parts, and computed with in another number format than the rest"
+    return ""
+
+
 def reshard(model: nn.Module) -> None:
     """Put the parts back in place of whole parameters that a forward pass has left behind."""
     for module in model.modules():
@@ -56,9 +73,8 @@ def choose_dtypes_again(module: nn.Module) -> None:
 
     `fully_shard` looks for them once, among what trains then.
     """
-    state = _state_of(module)
-    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
-        if group is not None and getattr(group, "_orig_dtype", ...) is None:
+    for group in _groups_of(module):
+        if getattr(group, "_orig_dtype", ...) is None:
             group._init_mp_dtypes()
 
 
@@ -102,6 +118,13 @@ def without_torch(table: Any) -> Any:
 
 def _state_of(module: nn.Module) -> Any:
     return module._get_fsdp_state() if _has_class_of_shards(module) else None  # type: ignore[operator]
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters that a unit puts together; nothing for what is none."""
+    state = _state_of(module)
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def _is_of_shards(kind: type) -> bool:

@@ -102,8 +102,13 @@ def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
     return (random.getstate(), of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], *of_torch)
 
 
+def generators_of_accelerators(model: nn.Module) -> list[torch.Generator]:
+    """Return what random numbers come from on the accelerators that a model is on."""
+    return [torch.cuda.default_generators[index] for index in _accelerators(model)]
+
+
 def _generators(model: nn.Module) -> list[torch.Generator]:
-    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in _accelerators(model))]
+    return [torch.default_generator, *generators_of_accelerators(model)]
 
 
 def _learning_buffers(modules: list[nn.Module]) -> set[int]:

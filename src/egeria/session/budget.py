@@ -58,8 +58,8 @@ class Budget:
         self._is_warned = True  # the first review acts at once
         self._counted: float | None = None
         """Iterations that an evaluation takes by its operations."""
-        self._slowness = 1.0
-        """Times as long as counted that evaluations turned out to take."""
+        self._unforeseen = 0.0
+        """Iterations that evaluations turned out to take beyond what was counted."""
 
     def note_evaluation(self, iterations: float) -> None:
         """Take in what one evaluation took."""
@@ -81,11 +81,11 @@ class Budget:
         first = self._note_first(interval_steps)
         self._counted = counted
         self._evaluations, self._next_review, self._is_warned = [], self._window, False
-        fitting = max(first, self._fit(counted * self._slowness))
+        fitting = max(first, self._fit(counted + self._unforeseen))
         if fitting == interval_steps:
             return None
-        slower = f", of which each takes {self._slowness:.2g}" if self._slowness > 1 else ""
-        reason = f"the operations of an evaluation are those of {counted:.2g} iterations{slower}"
+        unforeseen = f", and {self._unforeseen:.2g} were measured besides" if self._unforeseen else ""
+        reason = f"the operations of an evaluation are those of {counted:.2g} iterations{unforeseen}"
         return fitting, f"{reason}; the budget is {self._share:.1%}"
 
     def review(self, interval_steps: int) -> tuple[int, str] | None:
@@ -107,7 +107,7 @@ class Budget:
         if not acts:
             return None
         if self._counted:
-            self._slowness = max(self._slowness, cost / self._counted)
+            self._unforeseen = max(self._unforeseen, cost - self._counted)
         reason = f"an evaluation takes as long as {cost:.2g} iterations, {share:.1%} of {interval_steps} of them"
         return longer, f"{reason}; the budget is {self._share:.1%}"
 
@@ -119,7 +119,7 @@ class Budget:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        for name in self.state_dict():
+        for name in self.state_dict().keys() & state.keys():  # one saved by an earlier version knows less
             value = state[name]
             setattr(self, f"_{name}", list(value) if isinstance(value, list) else value)
 

@@ -123,9 +123,7 @@ class Driver:
     def close(self) -> None:
         """Leave the model and the loader as they were found, for good."""
         self.release()
-        if self._skipping is not None:
-            skipping, self._skipping = self._skipping, None
-            self._faults.bear("closing the cache", skipping.close)
+        self._faults.bear("closing the cache", self._end_skipping)
 
     def release(self, successor: Engine | None = None) -> None:
         """Leave the model as it was found and stop for good, or until a successor takes over."""
@@ -286,14 +284,17 @@ class Driver:
         self._faults.bear("getting ready for compiled calls", self._get_ready_for_compiled_calls)
 
     def _get_ready_for_compiled_calls(self) -> None:
-        """Ahead of the first of them: hooks will not fire, and what is stored cannot be used."""
+        if self._end_skipping():
+            self._recorder.decline("skipping the frozen forward pass", COMPILED)
         if self._engine is not None and is_sharded(self._builder.model):
             self._faults.stop_freezing(COMPILED_SHARDS)
             return
         self._compiling.make_room(len(self.modules))
         if self._ordering is not None:
             self._ordering.begin_again()
-        if self._skipping is not None:
-            skipping, self._skipping = self._skipping, None
+
+    def _end_skipping(self) -> bool:
+        skipping, self._skipping = self._skipping, None
+        if skipping is not None:
             skipping.close()
-            self._recorder.decline("skipping the frozen forward pass", COMPILED)
+        return skipping is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from egeria import dist
 from egeria.config import Config
 from egeria.controller import Controller, Refreshed, Report, Request, Result, SteppedBack, Ticket
 from egeria.events import ReadingDropped
@@ -57,8 +59,7 @@ class Evaluator:
         self._num_samples = config.plasticity.num_samples
         self._reads_training = config.plasticity.mode == "train"
         self._needs_whole_batch = False
-        self._samples = 0
-        self._most_samples = [0, 0]
+        self._samples, self._most_samples = 0, [0, 0]
         self._recorder = recorder
         self._is_armed = False
         self._armed: int | None = None
@@ -80,10 +81,7 @@ class Evaluator:
 
     @property
     def share_of_samples(self) -> float | None:
-        """Samples that an evaluation looks at here, in each of its passes, as a share of those of an iteration.
-
-        Of the largest iteration so far. None where no pass is made, or not on the CPU: its time says more.
-        """
+        """Samples that evaluations pass through here, as a share of the largest iteration's; None off the CPU."""
         looked_at, samples = self._most_samples
         if self.evaluated is None or self._reads_training or self.evaluated.autocast.device_type != "cpu":
             return None
@@ -202,7 +200,7 @@ class Evaluator:
             "evaluations_since_refresh": self._evaluations_since_refresh,
             "refreshed_at": self._refreshed_at,
             "needs_whole_batch": self._needs_whole_batch,
-            "most_samples": self._most_samples,
+            "most_samples": [*self._most_samples, dist.world_size()],
             "num_failures": self._num_failures,
             "controller": {} if is_sharded(self._model) else self._controller.state_dict(),
         }
@@ -210,7 +208,8 @@ class Evaluator:
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on from a saved state."""
         self._needs_whole_batch = bool(state["needs_whole_batch"])
-        self._most_samples = [*state.get("most_samples", (0, 0))]  # type: ignore[misc]
+        known: Any = state.get("most_samples", (0, 0, 0))
+        self._most_samples = known[:2] if known[2] == dist.world_size() else [0, 0]
         # One that had given up gets another chance: it may be on another machine now.
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)  # type: ignore[call-overload]
         # A model in parts cannot be put together by one process: its reference is made anew.

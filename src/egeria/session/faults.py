@@ -41,7 +41,7 @@ class Faults:
         self._freezing = freezing
         self._in_a_row: dict[str, int] = {}
 
-    def bear(self, where: str, action: Callable[[], None]) -> None:
+    def bear(self, where: str, action: Callable[[], object]) -> None:
         """Run one of our own steps, whatever comes of it."""
         try:
             try:

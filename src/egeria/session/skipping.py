@@ -21,7 +21,7 @@ from egeria.cache import (
 )
 from egeria.config import Config
 from egeria.controller import spare_cores
-from egeria.layers.shards import is_sharded
+from egeria.layers.shards import is_sharded, why_not_alone
 from egeria.policy import Foreseeing, Policy
 from egeria.session.engine import Engine, EngineBuilder
 from egeria.session.handle import ModelHandle
@@ -68,7 +68,11 @@ class Skipping:
         depth = engine.applier.freezer.depth
         if depth != self._depth:
             self._depth = depth
-            self._cache.move_boundary(engine.modules[:depth], self._outlook(engine, num_steps, interval_steps))
+            outlook = Outlook(steps_ahead=None)
+            try:
+                outlook = self._outlook(engine, num_steps, interval_steps)
+            finally:  # it moves in all processes, whatever fails in one
+                self._cache.move_boundary(engine.modules[:depth], outlook)
 
     def rest(self) -> None:
         """Leave the forward pass as it is, until a boundary is followed again; everything is about to thaw."""
@@ -188,6 +192,8 @@ def _refusal(builder: EngineBuilder, num_hosts: int) -> str:
             "its parameters are in parts, so that a batch can be skipped only where each host has all samples of its "
             "own, which are others in each epoch; give the loader egeria.ShardSampler"
         )
+    if is_sharded(builder.model) and (reason := why_not_alone(builder.model)):
+        return reason
     synchronises = any(isinstance(module, nn.SyncBatchNorm) for module in builder.model.modules())
     if synchronises and not builder.ranks.is_alone:
         return "it has SyncBatchNorm layers, for which all processes must run a batch together"

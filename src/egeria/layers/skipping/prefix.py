@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from egeria.layers.skipping.outcome import difference, tolerance
 from egeria.layers.skipping.probe import Probe, find_roots
 from egeria.layers.skipping.recording import Recording, watch
 from egeria.layers.skipping.refusals import called, check_batch, check_prefix, check_run, refusing, require
-from egeria.layers.skipping.replay import Place, Replay, Template, stubbed
+from egeria.layers.skipping.replay import Place, Replay, Template, replaying
 from egeria.layers.skipping.rows import RowProbe, cut_padding, cuttable_axes
 from egeria.layers.skipping.signature import RowArguments, signature
 
@@ -199,26 +199,23 @@ class Prefix:
             found = [trial.seen.value(leaf.place).movedim(leaf.axis or 0, 0) for leaf in self.row_leaves]
             return found if some or rows is None else [value[rows.to(value.device)] for value in found]
 
-    @contextmanager
-    def replaying(self, rows: Sequence[Tensor], batch: Batch) -> Iterator[Replay]:
-        """Let the next forward pass of the model, in the block, skip the frozen layers.
+    def replaying(self, rows: Sequence[Tensor], batch: Batch) -> AbstractContextManager[Replay]:
+        """Return a block in which the next forward pass of the model skips the frozen layers.
 
         Args:
             rows: what crosses, one tensor [B, ...] for each of `row_leaves`, on any device; copied.
             batch: arguments of that pass, of a known kind.
 
         Raises:
-            UncacheableError: the batch is of an unknown kind, the rows do not fit it, or a frozen layer was not
-                called once; in the last case the pass is over, and its output not to be trusted.
+            UncacheableError: the batch is of an unknown kind, or the rows do not fit it. At the end of the block: a
+                frozen layer was not called once; the pass is over then, and its output not to be trusted.
         """
         key = _key(batch)
         template = self._templates.get(key)
         require(template is not None, "a batch of this kind was never tried out")
         assert template is not None
         self._templates.move_to_end(key)
-        with stubbed(self._probe.model, template, self._in_place(rows, template)) as replay:
-            yield replay
-        replay.check()
+        return replaying(self._probe.model, template, self._in_place(rows, template))
 
     def error(self, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Sequence[int] | None = None) -> float:
         """Return the largest difference between stored rows and what the frozen layers compute now.

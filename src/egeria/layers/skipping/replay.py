@@ -180,5 +180,17 @@ def stubbed(model: nn.Module, template: Template, values: Mapping[Place, Tensor]
                 del vars(module)["forward"]
 
 
+@contextmanager
+def replaying(model: nn.Module, template: Template, values: Mapping[Place, Tensor]) -> Iterator[Replay]:
+    """Let stubs answer for the roots of a template in one forward pass.
+
+    Raises:
+        UncacheableError: at the end of the block, that the pass did not call each of them once.
+    """
+    with stubbed(model, template, values) as replay:
+        yield replay
+    replay.check()
+
+
 def _emptied(tensor: Tensor) -> Tensor:
     return Form.of(tensor).poison() if can_be_poisoned(tensor) else tensor.detach().clone()
