@@ -19,8 +19,8 @@ def count_iterations(front_share: float, share_of_samples: float) -> float:
     """Return how many iterations an evaluation takes by its operations.
 
     A pass of the model without gradients and in a cheaper number format takes about half of a pass of the training,
-    and that a third of an iteration; activations are to be pooled and compared besides. Measured on CPUs, on
-    convolutional nets and transformers: within a fifth of the time it takes.
+    and that a third of an iteration; activations are to be pooled and compared besides. A rough guide: measured on
+    one core, evaluations took 0.6 to 1.3 times that in transformers, and about twice in convolutional nets.
 
     Args:
         front_share: the part of the forward pass up to the layer module, 0 to 1.
