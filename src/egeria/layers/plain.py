@@ -31,8 +31,8 @@ def gather(model: nn.Module, *, keeps: bool, moves: bool = True) -> nn.Module:
         moves: whether it goes to the CPU, or stays on its own device.
 
     Raises:
-        Exception: the copy cannot be made. Where the device has no room for it, all parameters have been gathered
-            nevertheless: no other process waits.
+        Exception: the copy cannot be made. Where there is no room to keep it, all parameters have been gathered
+            nevertheless, so that no other process waits; where there is none to gather even one, others do.
     """
     if not is_sharded(model):
         return model
@@ -65,7 +65,7 @@ def run_alone(model: nn.Module, *, keeps: bool) -> nn.Module:
         keeps: whether this process is to have the copy. Others get an empty one.
 
     Raises:
-        Exception: the copy cannot be made; no other process waits.
+        Exception: as for `gather`; ask `lack_of_room` first.
     """
     copied = gather(model, keeps=keeps, moves=False)
     if keeps and copied is not model:
