@@ -25,7 +25,7 @@ DEFAULTS = {
         "evaluations": 20,
         "seed": 0,
         "limit": 0.01,
-        "loss_limit": 0.01,
+        "loss_limit": 0.0025,
         "patience": 2,
     },
     "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},

@@ -340,6 +340,8 @@ def still(_age):
         (still, {"step_noise": 0.014}, True),  # 1.4 % of a loss of 1, all of which the falling rate would take away
         (still, {"step_noise": 0.016}, False),
         (still, {"step_noise": 0.016, "loss": 2.0}, True),
+        (still, {"step_noise": 0.013, "loss": 0.1}, True),  # 13 % of what is left, 1.4 % of the fall from 1.01
+        (still, {"step_noise": 0.014, "loss": 0.1}, False),
         (still, {"step_noise": 0.029, "last_rate": 0.05}, True),  # the rate falls by half only
         (still, {"step_noise": 0.031, "last_rate": 0.05}, False),
         (still, {"step_noise": 10.0, "last_rate": 0.1}, True),

@@ -35,8 +35,8 @@ POLICIES: dict[str, PolicyMaker] = {
 _METRICS = {"skipconv": "input_norm", "forecast": "relative_sp"}
 """What a policy means by plasticity, where that is not the paper's SP loss."""
 HARMLESS_SHARE = 0.0125
-"""Share of the limit of 'forecast' that a reading may be wrong by: a law is followed up to twenty times as far as it
-was seen, and the limit may be a quarter."""
+"""Share of the limit of 'forecast' that a reading may be wrong by: a law is followed up to five times as far as it was
+seen, the limit may be a quarter, and of what is left a quarter may be error."""
 
 
 def find_policy(name: Any) -> PolicyMaker:

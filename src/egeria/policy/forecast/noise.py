@@ -25,11 +25,22 @@ class Noise:
             return self
         return Noise(parts=(*self.parts, tuple(part))[-NUM_INTERVALS:], losses=(*self.losses, loss)[-NUM_INTERVALS:])
 
-    def share(self, module: int) -> float | None:
-        """Return the share of the loss that is the noise of a layer module; None while that is unknown."""
+    def share(self, module: int, settled_loss: float | None) -> float | None:
+        """Return the share of the loss that is the noise of a layer module; None while that is unknown.
+
+        Where the loss has fallen by more than is left of it, as where all samples are learned in the end, it is the
+        share of that fall: a part of what is left would be a part of nearly nothing.
+
+        Args:
+            module: the layer module.
+            settled_loss: the loss at the end of the critical period; before, it falls as its beginning was bad.
+        """
         known = [value for part in self.parts if (value := part[module]) is not None]
-        loss = abs(statistics.fmean(self.losses)) if self.losses else 0.0
-        return max(0.0, statistics.median(known)) / loss if known and loss else None
+        if not known or not self.losses:
+            return None
+        loss = statistics.fmean(self.losses)
+        measure = max(abs(loss), 0.0 if settled_loss is None else settled_loss - loss)
+        return max(0.0, statistics.median(known)) / measure if measure else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain values."""

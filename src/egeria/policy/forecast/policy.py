@@ -45,7 +45,7 @@ class Forecast(FrontPolicy):
 
     Where a module only trembles around its place, the noise of its steps holds the loss up, and a rate that falls
     would let it down: from a frozen module it cannot. That part of the loss is measured too, and all that is
-    frozen may keep no more than `policy.loss_limit` of it.
+    frozen may keep no more than `policy.loss_limit` of the loss, or of its fall so far where that is more.
 
     At a constant high rate, plasticity is stationary but large: noise that is still to fade when the rate falls.
     Behind the last decay of a step schedule or late in a cosine the way is short, and in fine-tuning front
@@ -172,7 +172,7 @@ class Forecast(FrontPolicy):
         is_still = law is not None and change is not None and stationary >= self._config.policy.patience
         if law is not None and is_still and self._guard.is_ready:
             reason = f"to the end of the run its plasticity would come to {change:.1e} at most, under {limit:.1e}"
-            reason += "" if loss is None else f", and all that is frozen keeps {loss:.1%} of the loss from falling"
+            reason += "" if loss is None else f", and all that is frozen keeps {loss:.2%} of the loss from falling"
             decisions = self._freeze(law, limit, reason)
         return Judgement(
             smoothed=reading.value,
@@ -235,12 +235,12 @@ class Forecast(FrontPolicy):
 
     def _bearing(self) -> float | None:
         """Return the share of the loss that is noise of the frozen modules, as it was then, and of the next."""
-        own = self._noise.share(self._frozen)
+        own = self._noise.share(self._frozen, self._bootstrap.previous_loss)
         return None if own is None else self._bearing_given + own
 
     def _loss_ahead(self, law: Law) -> float | None:
         """Return the share of the loss that freezing the monitored module too would keep from falling."""
-        own = self._noise.share(self._frozen)
+        own = self._noise.share(self._frozen, self._bootstrap.previous_loss)
         return None if own is None else self._loss_given + own * law.stillness * self._course.rate_fall
 
     def _reason_to_thaw(self) -> str | None:
