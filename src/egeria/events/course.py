@@ -114,7 +114,7 @@ class PlasticityRead(Event):
     change_ahead: float | None = None
     """Plasticity against now that the module would come to by the end of the run, where the policy foresees that."""
     loss_ahead: float | None = None
-    """Share of the training loss that freezing so far would keep from falling, like `change_ahead`."""
+    """Share of the training loss, or of its fall so far where that is more, that freezing would hold it up by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

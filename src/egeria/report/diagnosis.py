@@ -104,7 +104,7 @@ def _forecast_reason(readings: Sequence[PlasticityRead], limit: object, loss_lim
     losses = [reading.loss_ahead for reading in foreseen if reading.loss_ahead is not None]
     if not losses:
         return f"{said}."
-    return f"{said}, and kept {min(losses):.2g} of the loss from falling at least (limit: {loss_limit})."
+    return f"{said}, and kept {min(losses):.2g} of the loss, or of its fall so far, at least (limit: {loss_limit})."
 
 
 def _patience(history: History, start: RunStarted) -> str:

@@ -172,7 +172,7 @@ class Forecast(FrontPolicy):
         is_still = law is not None and change is not None and stationary >= self._config.policy.patience
         if law is not None and is_still and self._guard.is_ready:
             reason = f"to the end of the run its plasticity would come to {change:.1e} at most, under {limit:.1e}"
-            reason += "" if loss is None else f", and all that is frozen keeps {loss:.2%} of the loss from falling"
+            reason += "" if loss is None else f", and all that is frozen keeps up {loss:.2%} of the loss or of its fall"
             decisions = self._freeze(law, limit, reason)
         return Judgement(
             smoothed=reading.value,
