@@ -75,11 +75,11 @@ def _policy_dict(comparison: WorkloadComparison, policy: PolicyComparison) -> di
 
 
 def _run_dict(outcome: Outcome) -> dict[str, Any]:
+    """Return what was computed from a run; what was measured, evaluation by evaluation, its journal holds."""
     return {
         "seed": outcome.run.seed,
         "settings": outcome.run.policy.settings,
         "made_with": outcome.run.made_with,
-        "evaluations": [asdict(evaluation) for evaluation in outcome.evaluations],
         "skipped": asdict(outcome.skipped),
         "spans": [asdict(span) for span in outcome.spans],
         "remarks": list(outcome.remarks),
