@@ -237,6 +237,19 @@ def test_picture_has_a_panel_for_each_sweep_with_its_default_marked(tmp_path):
     assert max(left) <= 2.5
 
 
+def test_many_sweeps_stand_in_rows_and_tell_what_stays_as_it_is(tmp_path):
+    windows = "egeria:plasticity.interval_steps=22,plasticity.window=13,26"
+    study = study_of("egeria:plasticity.window=3,4", *["forecast:limit=1e-4,1e-3"] * 3, windows)
+    draw(study, [made_up(study)], tmp_path / "picture.svg")
+    found = texts(tmp_path / "picture.svg")
+    at = dict(found)
+    assert "plasticity.interval_steps=22" in at
+    assert at["26"] < min(place for text, place in found if text == "limit")  # the fifth stands below the first
+    names = [text for text, _ in found]
+    assert names.count("compute skipped, %") == names.count("perplexity, % better than none") == 2
+    assert names.count("plasticity.window") == 2
+
+
 def test_values_that_span_a_decade_stand_on_a_logarithmic_scale(tmp_path):
     study = study_of("egeria:freezing.tolerance_share=0.1,0.2,0.3", "forecast:limit=1e-4,1e-3,1e-2")
     draw(study, [made_up(study)], tmp_path / "picture.svg")

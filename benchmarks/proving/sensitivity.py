@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from egeria.report.svg import module_colour
 
 PICTURE = "sensitivity.svg"
 INTERVAL = "plasticity.interval_steps"
+MOST_COLUMNS = 4
 QUALITY_COLOUR, SKIPPED_COLOUR = module_colour(0, 2), module_colour(1, 2)
 
 
@@ -72,24 +74,38 @@ def section(study: Study, comparison: WorkloadComparison) -> list[str]:
 
 
 def draw(study: Study, comparisons: Sequence[WorkloadComparison], path: Path) -> None:
-    """Draw a row of panels for each workload, one panel for each sweep, one scale for the panels of a row."""
-    rows, columns = len(comparisons), len(study.sweeps)
+    """Draw a panel for each sweep, a few beside each other; the panels of a workload have one scale."""
+    columns = min(MOST_COLUMNS, len(study.sweeps))
+    rows = math.ceil(len(study.sweeps) / columns)
 
     def paint(figure: Figure) -> None:
-        grid = figure.subplots(rows, columns, sharey="row", squeeze=False)
-        for comparison, panels in zip(comparisons, grid, strict=True):
-            twins = [_panel(axes, comparison, sweep) for axes, sweep in zip(panels, study.sweeps, strict=True)]
-            highest = max(twin.get_ylim()[1] for twin in twins)
-            for twin in twins:
-                twin.set_ylim(0, max(highest, 1.0))
-                is_last = twin is twins[-1]
-                twin.tick_params(axis="y", colors=SKIPPED_COLOUR, labelright=is_last, right=is_last)
-            unit = "%" if comparison.workload.is_relative else "points"
-            panels[0].set_ylabel(f"{comparison.workload.metric}, {unit} better than {comparison.base}")
-            panels[0].yaxis.label.set_color(QUALITY_COLOUR)
-            twins[-1].set_ylabel("compute skipped, %", color=SKIPPED_COLOUR)
+        grid = figure.subplots(rows * len(comparisons), columns, squeeze=False)
+        for place, comparison in enumerate(comparisons):
+            _draw_workload(grid[place * rows : (place + 1) * rows], study, comparison)
 
-    save_figure(path, (1.4 + 2.6 * columns, 0.4 + 2.8 * rows), paint)
+    save_figure(path, (1.4 + 2.6 * columns, 0.4 + 2.8 * rows * len(comparisons)), paint)
+
+
+def _draw_workload(grid: Any, study: Study, comparison: WorkloadComparison) -> None:
+    """Draw all sweeps of a workload, row by row; what is left over stays empty."""
+    panels, columns, num_sweeps = grid.ravel(), grid.shape[1], len(study.sweeps)
+    for axes in panels[num_sweeps:]:
+        axes.remove()
+    panels = panels[:num_sweeps]
+    twins = [_panel(axes, comparison, sweep) for axes, sweep in zip(panels, study.sweeps, strict=True)]
+    lows, highs = zip(*(axes.get_ylim() for axes in panels), strict=True)
+    highest = max(twin.get_ylim()[1] for twin in twins)
+    unit = "%" if comparison.workload.is_relative else "points"
+    for place, (axes, twin) in enumerate(zip(panels, twins, strict=True)):
+        is_first, is_last = place % columns == 0, place % columns == columns - 1 or place == num_sweeps - 1
+        axes.set_ylim(min(lows), max(highs))
+        twin.set_ylim(0, max(highest, 1.0))
+        axes.tick_params(axis="y", colors=QUALITY_COLOUR, labelleft=is_first)
+        twin.tick_params(axis="y", colors=SKIPPED_COLOUR, labelright=is_last, right=is_last)
+        if is_first:
+            axes.set_ylabel(f"{comparison.workload.metric}, {unit} better than {comparison.base}", color=QUALITY_COLOUR)
+        if is_last:
+            twin.set_ylabel("compute skipped, %", color=SKIPPED_COLOUR)
 
 
 def _panel(axes: Any, comparison: WorkloadComparison, sweep: Sweep) -> Any:
@@ -112,8 +128,8 @@ def _panel(axes: Any, comparison: WorkloadComparison, sweep: Sweep) -> Any:
     axes.set_xticks([], minor=True)
     axes.margins(x=0.12)
     axes.set_xlabel(sweep.parameter)
-    axes.set_title(f"{comparison.workload.name}, {sweep.base.partition(':')[0]}", fontsize=8, pad=12)
-    axes.tick_params(axis="y", colors=QUALITY_COLOUR)
+    policy, _, settings = sweep.base.partition(":")
+    axes.set_title(f"{comparison.workload.name}, {policy}\n{settings}".rstrip(), fontsize=8, pad=12)
     return twin
 
 
