@@ -18,6 +18,9 @@ from benchmarks.proving.schedules import Schedule, Search, coarse_grid, cut_into
 from benchmarks.proving.tables import oracle_table, quality_table
 from benchmarks.workloads.workload import Setting
 from tests.toy_workloads import build_clusters
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from egeria.events import ComputeProfiled, MetricLogged, ModuleFrozen, RunStarted
 from egeria.journal import JournalWriter
@@ -182,3 +185,23 @@ def test_weights_are_what_freezing_each_module_saves():
     assert len(weights) == 3  # of four modules the last never freezes
     assert sum(weights) < 2 / 3
     assert weights == pytest.approx([weights[0]] * 3)
+
+
+def test_weights_are_counted_in_operations_not_in_parameters():
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(8, 32, 3, stride=8, padding=1), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(512, 4)),
+    )
+    data = TensorDataset(torch.randn(32, 3, 32, 32), torch.randint(4, (32,)))
+    clusters = build_clusters(Setting(data=Path(), tier="smoke", seed=0, device=torch.device("cpu")))
+    training = replace(
+        clusters,
+        model=model,
+        loader=DataLoader(data, batch_size=4),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda network, batch: functional.cross_entropy(network(batch[0]), batch[1]),
+    )
+    operations = [32 * 32 * 8 * 27, 4 * 4 * 32 * 72, 512 * 4]
+    expected = [2 / 3 * count / sum(operations) for count in operations]
+    assert measure_weights(training) == pytest.approx(expected[:2], rel=0.01)

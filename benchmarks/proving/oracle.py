@@ -19,6 +19,8 @@ from egeria.report.freezing import BACKWARD_SHARE
 
 Make = Callable[[Sequence[RunFile]], None]
 """Makes those of the runs that are not finished; raises where one fails."""
+NUM_STEPS = 4
+"""Of the training that is thrown away to count operations."""
 
 
 @dataclasses.dataclass
@@ -75,16 +77,17 @@ class Trials:
 def measure_weights(training: Training) -> list[float]:
     """Return the share of an iteration that freezing each layer module saves, the last one left out.
 
-    Watches a few steps of a training that is thrown away.
+    Freezes in a few steps of a training that is thrown away: operations are counted before the first freeze. Where
+    they cannot be counted, parameters stand for them.
     """
-    config = {"plasticity": {"interval_steps": 1}, "controller": {"kind": "inline"}}
+    arguments = parse_policy("static:schedule=0.5:1,controller.kind=inline").attach_arguments()
     with tempfile.TemporaryDirectory() as directory:
         with egeria.attach(
-            training.model, training.optimizer, training.loader, config=config, directory=directory, total_steps=2
+            training.model, training.optimizer, training.loader, directory=directory, total_steps=NUM_STEPS, **arguments
         ) as run:
             network = run.model
             network.train()
-            for batch, _ in zip(training.loader, range(2), strict=False):
+            for batch, _ in zip(training.loader, range(NUM_STEPS), strict=False):
                 loss = training.loss(network, batch)
                 loss.backward()
                 training.optimizer.step()
