@@ -5,7 +5,7 @@ python -m benchmarks run WORKLOAD[,WORKLOAD] --policy P[,P] --seeds 0,1,2 [--tie
                                             [--minutes N]
 python -m benchmarks compare [WORKLOAD ...] [--out RECORD]
 python -m benchmarks table
-python -m benchmarks oracle WORKLOAD --seeds 0,1,2 [--most-runs N]
+python -m benchmarks oracle WORKLOAD[,WORKLOAD] --seeds 0,1,2 [--confirm 3,4] [--most-runs N]
 python -m benchmarks sensitivity WORKLOAD[,WORKLOAD] --sweep POLICY:key=value,value [--sweep ...] [--out RECORD]
 """
 
@@ -89,8 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     table.set_defaults(verb=commands.run_table, workload=[])
 
     oracle = verbs.add_parser("oracle", help="search the schedule that skips most without loss")
-    oracle.add_argument("workload", metavar="WORKLOAD")
-    oracle.add_argument("--most-runs", type=_count, default=60, metavar="N", help="plain and finished runs counted")
+    oracle.add_argument("workload", type=_names, metavar="WORKLOAD[,WORKLOAD]")
+    most = "of the search, plain and finished ones counted"
+    oracle.add_argument("--most-runs", type=_count, default=60, metavar="N", help=most)
+    more = "seeds besides those of the search with which the best schedule must lose nothing either"
+    oracle.add_argument("--confirm", type=_seeds, default=[], metavar="1,2", help=more)
     _add_making(oracle)
     oracle.set_defaults(verb=commands.run_oracle)
     _add_sensitivity(verbs)

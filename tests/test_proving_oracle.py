@@ -14,7 +14,7 @@ from benchmarks.proving.oracle import Trials, measure_weights
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.results import read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
-from benchmarks.proving.schedules import Schedule, Search, coarse_grid, cut_into_blocks, moves, to_text
+from benchmarks.proving.schedules import Found, Schedule, Search, coarse_grid, cut_into_blocks, moves, to_text
 from benchmarks.proving.tables import oracle_table, quality_table
 from benchmarks.workloads.workload import Setting
 from tests.toy_workloads import build_clusters
@@ -54,7 +54,7 @@ def test_finds_the_best_schedule_on_its_grid(earliest):
     assert found.finished
     best = sum(weight * (1 - limit) for weight, limit in zip(WEIGHTS, earliest, strict=True))
     assert found.saving == pytest.approx(best)
-    assert found.best == earliest
+    assert next(iter(found.lossless), (1.0, 1.0, 1.0)) == earliest
     assert len(truth.asked) == len(set(truth.asked)) <= 20
 
 
@@ -63,7 +63,7 @@ def test_between_the_points_of_the_grid_it_comes_close():
     found = Search(WEIGHTS, truth := Truth(earliest)).run()
     best = sum(weight * (1 - limit) for weight, limit in zip(WEIGHTS, earliest, strict=True))
     assert best - 0.03 < found.saving <= best
-    assert all(share >= limit for share, limit in zip(found.best, earliest, strict=True))
+    assert all(share >= limit for share, limit in zip(found.lossless[0], earliest, strict=True))
     assert len(truth.asked) <= 25
 
 
@@ -82,9 +82,9 @@ def test_the_budget_ends_it_with_the_best_so_far():
     assert not some.finished
     assert len(some.tried) == 4
     assert 0 < some.saving <= everything.saving
-    assert some.tried[some.best]
+    assert some.tried[some.lossless[0]]
     nothing = Search(WEIGHTS, Truth((0.25, 0.5, 0.75), budget=0)).run()
-    assert (nothing.best, nothing.saving) == ((1, 1, 1), 0)
+    assert (nothing.lossless, nothing.saving) == ((), 0)
 
 
 def test_many_modules_freeze_in_blocks_of_similar_weight():
@@ -92,7 +92,7 @@ def test_many_modules_freeze_in_blocks_of_similar_weight():
     assert cut_into_blocks((0.4, *[0.05] * 8)) == [1, 4, 4]
     truth = Truth((0.25,) * 5 + (0.5,) * 5 + (1.0,) * 10)
     found = Search((0.03,) * 20, truth).run()
-    assert found.best == truth.earliest
+    assert found.lossless[0] == truth.earliest
     assert len(truth.asked) <= 25
 
 
@@ -111,7 +111,7 @@ def test_a_schedule_is_written_as_a_policy():
 
 
 class Maker:
-    """Writes runs in place of training: a module that freezes before half of the training costs a point."""
+    """Writes runs in place of training: a module that freezes before half of it costs a point, 3/4 from seed 2 on."""
 
     def __init__(self, results: Path) -> None:
         self.results = results
@@ -129,7 +129,7 @@ class Maker:
     def _write_journal(self, run: RunFile) -> None:
         text = run.policy.settings.get("policy", {}).get("schedule", "")
         entries = [(float(share), int(depth)) for share, depth in (entry.split(":") for entry in text.split())]
-        lost = sum(share < 0.5 for share, _ in entries)
+        lost = sum(share < (0.5 if run.seed < 2 else 0.75) for share, _ in entries)
         writer = JournalWriter(self._place(run), on_failure=pytest.fail)
         modules = [{"name": name, "num_parameters": 10} for name in "abc"]
         writer.write(
@@ -161,7 +161,7 @@ def trials(results: Path, most_runs: int) -> tuple[Trials, Maker]:
 def test_trials_are_kept_as_results_that_compare_knows(tmp_path):
     search, maker = trials(tmp_path, 100)
     found = search.search([0.2, 0.2])
-    assert found.best == (0.5, 0.5)
+    assert found.lossless[0] == (0.5, 0.5)
     assert (len(maker.made), {run.seed for run in maker.made}) == (search.num_runs, {0, 1})
     (comparison,) = compare(read_results(tmp_path), "none")
     assert comparison.oracle.policy == "static:schedule=0.5:2"
@@ -177,6 +177,23 @@ def test_a_search_wants_no_more_runs_than_it_may(tmp_path):
     found = search.search([0.2, 0.2])
     assert not found.finished
     assert len(maker.made) == 6  # plain and two schedules, two seeds each; a third would need 8
+
+
+def test_what_a_search_found_must_hold_with_further_seeds(tmp_path):
+    search, maker = trials(tmp_path, 100)
+    found = Found(lossless=((0.5, 0.5), (0.75, 0.75), (0.8, 0.8)), saving=0.2, tried={}, finished=True)
+    search.search([0.2, 0.2])
+    for schedule in found.lossless:
+        assert search.judge(schedule)
+    assert search.confirm(found, []).policy == "static:schedule=0.5:2"
+    del maker.made[:]
+    confirmed = search.confirm(found, [2, 3])
+    assert (confirmed.policy, confirmed.seeds) == ("static:schedule=0.75:2", (0, 1, 2, 3))
+    wanted = {(run.policy.text, run.seed) for run in maker.made}
+    assert wanted == {
+        (policy, seed) for policy in ("none", "static:schedule=0.5:2", "static:schedule=0.75:2") for seed in (2, 3)
+    }  # nothing is tried behind what holds
+    assert search.confirm(replace(found, lossless=found.lossless[:1]), [2, 3]) is None
 
 
 def test_weights_are_what_freezing_each_module_saves():

@@ -10,6 +10,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from benchmarks.workloads import mixed
 from benchmarks.workloads.text import WORKLOADS, minilm
 from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
 from benchmarks.workloads.text.corpora import Question, read_pairs, read_questions, read_sentiments
@@ -154,6 +155,24 @@ def test_a_run_of_the_smoke_tier_repeats_and_can_be_judged(name, data, request):
         metrics = training.evaluate(training.model)
     assert math.isfinite(metrics[BY_NAME[name].metric])
     assert len(parse_modules(training.model)) >= 4
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("fast", [True, False])
+def test_bfloat16_is_for_processors_that_are_fast_at_it(name, fast, data, request, monkeypatch):
+    if name.startswith("bert"):
+        request.getfixturevalue("weights")
+    monkeypatch.setattr(mixed, "has_bfloat16", lambda kind: fast)
+    training = BY_NAME[name].build(Setting(data=data, tier="smoke", seed=0, device=CPU))
+    formats = set()
+    for module in training.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, args, output: formats.add(output.dtype))
+    training.loss(training.model, next(iter(training.loader)))
+    with torch.inference_mode():
+        training.evaluate(training.model.eval())
+    assert formats == {torch.bfloat16 if fast else torch.float32}
+    assert training.number_format == ("" if fast else "float32")
 
 
 def test_another_seed_is_another_run_of_the_same_task(data):

@@ -9,6 +9,8 @@ from zipfile import ZipFile
 import numpy as np
 import pytest
 import torch
+from benchmarks.proving.recipe import describe
+from benchmarks.workloads import mixed
 from benchmarks.workloads.vision import WORKLOADS
 from benchmarks.workloads.vision.camvid import read_camvid
 from benchmarks.workloads.vision.cifar10 import read_cifar10
@@ -145,6 +147,20 @@ def test_a_setting_fixes_the_run_and_the_seed_changes_it():
     first = losses(build(TASK, step_schedule, setting(None)), 6)
     assert losses(build(TASK, step_schedule, setting(None)), 6) == first
     assert losses(build(TASK, step_schedule, setting(None, seed=1)), 6) != first
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fast", "expected"),
+    [(True, True, torch.bfloat16), (True, False, torch.float32), (False, True, torch.float32)],
+)
+def test_bfloat16_is_for_processors_that_are_fast_at_it_and_the_recipe_tells(wanted, fast, expected, monkeypatch):
+    monkeypatch.setattr(mixed, "has_bfloat16", lambda kind: fast)
+    training = build(replace(TASK, recipes={"smoke": replace(TINY, is_mixed=wanted)}), step_schedule, setting(None))
+    formats = []
+    training.model.linear.register_forward_hook(lambda module, args, output: formats.append(output.dtype))
+    losses(training, 1)
+    assert formats == [expected]
+    assert describe(training).get("number_format") == ("float32" if wanted and not fast else None)
 
 
 def test_order_and_crops_do_not_depend_on_what_else_draws_random_numbers():

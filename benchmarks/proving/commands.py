@@ -25,7 +25,6 @@ from benchmarks.proving.record import write_record
 from benchmarks.proving.results import read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.runs import Place, make, sort_out
-from benchmarks.proving.schedules import to_text
 from benchmarks.proving.sensitivity import section, write_sensitivity
 from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table
@@ -73,8 +72,14 @@ def run_table(options: argparse.Namespace, console: Console) -> int:
 
 
 def run_oracle(options: argparse.Namespace, console: Console) -> int:
-    """Search the schedule that skips most without loss."""
-    [(module, workload)] = find_workloads([options.workload], options.workloads)
+    """Search the schedule of each workload that skips most without loss."""
+    for module, workload in find_workloads(options.workload, options.workloads):
+        console.print(f"\n{workload.name} ({options.tier})\n", style="bold")
+        _search(module, workload, options, console)
+    return 0
+
+
+def _search(module: str, workload: Workload, options: argparse.Namespace, console: Console) -> None:
     pattern = _wanted(module, workload, parse_policy(PLAIN), options.seeds[0], options)
     recipes = {workload.name: _recipe(workload, options)}
 
@@ -84,22 +89,21 @@ def run_oracle(options: argparse.Namespace, console: Console) -> int:
 
     trials = Trials(pattern, options.seeds, options.results, make_all, options.most_runs)
     found = trials.search(measure_weights(_build(workload, options)))
-    console.print(f"schedules tried: {len(found.tried)}, runs: {trials.num_runs}")
+    best = trials.confirm(found, [seed for seed in options.confirm if seed not in options.seeds])
+    console.print(f"schedules tried: {len(found.tried)}, without loss {len(found.lossless)}, runs: {trials.num_runs}")
     if not found.finished:
         console.print(f"The budget of {options.most_runs} runs ended the search; more may be found with --most-runs.")
-    if found.saving <= 0:
+    if best is None:
         console.print("No schedule that was tried loses nothing.")
-        return 0
-    _, best = trials.compare(parse_policy(to_text(found.best)))
+        return
     saved, difference = best.saved["cpu"], best.difference
-    assert saved is not None and difference is not None, "plain runs were made first"
+    assert saved is not None and difference is not None and best.skipped is not None, "judged by these"
     console.print(
-        f"most without loss: {best.policy}: {100 * found.saving:.1f} % of the compute by the search's count, "
-        f"{saved.shows(1)} % of CPU time, difference {difference.shows(signed=True)}",
+        f"most without loss: {best.policy}, seeds {', '.join(map(str, best.seeds))}: {best.skipped.shows(1)} % of the "
+        f"compute, {saved.shows(1)} % of CPU time, difference {difference.shows(signed=True)}",
         highlight=False,
         soft_wrap=True,
     )
-    return 0
 
 
 def run_sensitivity(options: argparse.Namespace, console: Console) -> int:

@@ -19,7 +19,7 @@ from egeria.report.freezing import BACKWARD_SHARE
 
 Make = Callable[[Sequence[RunFile]], None]
 """Makes those of the runs that are not finished; raises where one fails."""
-NUM_STEPS = 4
+COUNTED_STEPS = 4
 """Of the training that is thrown away to count operations."""
 
 
@@ -29,7 +29,7 @@ class Trials:
 
     Args:
         pattern: a run of the workload; policy and seed are put in.
-        seeds: of each schedule, and of plain training.
+        seeds: of each schedule of a search, and of plain training.
         results: where the runs are kept.
         make: makes runs.
         most_runs: how many a search may want, plain and finished ones counted, so that a search that
@@ -45,33 +45,51 @@ class Trials:
 
     def search(self, weights: Sequence[float]) -> Found:
         """Train plainly, then search."""
-        self._train(parse_policy(PLAIN), "comparison")
+        self._train(parse_policy(PLAIN), "comparison", self.seeds)
         return Search(weights, self.judge).run()
+
+    def confirm(self, found: Found, more_seeds: Sequence[int]) -> PolicyComparison | None:
+        """Return what saves most of all that lost nothing in a search, and nothing with more seeds put in.
+
+        The more schedules are tried with few seeds, the more of what seems to be without loss is luck.
+
+        Returns:
+            None where nothing holds.
+        """
+        seeds = sorted({*self.seeds, *more_seeds})
+        for schedule in found.lossless:
+            policy = parse_policy(to_text(schedule))
+            self._train(parse_policy(PLAIN), "comparison", more_seeds)
+            self._train(policy, "oracle", more_seeds)
+            comparison, compared = self.compare(policy, seeds)
+            if comparison.is_within(compared):
+                return compared
+        return None
 
     def judge(self, schedule: Schedule) -> bool | None:
         """Train by a schedule; tell whether nothing was lost, or None where the budget is spent."""
         if self.num_runs + len(self.seeds) > self.most_runs:
             return None
         policy = parse_policy(to_text(schedule))
-        self._train(policy, "oracle")
-        comparison, found = self.compare(policy)
+        self._train(policy, "oracle", self.seeds)
+        comparison, found = self.compare(policy, self.seeds)
         return comparison.is_within(found)
 
-    def compare(self, policy: Policy) -> tuple[WorkloadComparison, PolicyComparison]:
-        """Compare a policy with plain training over the seeds of this search."""
+    def compare(self, policy: Policy, seeds: Sequence[int]) -> tuple[WorkloadComparison, PolicyComparison]:
+        """Compare a policy with plain training over these seeds."""
         outcomes = [
             outcome
             for outcome in read_results(self.results, [self.pattern.workload.name], self.pattern.tier)
-            if outcome.run.policy.text in (PLAIN, policy.text) and outcome.run.seed in self.seeds
+            if outcome.run.policy.text in (PLAIN, policy.text) and outcome.run.seed in seeds
         ]
         (comparison,) = compare(outcomes, PLAIN)
         found = comparison.find(policy.text)
         assert found is not None, "its runs were just made"
         return comparison, found
 
-    def _train(self, policy: Policy, purpose: str) -> None:
-        self.num_runs += len(self.seeds)
-        self.make([dataclasses.replace(self.pattern, policy=policy, seed=seed, purpose=purpose) for seed in self.seeds])
+    def _train(self, policy: Policy, purpose: str, seeds: Sequence[int]) -> None:
+        self.num_runs += len(seeds)
+        self.make([dataclasses.replace(self.pattern, policy=policy, seed=seed, purpose=purpose) for seed in seeds])
 
 
 def measure_weights(training: Training) -> list[float]:
@@ -82,12 +100,11 @@ def measure_weights(training: Training) -> list[float]:
     """
     arguments = parse_policy("static:schedule=0.5:1,controller.kind=inline").attach_arguments()
     with tempfile.TemporaryDirectory() as directory:
-        with egeria.attach(
-            training.model, training.optimizer, training.loader, directory=directory, total_steps=NUM_STEPS, **arguments
-        ) as run:
+        parts = training.model, training.optimizer, training.loader
+        with egeria.attach(*parts, directory=directory, total_steps=COUNTED_STEPS, **arguments) as run:
             network = run.model
             network.train()
-            for batch, _ in zip(training.loader, range(NUM_STEPS), strict=False):
+            for batch, _ in zip(training.loader, range(COUNTED_STEPS), strict=False):
                 loss = training.loss(network, batch)
                 loss.backward()
                 training.optimizer.step()

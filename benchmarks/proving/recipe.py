@@ -42,8 +42,10 @@ def describe(training: Training) -> dict[str, Any]:
         "clip_norm": training.clip_norm,
         "torch_threads": torch.get_num_threads(),
     }
-    if training.evaluation_steps:  # left out elsewhere, as in the runs from before there were any
+    if training.evaluation_steps:  # what is left out elsewhere is not in older runs either
         found["evaluations_per_epoch"] = len(training.evaluation_steps) + 1
+    if training.number_format:
+        found["number_format"] = training.number_format
     return json.loads(json.dumps(found))
 
 

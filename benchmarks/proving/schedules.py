@@ -28,10 +28,10 @@ MOST_BLOCKS = 4
 class Found:
     """What a search ended with."""
 
-    best: Schedule
-    """Loses nothing and saves most of all that were tried; all 1 where nothing may freeze."""
+    lossless: tuple[Schedule, ...]
+    """Those that lost nothing, what saves most first; where nothing may freeze, none."""
     saving: float
-    """Share of the compute that it saves."""
+    """Share of the compute that the first of them saves."""
     tried: dict[Schedule, bool]
     """Schedules and whether nothing was lost, in the order of trying."""
     finished: bool
@@ -102,9 +102,9 @@ class Search:
         )
 
     def _found(self, *, finished: bool) -> Found:
-        never: Schedule = (1.0,) * len(self.weights)
-        best = max([never, *(tried for tried, lossless in self.tried.items() if lossless)], key=self.saving)
-        return Found(best=best, saving=self.saving(best), tried=dict(self.tried), finished=finished)
+        lossless = sorted((tried for tried, holds in self.tried.items() if holds), key=self.saving, reverse=True)
+        saving = self.saving(lossless[0]) if lossless else 0.0
+        return Found(lossless=tuple(lossless), saving=saving, tried=dict(self.tried), finished=finished)
 
 
 class _BudgetError(Exception):

@@ -54,6 +54,8 @@ class Training:
     """Takes the network, in inference mode and without gradients; returns metrics on held-out data by name."""
     clip_norm: float | None = None
     """Norm that gradients are clipped to."""
+    number_format: str = ""
+    """What it computes in where the device lacks what its recipe asks for, such as 'float32'; else empty."""
     evaluations_per_epoch: int = 1
     """Spread evenly, the last at its end: few long epochs would tell little of when a quality was reached."""
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import Dataset
 
+from benchmarks.workloads.mixed import in_place_of_bfloat16, mixed
 from benchmarks.workloads.text.batching import moved, pad_rows, shuffled_loader
 from benchmarks.workloads.text.schedules import linear
 from benchmarks.workloads.workload import Setting, Training
@@ -70,7 +71,7 @@ class Rows(Dataset[Any]):
 def run_network(network: nn.Module, batch: dict[str, Tensor], device: torch.device) -> tuple[Any, dict[str, Tensor]]:
     """Return what the network gives for a batch, and the batch on the device."""
     inputs = moved(batch, device)
-    with torch.autocast(device.type, torch.bfloat16):
+    with mixed(device):
         return network(**{name: inputs[name] for name in INPUTS}), inputs
 
 
@@ -106,6 +107,7 @@ def fine_tuning(
         loss=loss,
         evaluate=evaluate,
         clip_norm=CLIP_NORM,
+        number_format=in_place_of_bfloat16(setting.device),
         evaluations_per_epoch=recipe.evaluations_per_epoch,
     )
 

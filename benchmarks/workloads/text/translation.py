@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.optim import Adam
 from torch.utils.data import Dataset
 
+from benchmarks.workloads.mixed import in_place_of_bfloat16, mixed
 from benchmarks.workloads.text.batching import moved, pad_rows, shuffled_loader, sorted_batches
 from benchmarks.workloads.text.corpora import read_pairs
 from benchmarks.workloads.text.decoding import bleu, translate
@@ -140,7 +141,7 @@ class TranslationQuality:
         sources = self.pairs.sources[: len(self.references)]
         if not sources or bleu([""], [""], "none") is None:
             return None
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with mixed(self.device):
             rows = translate(network, sources, self.device)
         return bleu(self.subwords.decode(rows), self.references, self.corpus.bleu_tokenization)
 
@@ -180,6 +181,7 @@ def build(setting: Setting, *, corpus: Corpus, recipes: Mapping[str, Recipe]) ->
             device=setting.device,
             batch_size=recipe.batch_size,
         ),
+        number_format=in_place_of_bfloat16(setting.device),
         evaluations_per_epoch=recipe.evaluations_per_epoch,
     )
 
@@ -188,7 +190,7 @@ def _scores(network: nn.Module, batch: dict[str, Tensor], device: torch.device) 
     """Return the scores of all positions [B T, V] in full precision, and their labels [B T]."""
     inputs = moved(batch, device)
     labels = inputs.pop("labels")
-    with torch.autocast(device.type, torch.bfloat16):
+    with mixed(device):
         scores = network(**inputs)
     return scores.float().flatten(0, 1), labels.flatten()
 

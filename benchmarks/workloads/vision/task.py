@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from benchmarks.workloads.mixed import in_place_of_bfloat16, mixed
 from benchmarks.workloads.vision.metrics import MEASURES, confusion
 from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Reader, Source
 from benchmarks.workloads.vision.recipe import Recipe, Schedule
@@ -60,6 +61,7 @@ def build(task: Task, schedule: Schedule, setting: Setting) -> Training:
         num_epochs=recipe.num_epochs,
         loss=partial(loss_of, forward),
         evaluate=partial(evaluate, task, held_out_loader(source, recipe, setting), forward),
+        number_format=in_place_of_bfloat16(setting.device) if recipe.is_mixed else "",
     )
 
 
@@ -99,12 +101,12 @@ class Forward:
 
     device: torch.device
     is_mixed: bool
-    """Whether in bfloat16 where autocast allows it."""
+    """Whether in bfloat16 where autocast allows it and the device is fast at it."""
 
     def __call__(self, network: nn.Module, batch: Batch) -> Batch:
         """Return logits and targets, the logits in float32: in bfloat16 a loss has no more than three digits."""
         images, targets = (part.to(self.device, non_blocking=True) for part in batch)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.is_mixed):
+        with mixed(self.device, enabled=self.is_mixed):
             logits = network(images)
         return logits.float(), targets
 
