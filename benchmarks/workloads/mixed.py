@@ -11,7 +11,7 @@ from egeria.reference import Machine
 
 @cache
 def has_bfloat16(kind: str) -> bool:
-    """Tell whether bfloat16 is faster than float32 on this kind of device; without instructions it takes up to 2.5x as long."""
+    """Tell whether bfloat16 beats float32 on this kind of device; without instructions it takes up to 2.5x as long."""
     return kind != "cpu" or Machine.here().fast_bf16
 
 
