@@ -20,6 +20,7 @@ from torch.nn import functional
 from egeria.layers.batch import Autocast, Batch
 from egeria.plasticity import sp_loss
 from egeria.reference import LadderReference, Machine, SnapshotReference, int8
+from egeria.reference.rungs import Runnable
 
 BF16 = Machine(vnni=True, avx512_bf16=True)
 PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
@@ -319,6 +320,20 @@ def _run_anew(script):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
+
+
+def test_kernels_that_complain_at_every_call_are_not_heard(monkeypatch):
+    def complaining(self, tap, batch):
+        warnings.warn("these ranges differ", UserWarning, stacklevel=1)
+        return activation(self, tap, batch)
+
+    reference = built(_convnet(), batch := batch_of(images()), "int8", ("2", "3"))
+    assert reference.rung == "int8-static"
+    activation = Runnable.activation
+    monkeypatch.setattr(Runnable, "activation", complaining)
+    for _ in range(2):
+        assert reference.activation("3", batch) is not None
+    assert reference.rung == "int8-static"
 
 
 @every_format

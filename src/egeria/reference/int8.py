@@ -13,6 +13,7 @@ from egeria.reference import quantization
 from egeria.reference.graphs import is_plain, sharing_copy
 from egeria.reference.machine import RungName
 from egeria.reference.rungs import Plan, Runnable, require_float32
+from egeria.reference.silence import silence
 from egeria.reference.survey import in_bf16, in_fp32
 
 _LEAST_SHARE = 0.4
@@ -20,16 +21,19 @@ _CALIBRATION_PRODUCTS = 1.2e10
 
 
 class _Int8(Runnable):
-    """Runs with our engine, whatever the user has chosen."""
+    """Runs with our engine, whatever the user has chosen, and in silence.
+
+    torch warns at every call that joins tensors of different ranges; whether digits are lost is measured.
+    """
 
     def readings(self, batch: Batch) -> dict[str, Tensor | None]:
         """Return the activations at all taps."""
-        with quantization.engine():
+        with quantization.engine(), silence():
             return super().readings(batch)
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
         """Return the activation at one tap in float32, running the model no further."""
-        with quantization.engine():
+        with quantization.engine(), silence():
             return super().activation(tap, batch)
 
 
