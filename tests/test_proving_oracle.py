@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from benchmarks.proving.oracle import Trials, measure_weights
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.results import read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
-from benchmarks.proving.schedules import Found, Schedule, Search, coarse_grid, cut_into_blocks, moves, to_text
+from benchmarks.proving.schedules import Found, Schedule, Search, all_at_once, cut_into_blocks, moves, to_text
 from benchmarks.proving.tables import oracle_table, quality_table
 from benchmarks.workloads.workload import Setting
 from tests.toy_workloads import build_clusters
@@ -87,6 +88,19 @@ def test_the_budget_ends_it_with_the_best_so_far():
     assert (nothing.lossless, nothing.saving) == ((), 0)
 
 
+def test_few_trials_find_most_of_what_can_be_saved():
+    draw = random.Random(0)
+    found, possible, nothing = 0.0, 0.0, 0
+    for weights in [(0.28, 0.19), (0.26, 0.16, 0.08), (0.14, 0.12, 0.12, 0.07), (0.23, 0.22, 0.07, 0.05, 0.05)] * 25:
+        middle = draw.uniform(0.3, 0.95)
+        earliest = sorted(min(1.0, max(0.0, draw.gauss(middle, 0.15))) for _ in weights)
+        saving = Search(weights, Truth(tuple(earliest), budget=5)).run().saving
+        found, nothing = found + saving, nothing + (not saving)
+        possible += sum(weight * (1 - limit) for weight, limit in zip(weights, earliest, strict=True))
+    assert found > 0.55 * possible
+    assert nothing < 20  # of a hundred
+
+
 def test_many_modules_freeze_in_blocks_of_similar_weight():
     assert cut_into_blocks((0.1, 0.2, 0.3)) == [1, 1, 1]
     assert cut_into_blocks((0.4, *[0.05] * 8)) == [1, 4, 4]
@@ -97,7 +111,7 @@ def test_many_modules_freeze_in_blocks_of_similar_weight():
 
 
 def test_proposals_are_schedules():
-    proposed = [*coarse_grid(3), *moves((0.25, 0.5, 1.0), 0.125)]
+    proposed = [*all_at_once(3), *moves((0.25, 0.5, 1.0), 0.125)]
     for schedule in proposed:
         assert all(before <= after for before, after in itertools.pairwise(schedule))
         assert min(schedule) >= 0

