@@ -97,8 +97,8 @@ def test_few_trials_find_most_of_what_can_be_saved():
         saving = Search(weights, Truth(tuple(earliest), budget=5)).run().saving
         found, nothing = found + saving, nothing + (not saving)
         possible += sum(weight * (1 - limit) for weight, limit in zip(weights, earliest, strict=True))
-    assert found > 0.55 * possible
-    assert nothing < 20  # of a hundred
+    assert found > 0.6 * possible
+    assert nothing < 10  # of a hundred
 
 
 def test_many_modules_freeze_in_blocks_of_similar_weight():
