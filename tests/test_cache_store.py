@@ -813,22 +813,27 @@ from pathlib import Path
 import numpy as np, torch
 from egeria.cache.store.disk import DiskStore
 
-def overwrite(seed):
+def overwrite(seed, has_begun):
     store, rng = DiskStore.join(Path(sys.argv[1])), np.random.default_rng(seed)
     sizes = [layout.shape[0] for layout in store.layouts]
     while True:
         positions, values = rng.permutation(store.capacity)[:32], rng.integers(1, 2**20, 32)
         column = torch.from_numpy(values).float()[:, None]
         store.write(positions, [column.repeat(1, size) for size in sizes], np.stack([values, positions], 1))
+        os.write(has_begun, b".")
 
 torch.set_num_threads(1)
 for kill in range(int(sys.argv[2])):
+    begun, has_begun = os.pipe()
     child = os.fork()
     if not child:
-        overwrite(kill)
+        overwrite(kill, has_begun)
+    os.close(has_begun)
+    os.read(begun, 1)
     time.sleep(0.05 + 0.013 * (kill % 7))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(begun)
     print("killed", flush=True)
 """
 
