@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.proving.comparison import compare
-from benchmarks.proving.oracle import Trials, measure_weights
+from benchmarks.proving.oracle import Trials, survey
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.results import read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
@@ -212,7 +212,7 @@ def test_what_a_search_found_must_hold_with_further_seeds(tmp_path):
 
 def test_weights_are_what_freezing_each_module_saves():
     training = build_clusters(Setting(data=Path(), tier="smoke", seed=0, device=torch.device("cpu")))
-    weights = measure_weights(training)
+    weights = survey(training).weights
     assert len(weights) == 3  # of four modules the last never freezes
     assert sum(weights) < 2 / 3
     assert weights == pytest.approx([weights[0]] * 3)
@@ -235,4 +235,4 @@ def test_weights_are_counted_in_operations_not_in_parameters():
     )
     operations = [32 * 32 * 8 * 27, 4 * 4 * 32 * 72, 512 * 4]
     expected = [2 / 3 * count / sum(operations) for count in operations]
-    assert measure_weights(training) == pytest.approx(expected[:2], rel=0.01)
+    assert survey(training).weights == pytest.approx(expected[:2], rel=0.01)

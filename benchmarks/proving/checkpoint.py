@@ -7,19 +7,21 @@ import io
 import json
 import os
 import pickle
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.proving.course import EPOCH
+from benchmarks.proving.policies import Policy
 from benchmarks.proving.runfile import RunFile
 from egeria.errors import JournalError
 from egeria.events import MetricLogged
 from egeria.report.history import read_history
 
 FILE_NAME = "checkpoint.pt"
+KEPT_NAME = "epochs"
 SCHEMA = 1
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -61,8 +63,7 @@ def identify(run: RunFile) -> dict[str, Any]:
         "the workload": run.workload.name,
         "the tier": run.tier,
         "the seed": run.seed,
-        "the policy": run.policy.name,
-        "its settings": run.policy.settings,
+        **_identify_policy(run.policy),
         "the device": run.device,
         **{name: run.made_with[name] for name in ("accelerator", "torch")},
         **run.recipe,
@@ -70,8 +71,14 @@ def identify(run: RunFile) -> dict[str, Any]:
     return dict(json.loads(json.dumps(found)))
 
 
+def rename(checkpoint: Checkpoint, policy: Policy) -> Checkpoint:
+    """Return a checkpoint as that of a run by another policy, which came to the same so far."""
+    return replace(checkpoint, identity={**checkpoint.identity, **_identify_policy(policy)})
+
+
 def save(checkpoint: Checkpoint, directory: Path) -> None:
     """Write a checkpoint in the place of the last one: whoever is killed meanwhile leaves either of them whole."""
+    directory.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     # One level only: what `asdict` goes into it copies.
     torch.save(
@@ -93,10 +100,9 @@ def load(directory: Path, identity: dict[str, Any]) -> Checkpoint | None:
     Raises:
         UnusableError: it is damaged, of another run, or its journal does not reach so far.
     """
-    path = directory / FILE_NAME
-    if not path.exists():
+    checkpoint = read(directory)
+    if checkpoint is None:
         return None
-    checkpoint = _read(path)
     changed = [
         f"{name} was {checkpoint.identity.get(name)!r}, now {identity.get(name)!r}"
         for name in sorted(checkpoint.identity.keys() | identity.keys())
@@ -108,10 +114,29 @@ def load(directory: Path, identity: dict[str, Any]) -> Checkpoint | None:
     return checkpoint
 
 
+def kept(directory: Path, epoch: int) -> Path:
+    """Return where the checkpoint of an epoch is kept for runs that branch off there."""
+    return directory / KEPT_NAME / f"{epoch}"
+
+
+def read(directory: Path) -> Checkpoint | None:
+    """Read the checkpoint of a directory, whosever it is; None where there is none.
+
+    Raises:
+        UnusableError: it is damaged.
+    """
+    path = directory / FILE_NAME
+    return _read(path) if path.exists() else None
+
+
 def remove(directory: Path) -> None:
     """Remove the checkpoint of a run, and what was written of the next one."""
     for name in (FILE_NAME, f"{FILE_NAME}.new"):
         (directory / name).unlink(missing_ok=True)
+
+
+def _identify_policy(policy: Policy) -> dict[str, Any]:
+    return {"the policy": policy.name, "its settings": policy.settings}
 
 
 def _read(path: Path) -> Checkpoint:

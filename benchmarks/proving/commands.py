@@ -18,7 +18,7 @@ from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.execution import build
 from benchmarks.proving.left import describe_left, find_left, status_of
 from benchmarks.proving.limit import UNLIMITED, Limit
-from benchmarks.proving.oracle import Trials, measure_weights
+from benchmarks.proving.oracle import Trials, survey
 from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy
 from benchmarks.proving.progress import Bars
 from benchmarks.proving.record import write_record
@@ -87,8 +87,9 @@ def _search(module: str, workload: Workload, options: argparse.Namespace, consol
         if _make(wanted, recipes, options, console):
             raise RefusedError("The search ends with the run that failed. Mend it; what is finished is kept.")
 
-    trials = Trials(pattern, options.seeds, options.results, make_all, options.most_runs)
-    found = trials.search(measure_weights(_build(workload, options)))
+    found_out = survey(_build(workload, options))
+    trials = Trials(pattern, options.seeds, options.results, make_all, options.most_runs, found_out.is_in_order)
+    found = trials.search(found_out.weights)
     best = trials.confirm(found, [seed for seed in options.confirm if seed not in options.seeds])
     console.print(f"schedules tried: {len(found.tried)}, without loss {len(found.lossless)}, runs: {trials.num_runs}")
     if not found.finished:

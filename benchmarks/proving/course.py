@@ -57,9 +57,14 @@ class Course:
         return self.run.state_dict() if self.run else None
 
     def load_state_dict(self, state: dict[str, Any] | None, step: int) -> None:
-        """Go on from a saved state; load model and optimizer first."""
-        if self.run and state is not None:
-            self.run.load_state_dict(state)
+        """Go on from a saved state; load model and optimizer first.
+
+        Args:
+            state: that of egeria's run; None of a plain one, which egeria's may branch off.
+            step: how many steps were done.
+        """
+        if self.run:
+            self.run.load_state_dict(state or _counted(self.run.state_dict(), step))
         elif self._journal:
             self._journal.write(Resumed(step=step, frozen=0, stage=BOOTSTRAPPING))
 
@@ -84,6 +89,12 @@ class Course:
             self.run.close()
         if self._journal:
             self._journal.close()
+
+
+def _counted(state: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return the state of a new run as if it had watched so many steps, in which nothing was frozen."""
+    interval = state["interval_steps"]
+    return {**state, "step": step, "evaluation": step // interval, "interval_began": step - step % interval}
 
 
 def _plain_start(training: Training, total_steps: int) -> RunStarted:

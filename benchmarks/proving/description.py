@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.proving.accuracy_time import NUM_CONVERGED
 from benchmarks.proving.comparison import PER_CENT, POINTS, WorkloadComparison
+from benchmarks.proving.runfile import ORACLE
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table, timelines
 
 HOW_SPREAD = """\
@@ -99,7 +100,7 @@ def _commands(comparisons: Sequence[WorkloadComparison]) -> str:
 
 
 def _command(comparison: WorkloadComparison) -> str:
-    policies: Any = [policy for policy in comparison.policies if policy.purpose != "oracle"]
+    policies: Any = [policy for policy in comparison.policies if policy.purpose != ORACLE]
     seeds = sorted({seed for policy in comparison.policies for seed in policy.seeds})
     return (
         f"python -m benchmarks run {comparison.workload.name} --policy {','.join(p.policy for p in policies)} "

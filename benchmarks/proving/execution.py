@@ -104,6 +104,7 @@ def _train(running: RunFile, directory: Path, data: Path, say: Say, limit: Limit
         commit=made_with["commit"],
         begun=_find_checkpoint(directory, identity, say),
         saved=lambda epoch: dataclasses.replace(running, epoch=epoch).save(directory),
+        keeps_epochs=running.keeps_epochs,
     )
     running = dataclasses.replace(running, made_with={**made_with, **piece.made_with}, epoch=piece.num_done)
     running.save(directory)

@@ -11,7 +11,7 @@ import egeria
 from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, compare
 from benchmarks.proving.policies import PLAIN, Policy, parse_policy
 from benchmarks.proving.results import read_results
-from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.runfile import COMPARISON, ORACLE, RunFile
 from benchmarks.proving.schedules import Found, Schedule, Search, to_text
 from benchmarks.workloads.workload import Training
 from egeria.events import ComputeProfiled, ModulesOrdered, RunStarted
@@ -34,6 +34,7 @@ class Trials:
         make: makes runs.
         most_runs: how many a search may want, plain and finished ones counted, so that a search that
             goes on decides like one that was never broken off.
+        may_branch: whether schedules begin where they first differ from plain training.
     """
 
     pattern: RunFile
@@ -41,11 +42,12 @@ class Trials:
     results: Path
     make: Make
     most_runs: int
+    may_branch: bool = True
     num_runs: int = 0
 
     def search(self, weights: Sequence[float]) -> Found:
         """Train plainly, then search."""
-        self._train(parse_policy(PLAIN), "comparison", self.seeds)
+        self._train(parse_policy(PLAIN), self.seeds)
         return Search(weights, self.judge).run()
 
     def confirm(self, found: Found, more_seeds: Sequence[int]) -> PolicyComparison | None:
@@ -59,8 +61,8 @@ class Trials:
         seeds = sorted({*self.seeds, *more_seeds})
         for schedule in found.lossless:
             policy = parse_policy(to_text(schedule))
-            self._train(parse_policy(PLAIN), "comparison", more_seeds)
-            self._train(policy, "oracle", more_seeds)
+            self._train(parse_policy(PLAIN), more_seeds)
+            self._train(policy, more_seeds)
             comparison, compared = self.compare(policy, seeds)
             if comparison.is_within(compared):
                 return compared
@@ -71,7 +73,7 @@ class Trials:
         if self.num_runs + len(self.seeds) > self.most_runs:
             return None
         policy = parse_policy(to_text(schedule))
-        self._train(policy, "oracle", self.seeds)
+        self._train(policy, self.seeds)
         comparison, found = self.compare(policy, self.seeds)
         return comparison.is_within(found)
 
@@ -87,13 +89,30 @@ class Trials:
         assert found is not None, "its runs were just made"
         return comparison, found
 
-    def _train(self, policy: Policy, purpose: str, seeds: Sequence[int]) -> None:
+    def _train(self, policy: Policy, seeds: Sequence[int]) -> None:
         self.num_runs += len(seeds)
-        self.make([dataclasses.replace(self.pattern, policy=policy, seed=seed, purpose=purpose) for seed in seeds])
+        pattern = dataclasses.replace(
+            self.pattern,
+            policy=policy,
+            purpose=COMPARISON if policy.is_plain else ORACLE,
+            keeps_epochs=policy.is_plain and self.may_branch,
+        )
+        self.make([dataclasses.replace(pattern, seed=seed) for seed in seeds])
 
 
-def measure_weights(training: Training) -> list[float]:
-    """Return the share of an iteration that freezing each layer module saves, the last one left out.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What is to be known of a network before its schedules are searched."""
+
+    weights: list[float]
+    """Share of an iteration that freezing each layer module saves, front to back, the last one left out."""
+    is_in_order: bool
+    """Whether modules run in the order of their definition. Else egeria learns it from the first steps of a run, and
+    nothing can branch off behind them."""
+
+
+def survey(training: Training) -> Survey:
+    """Find out what freezing saves.
 
     Freezes in a few steps of a training that is thrown away: operations are counted before the first freeze. Where
     they cannot be counted, parameters stand for them.
@@ -111,8 +130,10 @@ def measure_weights(training: Training) -> list[float]:
                 training.optimizer.zero_grad()
                 run.step(loss)
         journal = egeria.read_journal(directory)
-    cut = (journal.of(ModulesOrdered) or journal.of(RunStarted))[-1]
+    ordered = journal.of(ModulesOrdered)
+    cut = (ordered or journal.of(RunStarted))[-1]
     profile = journal.first(ComputeProfiled)
     sizes = [float(module["num_parameters"]) for module in cut.modules]
     shares = profile.forward_shares if profile else [size / sum(sizes) for size in sizes]
-    return [BACKWARD_SHARE * share for share in shares[: cut.deepest_freeze]]
+    weights = [BACKWARD_SHARE * share for share in shares[: cut.deepest_freeze]]
+    return Survey(weights=weights, is_in_order=not ordered)

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
 from benchmarks.proving.results import Outcome
+from benchmarks.proving.runfile import ORACLE
 from egeria.report.svg import module_colour
 
 LONGEST_LABEL = 44
@@ -43,7 +44,7 @@ CLOCK_NAMES = {"wall": "wall-clock", "cpu": "CPU"}
 
 def draw_all(comparison: WorkloadComparison, folder: Path) -> list[str]:
     """Draw what there is data for; return the names of the files."""
-    shown = [p for p in comparison.policies if p.purpose != "oracle" or p is comparison.oracle]
+    shown = [p for p in comparison.policies if p.purpose != ORACLE or p is comparison.oracle]
     colours = {policy.policy: module_colour(place, len(shown)) for place, policy in enumerate(shown)}
     prefix = f"{comparison.workload.name}-{comparison.tier}"
     names = [f"{prefix}-accuracy.svg"]

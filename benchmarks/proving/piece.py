@@ -39,6 +39,7 @@ class Piece:
         commit: that the run is made with now.
         begun: where to go on from; None begins with the first epoch.
         saved: told the epochs of each checkpoint.
+        keeps_epochs: whether the checkpoint of each epoch is kept, with or without a limit.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Piece:
         commit: str = "",
         begun: Checkpoint | None = None,
         saved: Callable[[int], object] = lambda epoch: None,
+        keeps_epochs: bool = False,
     ) -> None:
         self._training = training
         self._device = device
@@ -60,6 +62,7 @@ class Piece:
         self._identity = identity or {}
         self._begun = begun
         self._tell_saved = saved
+        self._keeps_epochs = keeps_epochs
         self._generators = find_generators(training.loader)
         self._lengths_s: Sequence[float] = begun.lengths_s if begun else ()
         self._commits = list(dict.fromkeys((*(begun.commits if begun else ()), commit)))
@@ -112,6 +115,8 @@ class Piece:
             course: of the run.
             watch: halted.
         """
+        if self._keeps_epochs:
+            checkpoint.save(self._describe(epoch, course, watch), checkpoint.kept(self._directory, epoch))
         if not self._limit.is_set:
             return True
         now_s = time.perf_counter()
@@ -126,9 +131,15 @@ class Piece:
         return has_time
 
     def _save(self, epoch: int, course: Course, watch: Stopwatch) -> None:
-        training = self._training
         began_s = time.perf_counter()
-        found = Checkpoint(
+        checkpoint.save(self._describe(epoch, course, watch), self._directory)
+        self._tell_saved(epoch)
+        self._saved_s = time.perf_counter()
+        self._saving_s = self._saved_s - began_s
+
+    def _describe(self, epoch: int, course: Course, watch: Stopwatch) -> Checkpoint:
+        training = self._training
+        return Checkpoint(
             identity=self._identity,
             epoch=epoch,
             wall_s=watch.wall_s,
@@ -144,10 +155,6 @@ class Piece:
             },
             egeria=course.state_dict(),
         )
-        checkpoint.save(found, self._directory)
-        self._tell_saved(epoch)
-        self._saved_s = time.perf_counter()
-        self._saving_s = self._saved_s - began_s
 
     def _load(self, begun: Checkpoint, course: Course) -> None:
         training, states = self._training, begun.training

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.proving.policies import Policy
 
 FILE_NAME = "run.json"
+COMPARISON, ORACLE = "comparison", "oracle"
 WAITING, RUNNING, PAUSED, FINISHED, FAILED = "waiting", "running", "paused", "finished", "failed"
 
 
@@ -36,8 +37,10 @@ class RunFile:
     seed: int
     policy: Policy
     device: str
-    purpose: str = "comparison"
-    """'comparison', or 'oracle' for a schedule that the oracle tried."""
+    purpose: str = COMPARISON
+    """Or ORACLE for a schedule that the oracle tried."""
+    keeps_epochs: bool = False
+    """Whether the checkpoint of every epoch is kept, for trials of the oracle that branch off."""
     error: str = ""
     pid: int = 0
     epoch: int = 0

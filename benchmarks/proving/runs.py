@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from benchmarks.proving import checkpoint, runfile
+from benchmarks.proving.branching import branch_off
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.execution import NO_DATA_STATUS, OUTPUT_NAME, PAUSED_STATUS
 from benchmarks.proving.limit import LAST_S, UNLIMITED, Experience, Limit
@@ -157,12 +158,9 @@ class Queue:
     def _make(self, run: RunFile) -> str:
         """Make a run; return why it failed, or nothing."""
         directory = self._place.results / run.place
-        is_begun = (directory / checkpoint.FILE_NAME).exists()
-        if is_begun:
-            found = runfile.load(directory)
-            run = dataclasses.replace(run, epoch=found.epoch if found else 0)
-        else:
-            shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: a journal is only appended to
+        epoch = self._find_epoch(run, directory)
+        is_begun = epoch is not None
+        run = dataclasses.replace(run, epoch=epoch or 0)
         run.save(directory)
         with (directory / OUTPUT_NAME).open("a" if is_begun else "w", encoding="utf-8") as output:
             process = subprocess.Popen(
@@ -182,6 +180,14 @@ class Queue:
         if process.returncode == NO_DATA_STATUS:
             self._without_data[run.workload.name] = error
         return error
+
+    def _find_epoch(self, run: RunFile, directory: Path) -> int | None:
+        """Return the epoch of the checkpoint that a run goes on from; None, and an empty directory, without one."""
+        if (directory / checkpoint.FILE_NAME).exists():
+            found = runfile.load(directory)
+            return found.epoch if found else 0
+        shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: a journal is only appended to
+        return branch_off(run, self._place.results) if run.purpose == runfile.ORACLE else None
 
     def _follow(self, process: subprocess.Popen[str], run: RunFile, show: Show) -> None:
         """Show what a run says of itself until it ends."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks.proving.accuracy_time import CLOCKS, CONVERGED, NEARLY
 from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
 from benchmarks.proving.policies import DEFAULT
+from benchmarks.proving.runfile import ORACLE
 from benchmarks.proving.statistics import Spread
 
 NAMES = {"wall": "wall", "cpu": "CPU"}
@@ -60,7 +61,7 @@ def time_table(comparison: WorkloadComparison) -> str:
 
 def oracle_table(comparison: WorkloadComparison) -> str:
     """Return every schedule that the oracle tried, the one that skips most first; nothing where it tried none."""
-    tried = [policy for policy in comparison.policies if policy.purpose == "oracle"]
+    tried = [policy for policy in comparison.policies if policy.purpose == ORACLE]
     if not tried:
         return ""
     tried.sort(key=lambda policy: -(policy.skipped.mean if policy.skipped else 0.0))
@@ -154,7 +155,7 @@ def _overview_cells(comparison: WorkloadComparison, policy: PolicyComparison | N
 def _shown(comparison: WorkloadComparison) -> list[PolicyComparison]:
     """Return the policies without what the oracle tried, except its best."""
     oracle = comparison.oracle
-    return [policy for policy in comparison.policies if policy.purpose != "oracle" or policy is oracle]
+    return [policy for policy in comparison.policies if policy.purpose != ORACLE or policy is oracle]
 
 
 def _name(comparison: WorkloadComparison, policy: PolicyComparison) -> str:

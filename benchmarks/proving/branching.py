@@ -1,0 +1,47 @@
+"""Letting a trial of the oracle begin where it first differs from plain training, with what that had learned by then.
+
+Until something freezes, egeria changes no bit of a training; so whatever plain training kept at the end of an epoch is
+what the trial would have come to. Its journal begins with that of plain training, and tells where it branched off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+
+from benchmarks.proving import checkpoint, runfile
+from benchmarks.proving.checkpoint import UnusableError
+from benchmarks.proving.policies import PLAIN, parse_policy
+from benchmarks.proving.runfile import RunFile
+from egeria.config.timetable import read_timetable
+from egeria.journal.writer import FILE_NAME as JOURNAL_NAME
+
+
+def branch_off(run: RunFile, results: Path) -> int | None:
+    """Put the latest fitting checkpoint of plain training into the empty directory of a run.
+
+    Args:
+        run: of the policy 'static', not begun.
+        results: the directory of all results.
+
+    Returns:
+        How many epochs the run may leave out; None where plain training kept none that fits, and nothing was put there.
+    """
+    source = results / dataclasses.replace(run, policy=parse_policy(PLAIN)).place
+    plain = runfile.load(source)
+    if plain is None or plain.status != runfile.FINISHED:
+        return None
+    first_share, _ = read_timetable(run.policy.settings["policy"]["schedule"])[0]
+    # At the end of the epoch that reaches the share, it is frozen already.
+    last = math.ceil(first_share * plain.recipe["num_epochs"] - 1e-9) - 1
+    for epoch in range(last, 0, -1):
+        with contextlib.suppress(UnusableError):
+            if found := checkpoint.read(checkpoint.kept(source, epoch)):
+                directory = results / run.place
+                checkpoint.save(checkpoint.rename(found, run.policy), directory)
+                shutil.copy(source / JOURNAL_NAME, directory)
+                return epoch
+    return None

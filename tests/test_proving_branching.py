@@ -1,0 +1,123 @@
+"""Trials of the oracle that begin where they first differ from plain training come to what whole ones come to."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from benchmarks.proving import checkpoint, runfile
+from benchmarks.proving.branching import branch_off
+from benchmarks.proving.commands import WorkloadFacts
+from benchmarks.proving.execution import execute
+from benchmarks.proving.oracle import Trials
+from benchmarks.proving.policies import parse_policy
+from benchmarks.proving.progress import Bars
+from benchmarks.proving.results import read_outcome
+from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.runs import Place, make
+from rich.console import Console
+from tests import toy_workloads
+from tests.pieces import told
+
+NUM_EPOCHS = 5
+pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
+
+
+def wanted_run(policy: str, **given: object) -> RunFile:
+    (toy, *_) = toy_workloads.WORKLOADS
+    facts = {name: getattr(toy, name) for name in ("name", "metric", "higher_is_better", "is_relative", "paper")}
+    run = RunFile(
+        status=runfile.WAITING,
+        workload=WorkloadFacts(**facts),
+        module="tests.toy_workloads",
+        tier="cpu",
+        seed=0,
+        policy=parse_policy(policy),
+        device="cpu",
+    )
+    return dataclasses.replace(run, **given)
+
+
+def finish(run: RunFile, directory: Path) -> list[int]:
+    """Make a run to its end; return the epochs it told of."""
+    said: list[dict] = []
+    directory.mkdir(parents=True, exist_ok=True)
+    assert execute(run, directory, Path("nowhere"), said.append) == 0, (directory / runfile.FILE_NAME).read_text()
+    assert [record for record in said if "note" in record] == []
+    return [record["epoch"] for record in said]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """Plain training that kept its epochs."""
+    folder = tmp_path_factory.mktemp("results")
+    plain = wanted_run("none", keeps_epochs=True)
+    finish(plain, folder / plain.place)
+    assert not (folder / plain.place / checkpoint.FILE_NAME).exists()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first"),
+    [("0.3:1+0.7:2", 1), ("0.4:1+0.8:3", 1), ("0.41:2+0.9:0", 2), ("0.9:3", 4)],
+)
+def test_what_branches_off_comes_to_what_a_whole_trial_comes_to(schedule, first, results, tmp_path):
+    run = wanted_run(f"static:schedule={schedule}", purpose=runfile.ORACLE)
+    finish(run, tmp_path)
+    assert branch_off(run, results) == first
+    branch = results / run.place
+    assert finish(run, branch) == list(range(first, NUM_EPOCHS + 1))
+    decided = [record for record in told(branch) if record["event"] in ("frozen", "thawed", "metric")]
+    assert decided == [record for record in told(tmp_path) if record["event"] in ("frozen", "thawed", "metric")]
+    found, whole = (read_outcome(place, runfile.load(place)) for place in (branch, tmp_path))
+    assert found.skipped == whole.skipped
+    assert whole.skipped.total > 0
+    assert found.spans == whole.spans
+    assert (found.num_modules, found.interval_steps) == (whole.num_modules, whole.interval_steps)
+    times = [evaluation.cpu_s for evaluation in found.evaluations]
+    assert 0 < times[0] < times[-1]
+    assert times == sorted(times)  # those of plain training, then its own on top
+
+
+def test_what_freezes_in_the_first_epoch_trains_whole(results):
+    run = wanted_run("static:schedule=0.2:1", purpose=runfile.ORACLE)
+    assert branch_off(run, results) is None
+    assert not (results / run.place).exists()
+
+
+def test_an_epoch_that_is_damaged_or_gone_gives_way_to_one_before(results):
+    run = wanted_run("static:schedule=0.95:1", purpose=runfile.ORACLE)
+    source = results / wanted_run("none").place
+    path = checkpoint.kept(source, 4) / checkpoint.FILE_NAME
+    content = path.read_bytes()
+    try:
+        path.write_bytes(content[:-1])
+        assert branch_off(run, results) == 3
+        path.unlink()
+        assert branch_off(run, results) == 3
+    finally:
+        path.write_bytes(content)
+    assert branch_off(run, results) == 4
+
+
+def test_without_plain_training_there_is_nothing_to_branch_off_from(tmp_path, results):
+    assert branch_off(wanted_run("static:schedule=0.5:1"), tmp_path) is None
+    assert branch_off(wanted_run("static:schedule=0.5:1", seed=1), results) is None
+
+
+def test_a_search_branches_off_by_itself(tmp_path):
+    place = Place(data=Path("nowhere"), results=tmp_path)
+
+    def make_all(wanted: Sequence[RunFile]) -> None:
+        with Bars(Console(file=io.StringIO()), len(wanted)) as bars:
+            assert make(wanted, place, bars).failed == []
+
+    Trials(wanted_run("none"), [0], tmp_path, make_all, most_runs=3).search([0.1, 0.1, 0.1])
+    made = [runfile.load(path.parent) for path in sorted(tmp_path.rglob(runfile.FILE_NAME))]
+    assert {run.status for run in made} == {runfile.FINISHED}
+    tried = {run.policy.text: run for run in made if run.purpose == runfile.ORACLE}
+    assert len(tried) == 2
+    assert tried["static:schedule=0.5:3"].made_with["pieces"] == 2
