@@ -15,7 +15,7 @@ from benchmarks.proving.oracle import Trials, survey
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.results import read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
-from benchmarks.proving.schedules import Found, Schedule, Search, all_at_once, cut_into_blocks, moves, to_text
+from benchmarks.proving.schedules import Schedule, Search, all_at_once, cut_into_blocks, moves, to_text
 from benchmarks.proving.tables import oracle_table, quality_table
 from benchmarks.workloads.workload import Setting
 from tests.toy_workloads import build_clusters
@@ -195,19 +195,23 @@ def test_a_search_wants_no_more_runs_than_it_may(tmp_path):
 
 def test_what_a_search_found_must_hold_with_further_seeds(tmp_path):
     search, maker = trials(tmp_path, 100)
-    found = Found(lossless=((0.5, 0.5), (0.75, 0.75), (0.8, 0.8)), saving=0.2, tried={}, finished=True)
     search.search([0.2, 0.2])
-    for schedule in found.lossless:
+    for schedule in ((0.8, 0.8), (0.75, 0.75)):  # as another search may have left them
         assert search.judge(schedule)
-    assert search.confirm(found, []).policy == "static:schedule=0.5:2"
+    assert search.confirm([]).policy == "static:schedule=0.5:2"
     del maker.made[:]
-    confirmed = search.confirm(found, [2, 3])
+    confirmed = search.confirm([2, 3])
     assert (confirmed.policy, confirmed.seeds) == ("static:schedule=0.75:2", (0, 1, 2, 3))
     wanted = {(run.policy.text, run.seed) for run in maker.made}
     assert wanted == {
         (policy, seed) for policy in ("none", "static:schedule=0.5:2", "static:schedule=0.75:2") for seed in (2, 3)
     }  # nothing is tried behind what holds
-    assert search.confirm(replace(found, lossless=found.lossless[:1]), [2, 3]) is None
+
+
+def test_where_nothing_holds_with_further_seeds_nothing_is_found(tmp_path):
+    search, _ = trials(tmp_path, 4)
+    assert search.search([0.2, 0.2]).lossless == ((0.5, 0.5),)
+    assert search.confirm([2, 3]) is None
 
 
 def test_weights_are_what_freezing_each_module_saves():

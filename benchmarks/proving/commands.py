@@ -90,7 +90,7 @@ def _search(module: str, workload: Workload, options: argparse.Namespace, consol
     found_out = survey(_build(workload, options))
     trials = Trials(pattern, options.seeds, options.results, make_all, options.most_runs, found_out.is_in_order)
     found = trials.search(found_out.weights)
-    best = trials.confirm(found, [seed for seed in options.confirm if seed not in options.seeds])
+    best = trials.confirm([seed for seed in options.confirm if seed not in options.seeds])
     console.print(f"schedules tried: {len(found.tried)}, without loss {len(found.lossless)}, runs: {trials.num_runs}")
     if not found.finished:
         console.print(f"The budget of {options.most_runs} runs ended the search; more may be found with --most-runs.")

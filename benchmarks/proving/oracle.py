@@ -10,7 +10,7 @@ from pathlib import Path
 import egeria
 from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, compare
 from benchmarks.proving.policies import PLAIN, Policy, parse_policy
-from benchmarks.proving.results import read_results
+from benchmarks.proving.results import Outcome, read_results
 from benchmarks.proving.runfile import COMPARISON, ORACLE, RunFile
 from benchmarks.proving.schedules import Found, Schedule, Search, to_text
 from benchmarks.workloads.workload import Training
@@ -50,23 +50,34 @@ class Trials:
         self._train(parse_policy(PLAIN), self.seeds)
         return Search(weights, self.judge).run()
 
-    def confirm(self, found: Found, more_seeds: Sequence[int]) -> PolicyComparison | None:
-        """Return what saves most of all that lost nothing in a search, and nothing with more seeds put in.
+    def confirm(self, more_seeds: Sequence[int]) -> PolicyComparison | None:
+        """Return what skips most of all that lost nothing with the seeds of a search, and nothing with more put in.
 
-        The more schedules are tried with few seeds, the more of what seems to be without loss is luck.
+        The more schedules are tried with few seeds, the more of what seems to be without loss is luck. Kept trials of
+        other searches count as well.
 
         Returns:
             None where nothing holds.
         """
         seeds = sorted({*self.seeds, *more_seeds})
-        for schedule in found.lossless:
-            policy = parse_policy(to_text(schedule))
+        for policy in self._find_lossless():
             self._train(parse_policy(PLAIN), more_seeds)
             self._train(policy, more_seeds)
             comparison, compared = self.compare(policy, seeds)
             if comparison.is_within(compared):
                 return compared
         return None
+
+    def _find_lossless(self) -> list[Policy]:
+        """Return the schedules whose trials lost nothing with the seeds of a search, what skips most first."""
+        (comparison,) = compare([run for run in self._read() if run.run.seed in self.seeds], PLAIN)
+        lossless = [
+            found
+            for found in comparison.policies
+            if found.purpose == ORACLE and len(found.seeds) == len(self.seeds) and comparison.is_within(found)
+        ]
+        skipped = {found.policy: found.skipped.mean for found in lossless if found.skipped is not None}
+        return [parse_policy(text) for text in sorted(skipped, key=lambda text: -skipped[text])]
 
     def judge(self, schedule: Schedule) -> bool | None:
         """Train by a schedule; tell whether nothing was lost, or None where the budget is spent."""
@@ -81,13 +92,16 @@ class Trials:
         """Compare a policy with plain training over these seeds."""
         outcomes = [
             outcome
-            for outcome in read_results(self.results, [self.pattern.workload.name], self.pattern.tier)
+            for outcome in self._read()
             if outcome.run.policy.text in (PLAIN, policy.text) and outcome.run.seed in seeds
         ]
         (comparison,) = compare(outcomes, PLAIN)
         found = comparison.find(policy.text)
         assert found is not None, "its runs were just made"
         return comparison, found
+
+    def _read(self) -> list[Outcome]:
+        return read_results(self.results, [self.pattern.workload.name], self.pattern.tier)
 
     def _train(self, policy: Policy, seeds: Sequence[int]) -> None:
         self.num_runs += len(seeds)
