@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from benchmarks.proving import checkpoint, runfile
-from benchmarks.proving.branching import branch_off
+from benchmarks.proving.branching import begin_epochs, branch_off
+from benchmarks.proving.checkpoint import Checkpoint
 from benchmarks.proving.commands import WorkloadFacts
 from benchmarks.proving.execution import execute
 from benchmarks.proving.oracle import Trials
@@ -17,10 +19,13 @@ from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.progress import Bars
 from benchmarks.proving.results import read_outcome
 from benchmarks.proving.runfile import RunFile
-from benchmarks.proving.runs import Place, make
+from benchmarks.proving.runs import Place, Queue, make
 from rich.console import Console
 from tests import toy_workloads
 from tests.pieces import told
+
+from egeria.events import IntervalMeasured
+from egeria.report.history import read_history
 
 NUM_EPOCHS = 5
 pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
@@ -62,7 +67,14 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("schedule", "first"),
-    [("0.3:1+0.7:2", 1), ("0.4:1+0.8:3", 1), ("0.41:2+0.9:0", 2), ("0.9:3", 4)],
+    [
+        ("0.3:1+0.7:2", 1),
+        ("0.4:1+0.8:3", 1),
+        ("0.41:2+0.9:0", 2),
+        ("0.9:3", 4),
+        ("0.45:1+0.7:3,plasticity.interval_steps=7", 2),
+        ("0.61:2,plasticity.interval_steps=50", 3),
+    ],
 )
 def test_what_branches_off_comes_to_what_a_whole_trial_comes_to(schedule, first, results, tmp_path):
     run = wanted_run(f"static:schedule={schedule}", purpose=runfile.ORACLE)
@@ -76,6 +88,8 @@ def test_what_branches_off_comes_to_what_a_whole_trial_comes_to(schedule, first,
     assert found.skipped == whole.skipped
     assert whole.skipped.total > 0
     assert found.spans == whole.spans
+    intervals = [event.step for event in read_history(branch).of(IntervalMeasured)]
+    assert intervals == [event.step for event in read_history(tmp_path).of(IntervalMeasured)][-len(intervals) :]
     assert (found.num_modules, found.interval_steps) == (whole.num_modules, whole.interval_steps)
     times = [evaluation.cpu_s for evaluation in found.evaluations]
     assert 0 < times[0] < times[-1]
@@ -101,6 +115,52 @@ def test_an_epoch_that_is_damaged_or_gone_gives_way_to_one_before(results):
     finally:
         path.write_bytes(content)
     assert branch_off(run, results) == 4
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    saving = checkpoint.save
+
+    def fill(found: Checkpoint, directory: Path) -> None:
+        if found.epoch == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        saving(found, directory)
+
+    monkeypatch.setattr(checkpoint, "save", fill)
+    plain = wanted_run("none", keeps_epochs=True)
+    with pytest.warns(UserWarning, match="epoch 3 is not kept .* No space left"):
+        finish(plain, tmp_path / plain.place)
+    assert sorted(path.name for path in (tmp_path / plain.place / "epochs").iterdir()) == ["1", "2", "4"]
+    assert branch_off(wanted_run("static:schedule=0.8:1"), tmp_path) == 2
+
+
+def test_few_epochs_of_a_long_training_are_kept():
+    assert begin_epochs(5) == {1, 2, 3, 4}
+    assert begin_epochs(20) == {1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 16, 17, 18}
+    assert len(begin_epochs(200)) == 15
+    assert begin_epochs(1) == frozenset()
+
+
+def test_a_trial_that_was_broken_off_branches_off_again(results, monkeypatch):
+    """What lies there may stem from plain training that was made again since."""
+    run = wanted_run("static:schedule=0.55:1", purpose=runfile.ORACLE)
+    assert branch_off(run, results) == 2
+    leftover = results / run.place / checkpoint.FILE_NAME
+    content = leftover.read_bytes()
+    for left in (None, run):
+        leftover.write_bytes(b"of another plain run")
+        if left:
+            left.save(results / run.place)
+        assert find_epoch(run, results) == 2
+        assert leftover.read_bytes() == content
+    assert find_epoch(dataclasses.replace(run, purpose=runfile.COMPARISON), results) is None
+    assert not leftover.exists()
+
+
+def find_epoch(run: RunFile, results: Path) -> int | None:
+    """Return the epoch a run would go on from, as the queue that makes it finds it."""
+    with Bars(Console(file=io.StringIO()), 1) as bars:
+        queue = Queue([run], Place(data=Path("nowhere"), results=results), bars)
+        return queue._find_epoch(run, results / run.place)
 
 
 def test_without_plain_training_there_is_nothing_to_branch_off_from(tmp_path, results):

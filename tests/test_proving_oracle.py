@@ -177,6 +177,7 @@ def test_trials_are_kept_as_results_that_compare_knows(tmp_path):
     found = search.search([0.2, 0.2])
     assert found.lossless[0] == (0.5, 0.5)
     assert (len(maker.made), {run.seed for run in maker.made}) == (search.num_runs, {0, 1})
+    assert [run.keeps_epochs for run in maker.made] == [run.policy.is_plain for run in maker.made]
     (comparison,) = compare(read_results(tmp_path), "none")
     assert comparison.oracle.policy == "static:schedule=0.5:2"
     assert comparison.oracle.skipped.mean == pytest.approx(100 * found.saving)
@@ -240,3 +241,29 @@ def test_weights_are_counted_in_operations_not_in_parameters():
     operations = [32 * 32 * 8 * 27, 4 * 4 * 32 * 72, 512 * 4]
     expected = [2 / 3 * count / sum(operations) for count in operations]
     assert survey(training).weights == pytest.approx(expected[:2], rel=0.01)
+
+
+class Swapped(nn.Module):
+    """Defines its layers in another order than it runs them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(32, 16)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            points = functional.relu(layer(points))
+        return self.last(points)
+
+
+def test_trials_of_a_network_that_runs_in_another_order_train_whole(tmp_path):
+    clusters = build_clusters(Setting(data=Path(), tier="smoke", seed=0, device=torch.device("cpu")))
+    assert survey(clusters).is_in_order
+    model = Swapped()
+    found = survey(replace(clusters, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert not found.is_in_order
+    search, maker = trials(tmp_path, 4)
+    search.may_branch = found.is_in_order
+    search.search(found.weights)
+    assert [run.keeps_epochs for run in maker.made] == [False] * 4

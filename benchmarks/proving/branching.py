@@ -16,6 +16,7 @@ from benchmarks.proving import checkpoint, runfile
 from benchmarks.proving.checkpoint import UnusableError
 from benchmarks.proving.policies import PLAIN, parse_policy
 from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.schedules import FINEST
 from egeria.config.timetable import read_timetable
 from egeria.journal.writer import FILE_NAME as JOURNAL_NAME
 
@@ -35,13 +36,22 @@ def branch_off(run: RunFile, results: Path) -> int | None:
     if plain is None or plain.status != runfile.FINISHED:
         return None
     first_share, _ = read_timetable(run.policy.settings["policy"]["schedule"])[0]
-    # At the end of the epoch that reaches the share, it is frozen already.
-    last = math.ceil(first_share * plain.recipe["num_epochs"] - 1e-9) - 1
-    for epoch in range(last, 0, -1):
+    for epoch in range(_last_epoch(first_share, plain.recipe["num_epochs"]), 0, -1):
         with contextlib.suppress(UnusableError):
             if found := checkpoint.read(checkpoint.kept(source, epoch)):
                 directory = results / run.place
-                checkpoint.save(checkpoint.rename(found, run.policy), directory)
+                directory.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source / JOURNAL_NAME, directory)
+                checkpoint.save(checkpoint.rename(found, run.policy), directory)
                 return epoch
     return None
+
+
+def begin_epochs(num_epochs: int) -> frozenset[int]:
+    """Return the epochs behind which the schedules of a search begin."""
+    return frozenset(_last_epoch(place * FINEST, num_epochs) for place in range(1, round(1 / FINEST))) - {0}
+
+
+def _last_epoch(share: float, num_epochs: int) -> int:
+    """Return the last epoch that ends before a share of the training: where one ends with it, something is frozen."""
+    return math.ceil(share * num_epochs - 1e-9) - 1

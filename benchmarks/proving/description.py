@@ -32,6 +32,10 @@ HOW_LOSS = f"""\
 - 'Without loss' means a mean loss of at most {POINTS} points, or {PER_CENT:g} % where the metric is judged relatively.
   The oracle is the schedule, given in advance, that skips most without loss among those that were tried."""
 
+HOW_BRANCHED = """\
+- A schedule that the oracle tried begins with the last epoch of plain training before anything freezes, and until
+  there its times are those of plain training."""
+
 
 def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[str, str], Sequence[str]]) -> str:
     """Return the README of a record."""
@@ -39,7 +43,9 @@ def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[
     for comparison in comparisons:
         names = pictures[comparison.workload.name, comparison.tier]
         parts += _section(comparison, names)
-    told = method(HOW_SPREAD, HOW_INTERVAL, HOW_TIME, HOW_TARGETS, HOW_COMPUTE, HOW_LOSS)
+    has_trials = any(policy.purpose == ORACLE for comparison in comparisons for policy in comparison.policies)
+    points = (HOW_SPREAD, HOW_INTERVAL, HOW_TIME, HOW_TARGETS, HOW_COMPUTE, HOW_LOSS)
+    told = method(*points, *([HOW_BRANCHED] if has_trials else []))
     return "\n\n".join([*parts, told, circumstances(comparisons), _commands(comparisons)]) + "\n"
 
 

@@ -70,11 +70,16 @@ class Trials:
 
     def _find_lossless(self) -> list[Policy]:
         """Return the schedules whose trials lost nothing with the seeds of a search, what skips most first."""
-        (comparison,) = compare([run for run in self._read() if run.run.seed in self.seeds], PLAIN)
+        kept = [
+            outcome
+            for outcome in self._read()
+            if outcome.run.policy.name in (PLAIN, "static") and outcome.run.seed in self.seeds
+        ]
+        (comparison,) = compare(kept, PLAIN)
         lossless = [
             found
             for found in comparison.policies
-            if found.purpose == ORACLE and len(found.seeds) == len(self.seeds) and comparison.is_within(found)
+            if found.policy != PLAIN and len(found.seeds) == len(self.seeds) and comparison.is_within(found)
         ]
         skipped = {found.policy: found.skipped.mean for found in lossless if found.skipped is not None}
         return [parse_policy(text) for text in sorted(skipped, key=lambda text: -skipped[text])]

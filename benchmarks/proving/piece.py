@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.proving import checkpoint
+from benchmarks.proving.branching import begin_epochs
 from benchmarks.proving.checkpoint import Checkpoint
 from benchmarks.proving.course import Course
 from benchmarks.proving.limit import UNLIMITED, Limit
@@ -34,12 +37,12 @@ class Piece:
         training: what is trained; the loader as nobody follows it yet.
         device: what it is trained on.
         directory: that of the run.
-        limit: of the time; without one there are no checkpoints.
+        limit: of the time; without one there is no checkpoint to go on from.
         identity: whose the checkpoints are, by `checkpoint.identify`.
         commit: that the run is made with now.
         begun: where to go on from; None begins with the first epoch.
         saved: told the epochs of each checkpoint.
-        keeps_epochs: whether the checkpoint of each epoch is kept, with or without a limit.
+        keeps_epochs: whether checkpoints are kept, with or without a limit, for trials of the oracle to branch off.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Piece:
         self._identity = identity or {}
         self._begun = begun
         self._tell_saved = saved
-        self._keeps_epochs = keeps_epochs
+        self._kept_epochs = begin_epochs(training.num_epochs) if keeps_epochs else frozenset()
         self._generators = find_generators(training.loader)
         self._lengths_s: Sequence[float] = begun.lengths_s if begun else ()
         self._commits = list(dict.fromkeys((*(begun.commits if begun else ()), commit)))
@@ -115,8 +118,8 @@ class Piece:
             course: of the run.
             watch: halted.
         """
-        if self._keeps_epochs:
-            checkpoint.save(self._describe(epoch, course, watch), checkpoint.kept(self._directory, epoch))
+        if epoch in self._kept_epochs:
+            self._keep(epoch, course, watch)
         if not self._limit.is_set:
             return True
         now_s = time.perf_counter()
@@ -136,6 +139,15 @@ class Piece:
         self._tell_saved(epoch)
         self._saved_s = time.perf_counter()
         self._saving_s = self._saved_s - began_s
+
+    def _keep(self, epoch: int, course: Course, watch: Stopwatch) -> None:
+        """Leave a checkpoint for trials; without it, on a disk that is full for one, they begin with an earlier one."""
+        directory = checkpoint.kept(self._directory, epoch)
+        try:
+            checkpoint.save(self._describe(epoch, course, watch), directory)
+        except OSError as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            warnings.warn(f"epoch {epoch} is not kept for trials of the oracle: {error}", stacklevel=2)
 
     def _describe(self, epoch: int, course: Course, watch: Stopwatch) -> Checkpoint:
         training = self._training

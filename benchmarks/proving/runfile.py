@@ -40,7 +40,7 @@ class RunFile:
     purpose: str = COMPARISON
     """Or ORACLE for a schedule that the oracle tried."""
     keeps_epochs: bool = False
-    """Whether the checkpoint of every epoch is kept, for trials of the oracle that branch off."""
+    """Whether checkpoints are kept, up to fifteen, for trials of the oracle to branch off."""
     error: str = ""
     pid: int = 0
     epoch: int = 0

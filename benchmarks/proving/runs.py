@@ -159,6 +159,8 @@ class Queue:
         """Make a run; return why it failed, or nothing."""
         directory = self._place.results / run.place
         epoch = self._find_epoch(run, directory)
+        if self._stopped:
+            return ""
         is_begun = epoch is not None
         run = dataclasses.replace(run, epoch=epoch or 0)
         run.save(directory)
@@ -183,9 +185,11 @@ class Queue:
 
     def _find_epoch(self, run: RunFile, directory: Path) -> int | None:
         """Return the epoch of the checkpoint that a run goes on from; None, and an empty directory, without one."""
-        if (directory / checkpoint.FILE_NAME).exists():
-            found = runfile.load(directory)
-            return found.epoch if found else 0
+        found = runfile.load(directory)
+        # A trial has no other checkpoint than that of a plain run, which may have been made again since.
+        is_trial = found is None or runfile.ORACLE in (run.purpose, found.purpose)
+        if found is not None and not is_trial and (directory / checkpoint.FILE_NAME).exists():
+            return found.epoch
         shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: a journal is only appended to
         return branch_off(run, self._place.results) if run.purpose == runfile.ORACLE else None
 
