@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks.__main__ import main
+from benchmarks.proving.catalogue import REGISTRY
+from benchmarks.proving.policies import parse_policy
+from benchmarks.proving.progress import Bars
 from benchmarks.proving.results import read_results
+from benchmarks.proving.runfile import ORACLE, WAITING, RunFile, WorkloadFacts
+from benchmarks.proving.runs import Place, make
 from benchmarks.workloads.registry import WORKLOADS
 from benchmarks.workloads.workload import MissingDataError, Setting, Workload
+from rich.console import Console
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 A_MINUTE_S = 60.0
@@ -32,6 +41,39 @@ def test_trains_watched_and_can_be_compared(name, data, tmp_path, capsys):
     assert not [remark for remark in outcome.remarks if remark.startswith("fault")]
     if not BY_NAME[name].is_relative:
         assert outcome.final.value > 1  # points are per cent, not shares
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["mobilenetv2-tinyimagenet20", "transformer-tiny-multi30k"])
+def test_a_trial_of_the_oracle_that_branches_off_is_one_that_was_made_whole(name, data, tmp_path):
+    """With augmentation, mixing, batch normalisation and dropout, to the bit."""
+    skip_without_data(BY_NAME[name], data)
+    found = []
+    for results, keeps_epochs in ((tmp_path / "whole", False), (tmp_path / "branched", True)):
+        plain = wanted_run(name, "none", keeps_epochs=keeps_epochs)
+        trial = wanted_run(name, "static:schedule=0.75:2", purpose=ORACLE)
+        with Bars(Console(file=io.StringIO()), 2) as bars:
+            assert make([plain, trial], Place(data=data, results=results), bars).failed == []
+        _, outcome = read_results(results)
+        found.append([evaluation.value for evaluation in outcome.evaluations])
+        assert outcome.run.made_with.get("pieces", 1) == 1 + keeps_epochs
+        assert outcome.skipped.total > 0
+    assert found[0] == found[1]
+
+
+def wanted_run(name: str, policy: str, **given: Any) -> RunFile:
+    workload = BY_NAME[name]
+    facts = {field.name: getattr(workload, field.name) for field in dataclasses.fields(WorkloadFacts)}
+    return RunFile(
+        status=WAITING,
+        workload=WorkloadFacts(**facts),
+        module=REGISTRY,
+        tier="smoke",
+        seed=0,
+        policy=parse_policy(policy),
+        device="cpu",
+        **given,
+    )
 
 
 def skip_without_data(workload: Workload, data: Path) -> None:
