@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.proving.comparison import compare
+from benchmarks.proving.description import describe
 from benchmarks.proving.oracle import Trials, survey
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.results import read_results
@@ -185,6 +187,10 @@ def test_trials_are_kept_as_results_that_compare_knows(tmp_path):
     assert "oracle: `static:schedule=0.5:2`" in shown
     assert len(shown.splitlines()) == 4  # plain and the oracle, without what else was tried
     assert len(tried.splitlines()) == 2 + len(found.tried)
+    search.confirm([3])
+    told = describe(compare(read_results(tmp_path), "none"), collections.defaultdict(tuple))
+    assert "python -m benchmarks oracle made-up --seeds 0,1 --confirm 3 --tier cpu --data DIR" in told
+    assert "begins with the last epoch that plain training kept" in told
 
 
 def test_a_search_wants_no_more_runs_than_it_may(tmp_path):

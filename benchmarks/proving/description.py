@@ -33,8 +33,8 @@ HOW_LOSS = f"""\
   The oracle is the schedule, given in advance, that skips most without loss among those that were tried."""
 
 HOW_BRANCHED = """\
-- A schedule that the oracle tried begins with the last epoch of plain training before anything freezes, and until
-  there its times are those of plain training."""
+- A schedule that the oracle tried begins with the last epoch that plain training kept before anything freezes; until
+  there its evaluations and times are those of plain training. Its `run.json` then counts two pieces."""
 
 
 def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[str, str], Sequence[str]]) -> str:
@@ -99,10 +99,23 @@ def circumstances(comparisons: Sequence[WorkloadComparison]) -> str:
 
 
 def _commands(comparisons: Sequence[WorkloadComparison]) -> str:
-    lines = [_command(comparison) for comparison in comparisons]
+    lines = [line for comparison in comparisons for line in (_command(comparison), *_oracle_command(comparison))]
     lines.append(f"python -m benchmarks compare --results RESULTS --against {comparisons[0].base} --out RECORD")
     told = "This page from the journals kept here: `--results RECORD/journals`."
     return "## Command\n\n```\n" + "\n".join(lines) + f"\n```\n\n{told}"
+
+
+def _oracle_command(comparison: WorkloadComparison) -> list[str]:
+    """Return how trials were made, where there are some: searched with the seeds that all of them have."""
+    trials = [set(policy.seeds) for policy in comparison.policies if policy.purpose == ORACLE]
+    if not trials:
+        return []
+    searched, confirmed = sorted(set.intersection(*trials)), sorted(set.union(*trials) - set.intersection(*trials))
+    more = f" --confirm {','.join(map(str, confirmed))}" if confirmed else ""
+    return [
+        f"python -m benchmarks oracle {comparison.workload.name} --seeds {','.join(map(str, searched))}{more} "
+        f"--tier {comparison.tier} --data DIR --results RESULTS"
+    ]
 
 
 def _command(comparison: WorkloadComparison) -> str:
