@@ -1,25 +1,36 @@
-"""Pieces of a toy run for tests, and what a journal tells of it."""
+"""Pieces of a toy run for tests, what is wanted of a run, and what a journal tells of it."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 from benchmarks.proving.execution import build
 from benchmarks.proving.policies import parse_policy
-from benchmarks.workloads.workload import Training
+from benchmarks.proving.runfile import WAITING, RunFile, WorkloadFacts
+from benchmarks.workloads.workload import Training, Workload
 from tests import toy_workloads
 
 from egeria.events import IntervalMeasured, MetricLogged, ModuleFrozen, PlasticityRead, StageChanged, Thawed
 from egeria.report.history import read_history
 
+(TOY, *_) = toy_workloads.WORKLOADS
+TOYS = "tests.toy_workloads"
 CPU = torch.device("cpu")
 STATIC = parse_policy("static:schedule=0.3:1+0.7:2")
 
 
 def new_training() -> Training:
-    (toy, *_) = toy_workloads.WORKLOADS
-    return build(toy, Path("nowhere"), "smoke", 0, CPU)
+    return build(TOY, Path("nowhere"), "smoke", 0, CPU)
+
+
+def wanted_run(policy: str = "none", workload: Workload = TOY, module: str = TOYS, **given: Any) -> RunFile:
+    """Return a run that is still to be made, of the toy unless another workload is given."""
+    facts = {field.name: getattr(workload, field.name) for field in dataclasses.fields(WorkloadFacts)}
+    wanted = {"status": WAITING, "tier": "gpu", "seed": 0, "device": "cpu", **given}
+    return RunFile(workload=WorkloadFacts(**facts), module=module, policy=parse_policy(policy), **wanted)
 
 
 def told(directory: Path) -> list[dict]:

@@ -12,38 +12,20 @@ import pytest
 from benchmarks.proving import checkpoint, runfile
 from benchmarks.proving.branching import begin_epochs, branch_off
 from benchmarks.proving.checkpoint import Checkpoint
-from benchmarks.proving.commands import WorkloadFacts
 from benchmarks.proving.execution import execute
 from benchmarks.proving.oracle import Trials
-from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.progress import Bars
 from benchmarks.proving.results import read_outcome
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.runs import Place, Queue, make
 from rich.console import Console
-from tests import toy_workloads
-from tests.pieces import told
+from tests.pieces import told, wanted_run
 
 from egeria.events import IntervalMeasured
 from egeria.report.history import read_history
 
 NUM_EPOCHS = 5
 pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
-
-
-def wanted_run(policy: str, **given: object) -> RunFile:
-    (toy, *_) = toy_workloads.WORKLOADS
-    facts = {name: getattr(toy, name) for name in ("name", "metric", "higher_is_better", "is_relative", "paper")}
-    run = RunFile(
-        status=runfile.WAITING,
-        workload=WorkloadFacts(**facts),
-        module="tests.toy_workloads",
-        tier="cpu",
-        seed=0,
-        policy=parse_policy(policy),
-        device="cpu",
-    )
-    return dataclasses.replace(run, **given)
 
 
 def finish(run: RunFile, directory: Path) -> list[int]:

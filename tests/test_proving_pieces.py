@@ -11,16 +11,13 @@ import pytest
 import torch
 from benchmarks.proving import checkpoint, limit, runfile
 from benchmarks.proving.checkpoint import UnusableError
-from benchmarks.proving.commands import WorkloadFacts
 from benchmarks.proving.execution import PAUSED_STATUS, execute
 from benchmarks.proving.limit import Limit
 from benchmarks.proving.piece import Piece
 from benchmarks.proving.policies import Policy, parse_policy
-from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.training import train
 from benchmarks.workloads.workload import Training
-from tests import toy_workloads
-from tests.pieces import CPU, STATIC, new_training, told
+from tests.pieces import CPU, STATIC, new_training, told, wanted_run
 
 from egeria.events import MetricLogged, ModuleFrozen
 from egeria.report.history import read_history
@@ -96,20 +93,6 @@ def test_times_add_up_over_pieces_with_the_cost_of_going_on(tmp_path, clock, mon
     for name in ("train_wall_s", "train_cpu_s"):
         assert clocks(tmp_path, name) == sorted(clocks(tmp_path, name))
     assert clocks(tmp_path, "train_wall_s")[2] >= before_s + 0.5
-
-
-def wanted_run(policy: str = "none") -> RunFile:
-    (toy, *_) = toy_workloads.WORKLOADS
-    facts = {name: getattr(toy, name) for name in ("name", "metric", "higher_is_better", "is_relative", "paper")}
-    return RunFile(
-        status=runfile.WAITING,
-        workload=WorkloadFacts(**facts),
-        module="tests.toy_workloads",
-        tier="gpu",
-        seed=0,
-        policy=parse_policy(policy),
-        device="cpu",
-    )
 
 
 @pytest.fixture

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from benchmarks.__main__ import main
 from benchmarks.proving.catalogue import REGISTRY
-from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.progress import Bars
 from benchmarks.proving.results import read_results
-from benchmarks.proving.runfile import ORACLE, WAITING, RunFile, WorkloadFacts
+from benchmarks.proving.runfile import ORACLE
 from benchmarks.proving.runs import Place, make
 from benchmarks.workloads.registry import WORKLOADS
 from benchmarks.workloads.workload import MissingDataError, Setting, Workload
 from rich.console import Console
+from tests.pieces import wanted_run
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 A_MINUTE_S = 60.0
@@ -50,8 +48,8 @@ def test_a_trial_of_the_oracle_that_branches_off_is_one_that_was_made_whole(name
     skip_without_data(BY_NAME[name], data)
     found = []
     for results, keeps_epochs in ((tmp_path / "whole", False), (tmp_path / "branched", True)):
-        plain = wanted_run(name, "none", keeps_epochs=keeps_epochs)
-        trial = wanted_run(name, "static:schedule=0.75:2", purpose=ORACLE)
+        plain = wanted_run("none", BY_NAME[name], REGISTRY, tier="smoke", keeps_epochs=keeps_epochs)
+        trial = wanted_run("static:schedule=0.75:2", BY_NAME[name], REGISTRY, tier="smoke", purpose=ORACLE)
         with Bars(Console(file=io.StringIO()), 2) as bars:
             assert make([plain, trial], Place(data=data, results=results), bars).failed == []
         _, outcome = read_results(results)
@@ -59,21 +57,6 @@ def test_a_trial_of_the_oracle_that_branches_off_is_one_that_was_made_whole(name
         assert outcome.run.made_with.get("pieces", 1) == 1 + keeps_epochs
         assert outcome.skipped.total > 0
     assert found[0] == found[1]
-
-
-def wanted_run(name: str, policy: str, **given: Any) -> RunFile:
-    workload = BY_NAME[name]
-    facts = {field.name: getattr(workload, field.name) for field in dataclasses.fields(WorkloadFacts)}
-    return RunFile(
-        status=WAITING,
-        workload=WorkloadFacts(**facts),
-        module=REGISTRY,
-        tier="smoke",
-        seed=0,
-        policy=parse_policy(policy),
-        device="cpu",
-        **given,
-    )
 
 
 def skip_without_data(workload: Workload, data: Path) -> None:
