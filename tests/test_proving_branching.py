@@ -122,7 +122,7 @@ def test_few_epochs_of_a_long_training_are_kept():
     assert begin_epochs(1) == frozenset()
 
 
-def test_a_trial_that_was_broken_off_branches_off_again(results, monkeypatch):
+def test_a_trial_that_was_broken_off_branches_off_again(results):
     """What lies there may stem from plain training that was made again since."""
     run = wanted_run("static:schedule=0.55:1", purpose=runfile.ORACLE)
     assert branch_off(run, results) == 2

@@ -201,7 +201,7 @@ def test_trials_are_kept_as_results_that_compare_knows(tmp_path):
     search.confirm([3])
     told = describe(compare(read_results(tmp_path), "none"), collections.defaultdict(tuple))
     assert "python -m benchmarks oracle made-up --seeds 0,1 --confirm 3 --tier cpu --data DIR" in told
-    assert "begins with the last epoch that plain training kept" in told
+    assert "Where plain training kept its epochs, a schedule that the oracle tried" in told
 
 
 def test_a_search_wants_no_more_runs_than_it_may(tmp_path):

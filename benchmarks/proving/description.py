@@ -33,8 +33,8 @@ HOW_LOSS = f"""\
   The oracle is the schedule, given in advance, that skips most without loss among those that were tried."""
 
 HOW_BRANCHED = """\
-- A schedule that the oracle tried begins with the last epoch that plain training kept before anything freezes; until
-  there its evaluations and times are those of plain training. Its `run.json` then counts two pieces."""
+- Where plain training kept its epochs, a schedule that the oracle tried begins with the last of them before anything
+  freezes; until there its evaluations and times are those of plain training. Its `run.json` then counts two pieces."""
 
 
 def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[str, str], Sequence[str]]) -> str:
