@@ -32,7 +32,7 @@ from torch.nn import functional
 import egeria
 from benchmarks.cifar10_runs import commit
 from benchmarks.micro.frozen_training import Arm, Lap, Subject, cache_settings
-from egeria.config.groups import Cache
+from egeria.config import CacheConfig
 from egeria.testing.convnets import cifar_resnet
 
 FREE, UNFROZEN = "free", "unfrozen"
@@ -81,7 +81,7 @@ def make(options: argparse.Namespace, arm: str, seed: int) -> None:
         raise SystemExit(f"the run {arm}, seed {seed}, failed")
 
 
-def settings_of(arm: str) -> Cache | None:
+def settings_of(arm: str) -> CacheConfig | None:
     """Return the settings of the cache of an arm."""
     if arm == UNFROZEN:
         return None

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 import egeria.config
 from egeria import Config, ConfigError
-from egeria.config import Bootstrapping, Cache, Controller, Freezing, Modules, Plasticity, Policy, Reference, Unfreezing
+from egeria.config import (
+    BootstrappingConfig,
+    CacheConfig,
+    ControllerConfig,
+    FreezingConfig,
+    ModulesConfig,
+    PlasticityConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    UnfreezingConfig,
+)
 
 DEFAULTS = {
     "policy": {
@@ -161,25 +171,25 @@ def test_a_value_outside_its_contract_is_refused_with_contract_value_and_next_st
 
 def test_a_static_policy_without_a_schedule_is_refused():
     with pytest.raises(ConfigError, match=r"policy\.schedule must be text such as .* where policy\.name is 'static'"):
-        Policy(name="static")
+        PolicyConfig(name="static")
 
 
 def test_a_config_error_is_a_value_error():
     with pytest.raises(ValueError, match=r"plasticity\.window"):
-        Plasticity(window=0)
+        PlasticityConfig(window=0)
 
 
 def test_edges_of_the_contracts_are_allowed():
     settings = Config(
-        policy=Policy(name=dict, schedule="0:1 .5:0", start=0, level=1, percentile=100, evaluations=2, seed=0),
-        modules=Modules(pattern=r"layer[0-9]+", target_share=1, minimum_share=1e-9),
-        bootstrapping=Bootstrapping(change_threshold=1.0),
-        plasticity=Plasticity(metric=max, interval_steps=1, window=2, num_samples=2, mode="train", largest_map=1),
-        reference=Reference(refresh_evaluations=1, fidelity_share=1),
-        controller=Controller(budget_share=1000, load_limit=1, restarts=0, queue_length=1, timeout_s=1e-3),
-        freezing=Freezing(enabled=False, tolerance_share=50, tolerance_readings=1, tied="freeze"),
-        unfreezing=Unfreezing(drop_factor=1.0001, minimum_window=2),
-        cache=Cache(enabled=True),
+        policy=PolicyConfig(name=dict, schedule="0:1 .5:0", start=0, level=1, percentile=100, evaluations=2, seed=0),
+        modules=ModulesConfig(pattern=r"layer[0-9]+", target_share=1, minimum_share=1e-9),
+        bootstrapping=BootstrappingConfig(change_threshold=1.0),
+        plasticity=PlasticityConfig(metric=max, interval_steps=1, window=2, num_samples=2, mode="train", largest_map=1),
+        reference=ReferenceConfig(refresh_evaluations=1, fidelity_share=1),
+        controller=ControllerConfig(budget_share=1000, load_limit=1, restarts=0, queue_length=1, timeout_s=1e-3),
+        freezing=FreezingConfig(enabled=False, tolerance_share=50, tolerance_readings=1, tied="freeze"),
+        unfreezing=UnfreezingConfig(drop_factor=1.0001, minimum_window=2),
+        cache=CacheConfig(enabled=True),
     )
     assert settings.plasticity.metric is max
 
@@ -189,9 +199,9 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         Config().plasticity.window = 0
 
 
-@pytest.mark.parametrize("value", [{"window": 3}, None, Freezing()])
+@pytest.mark.parametrize("value", [{"window": 3}, None, FreezingConfig()])
 def test_a_group_must_be_of_its_own_kind(value):
-    with pytest.raises(ConfigError, match=r"plasticity must be an egeria\.config\.Plasticity, found .*from_dict"):
+    with pytest.raises(ConfigError, match=r"plasticity must be an egeria\.config\.PlasticityConfig, found .*from_dict"):
         Config(plasticity=value)
 
 
@@ -214,14 +224,14 @@ def test_unknown_groups_and_fields_are_refused_beside_the_known_ones(table, said
 
 def test_what_a_dictionary_leaves_out_keeps_its_default():
     settings = Config.from_dict({"plasticity": {"window": 4}, "cache": {}})
-    assert settings == Config(plasticity=Plasticity(window=4))
+    assert settings == Config(plasticity=PlasticityConfig(window=4))
     assert Config.from_dict({}) == Config()
 
 
 def test_toml_reads_like_the_dictionary():
     text = '[plasticity]\nwindow = 4\nmetric = "cka"\n[freezing]\nenabled = false\n'
     assert Config.from_toml(text) == Config(
-        plasticity=Plasticity(window=4, metric="cka"), freezing=Freezing(enabled=False)
+        plasticity=PlasticityConfig(window=4, metric="cka"), freezing=FreezingConfig(enabled=False)
     )
     assert Config.from_toml("") == Config()
 
@@ -259,7 +269,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 configs = st.builds(
     Config,
     policy=st.builds(
-        Policy,
+        PolicyConfig,
         name=texts.filter(lambda name: name != "static"),
         schedule=st.none() | st.sampled_from(["0.5:2", " 0.25:1  0.5:0 "]),
         start=st.none() | st.floats(0, 1, exclude_max=True),
@@ -271,14 +281,14 @@ configs = st.builds(
         seed=st.integers(0, 10**6),
     ),
     modules=st.builds(
-        Modules,
+        ModulesConfig,
         pattern=st.none() | st.sampled_from(["", r"layer\d+", "a|\"b'", "\\\\", "é\n\t#", "[a-z]{2}"]),
         target_share=shares,
         minimum_share=shares,
     ),
-    bootstrapping=st.builds(Bootstrapping, change_threshold=shares),
+    bootstrapping=st.builds(BootstrappingConfig, change_threshold=shares),
     plasticity=st.builds(
-        Plasticity,
+        PlasticityConfig,
         metric=texts,
         interval_steps=st.none() | counts,
         window=st.integers(2, 10**6),
@@ -287,14 +297,14 @@ configs = st.builds(
         largest_map=counts,
     ),
     reference=st.builds(
-        Reference,
+        ReferenceConfig,
         precision=st.sampled_from(["auto", "int8", "int8-dynamic", "bf16", "fp32"]),
         device=st.sampled_from(["auto", "cpu", "cuda"]),
         refresh_evaluations=st.none() | counts,
         fidelity_share=shares,
     ),
     controller=st.builds(
-        Controller,
+        ControllerConfig,
         kind=st.sampled_from(["auto", "process", "inline"]),
         budget_share=st.floats(0, exclude_min=True, allow_infinity=False),
         load_limit=shares,
@@ -303,20 +313,20 @@ configs = st.builds(
         queue_length=counts,
     ),
     freezing=st.builds(
-        Freezing,
+        FreezingConfig,
         enabled=st.booleans(),
         tolerance_share=st.floats(0, exclude_min=True, allow_infinity=False),
         tolerance_readings=counts,
         tied=st.sampled_from(["keep", "freeze"]),
     ),
     unfreezing=st.builds(
-        Unfreezing,
+        UnfreezingConfig,
         rule=texts,
         drop_factor=st.none() | st.floats(1, exclude_min=True, allow_infinity=False),
         minimum_window=st.integers(2, 10**6),
     ),
     cache=st.builds(
-        Cache,
+        CacheConfig,
         enabled=st.booleans(),
         views=st.none() | st.integers(0, 10**6),
         directory=st.none() | texts.filter(bool),
@@ -340,7 +350,7 @@ def test_whatever_is_written_as_a_dictionary_is_read_back_equal(settings):
 
 
 def test_a_saved_file_is_loaded_equal(tmp_path):
-    settings = Config(modules=Modules(pattern="Schräg|“stem”"), plasticity=Plasticity(interval_steps=7))
+    settings = Config(modules=ModulesConfig(pattern="Schräg|“stem”"), plasticity=PlasticityConfig(interval_steps=7))
     settings.save(tmp_path / "settings.toml")
     assert Config.load(tmp_path / "settings.toml") == settings
 
@@ -358,9 +368,9 @@ class Rule:
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        (Config(policy=Policy(name=dict)), "policy.name"),
-        (Config(unfreezing=Unfreezing(rule=Rule())), "unfreezing.rule"),
-        (Config(plasticity=Plasticity(metric=max)), "plasticity.metric"),
+        (Config(policy=PolicyConfig(name=dict)), "policy.name"),
+        (Config(unfreezing=UnfreezingConfig(rule=Rule())), "unfreezing.rule"),
+        (Config(plasticity=PlasticityConfig(metric=max)), "plasticity.metric"),
     ],
 )
 def test_strategy_objects_stay_in_python(settings, setting, tmp_path):
@@ -372,7 +382,7 @@ def test_strategy_objects_stay_in_python(settings, setting, tmp_path):
 
 
 def test_a_dictionary_shows_strategy_objects_by_their_name():
-    assert Config(unfreezing=Unfreezing(rule=Rule())).to_dict()["unfreezing"]["rule"] == "Rule()"
+    assert Config(unfreezing=UnfreezingConfig(rule=Rule())).to_dict()["unfreezing"]["rule"] == "Rule()"
 
 
 def test_every_group_can_be_imported_from_the_package():

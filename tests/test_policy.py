@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from egeria import Config, ConfigError
-from egeria.config import Freezing, Plasticity
+from egeria.config import FreezingConfig, PlasticityConfig
 from egeria.policy import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
@@ -48,7 +48,7 @@ WORKED_STATIONARY = [0, 0, 0, 0, 0, 0, 0, 1, 2, 3]
 
 
 def make_policy(num_modules=3, window=3, rule="step", total_steps=None, trainable=None, **freezing):
-    config = Config(plasticity=Plasticity(window=window), freezing=Freezing(**freezing))
+    config = Config(plasticity=PlasticityConfig(window=window), freezing=FreezingConfig(**freezing))
     trainable = trainable or [True] * num_modules
     return EgeriaPolicy(config, trainable=trainable, rule=find_rule(rule), total_steps=total_steps)
 

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 
 from egeria.cache import ActivationCache, CacheDirectory, Outlook, SampleFeed
 from egeria.cache.store.disk import DiskStore
-from egeria.config import Config
-from egeria.config.groups import Cache
+from egeria.config import CacheConfig, Config
 from egeria.events import CacheDecided, CacheUsed
 from egeria.layers.freezer import Freezer
 from egeria.layers.modules import LayerModule
@@ -82,7 +81,7 @@ class Arm:
         name: str,
         subject: Subject,
         depth: int,
-        settings: Cache | None,
+        settings: CacheConfig | None,
         directory: Path,
         *,
         slow_bytes_per_s: float | None = None,
@@ -219,7 +218,7 @@ def _read_slowly(read: Callable[..., Any], seconds_per_row: float, positions: An
     return read(positions, *others, **named)
 
 
-def cache_settings(**changes: Any) -> Cache:
+def cache_settings(**changes: Any) -> CacheConfig:
     """Return settings of the cache, switched on."""
     return Config.from_dict({"cache": {"enabled": True, **changes}}).cache
 

@@ -21,7 +21,7 @@ from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
 from egeria.cache.teller import Teller
 from egeria.cache.ways import WATCHED_FORWARDS, Call, Computed, Inference, StaleError, Undo, Watching, Way
-from egeria.config.groups import Cache
+from egeria.config import CacheConfig
 from egeria.errors import UncacheableError
 from egeria.events import CacheDecided
 from egeria.layers.batch import Batch
@@ -58,7 +58,7 @@ class ActivationCache:
         feed: SampleFeed | None,
         *,
         directory: Callable[[], CacheDirectory],
-        settings: Cache,
+        settings: CacheConfig,
         teller: Teller,
         spend: Callable[[float, float], None],
         refusal: str = "",

@@ -17,7 +17,7 @@ from egeria.cache.samples.feed import Drawn, SampleFeed
 from egeria.cache.samples.fingerprint import fingerprints, true_lengths
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.disk import DiskStore, bytes_per_position
-from egeria.config.groups import Cache
+from egeria.config import CacheConfig
 from egeria.layers.batch import Batch
 from egeria.layers.skipping.prefix import Prefix
 from egeria.layers.sources import checksum
@@ -105,7 +105,7 @@ def foresee(
     )
 
 
-def weigh(prospects: Prospects, settings: Cache) -> Verdict:
+def weigh(prospects: Prospects, settings: CacheConfig) -> Verdict:
     """Return what the gate says, as it is set."""
     if settings.gate == "open":
         return Verdict(pays=True, reason="cache.gate is 'open'")
@@ -123,7 +123,7 @@ class Surveyor:
         settings: of the cache.
     """
 
-    def __init__(self, prefix: Prefix, batch: Batch, drawn: Drawn, feed: SampleFeed, settings: Cache) -> None:
+    def __init__(self, prefix: Prefix, batch: Batch, drawn: Drawn, feed: SampleFeed, settings: CacheConfig) -> None:
         self._batch = batch
         self._drawn = drawn
         self._feed = feed

@@ -14,7 +14,7 @@ from egeria.cache.samples.feed import Drawn, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.disk import DiskStore
 from egeria.cache.ways import Watching
-from egeria.config.groups import Cache
+from egeria.config import CacheConfig
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.skipping.prefix import Prefix
@@ -54,7 +54,7 @@ def open_generation(
     peers: Peers,
     modules: Sequence[LayerModule],
     feed: SampleFeed,
-    settings: Cache,
+    settings: CacheConfig,
     *,
     sight: Sight,
     place: Callable[[], CacheDirectory],
@@ -109,7 +109,7 @@ def join_generation(
     peers: Peers,
     modules: Sequence[LayerModule],
     feed: SampleFeed,
-    settings: Cache,
+    settings: CacheConfig,
     *,
     sight: Sight,
     place: CacheDirectory,
@@ -159,7 +159,7 @@ def _generation(
     layouts: Layouts,
     store: DiskStore,
     feed: SampleFeed,
-    settings: Cache,
+    settings: CacheConfig,
     *,
     sight: Sight,
     number: int,

@@ -11,7 +11,17 @@ from typing import Any
 
 import tomli_w
 
-from egeria.config import groups
+from egeria.config.groups import (
+    BootstrappingConfig,
+    CacheConfig,
+    ControllerConfig,
+    FreezingConfig,
+    ModulesConfig,
+    PlasticityConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    UnfreezingConfig,
+)
 from egeria.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -22,29 +32,31 @@ else:  # pragma: no cover (the standard library has it from 3.11)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """All settings of a run; the defaults are the paper's rule.
+    """All settings of a run. The default policy is 'forecast', ours; `policy.name` = 'egeria' is the paper's rule.
+
+    The other defaults are the paper's where it gives a number, as each field says.
 
     Raises:
         ConfigError: a value is outside its contract; the message names the field.
     """
 
-    policy: groups.Policy = field(default_factory=groups.Policy)
-    """Who decides: the paper's rule, or a rival."""
-    modules: groups.Modules = field(default_factory=groups.Modules)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """Who decides what is frozen."""
+    modules: ModulesConfig = field(default_factory=ModulesConfig)
     """How the model is cut into layer modules."""
-    bootstrapping: groups.Bootstrapping = field(default_factory=groups.Bootstrapping)
+    bootstrapping: BootstrappingConfig = field(default_factory=BootstrappingConfig)
     """When the critical period ends."""
-    plasticity: groups.Plasticity = field(default_factory=groups.Plasticity)
+    plasticity: PlasticityConfig = field(default_factory=PlasticityConfig)
     """How and how often a layer module is judged."""
-    reference: groups.Reference = field(default_factory=groups.Reference)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The snapshot that activations are compared with."""
-    controller: groups.Controller = field(default_factory=groups.Controller)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
     """Who evaluates, and what it may cost."""
-    freezing: groups.Freezing = field(default_factory=groups.Freezing)
+    freezing: FreezingConfig = field(default_factory=FreezingConfig)
     """When a layer module has converged."""
-    unfreezing: groups.Unfreezing = field(default_factory=groups.Unfreezing)
+    unfreezing: UnfreezingConfig = field(default_factory=UnfreezingConfig)
     """When everything thaws."""
-    cache: groups.Cache = field(default_factory=groups.Cache)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     """Skipping the frozen forward pass."""
 
     def __post_init__(self) -> None:
@@ -119,18 +131,9 @@ class Config:
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
 
-def _groups() -> dict[str, type[Any]]:
-    return {
-        "policy": groups.Policy,
-        "modules": groups.Modules,
-        "bootstrapping": groups.Bootstrapping,
-        "plasticity": groups.Plasticity,
-        "reference": groups.Reference,
-        "controller": groups.Controller,
-        "freezing": groups.Freezing,
-        "unfreezing": groups.Unfreezing,
-        "cache": groups.Cache,
-    }
+def _groups() -> dict[str, Any]:
+    """Return the class of each group of settings by its name."""
+    return {entry.name: entry.default_factory for entry in dataclasses.fields(Config)}
 
 
 def _values(group: Any) -> Iterator[tuple[str, Any]]:

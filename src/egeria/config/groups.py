@@ -18,11 +18,11 @@ from egeria.config.timetable import describe_fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """Who decides what is frozen: the paper's rule, or a rival."""
+class PolicyConfig:
+    """Who decides what is frozen, and the settings of each policy."""
 
     name: Any = "forecast"
-    """'forecast' (ours, after a first look), 'egeria' (the paper's rule as written), 'none', 'static', 'linear',
+    """'forecast' (ours), 'egeria' (the paper's rule), 'none', 'static', 'linear',
     'freezeout', 'autofreeze', 'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a callable
     that makes an `egeria.policy.Policy`."""
     schedule: str | None = None
@@ -83,7 +83,7 @@ class Policy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Modules:
+class ModulesConfig:
     """How the model is cut into layer modules (paper §4.2.1, §6.3)."""
 
     pattern: str | None = None
@@ -101,7 +101,7 @@ class Modules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bootstrapping:
+class BootstrappingConfig:
     """When the critical period ends (paper §3)."""
 
     change_threshold: float = 0.1
@@ -112,7 +112,7 @@ class Bootstrapping:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plasticity:
+class PlasticityConfig:
     """How and how often a layer module is judged (paper eq. 1 and 2, §4.2.2)."""
 
     metric: Any = None
@@ -140,7 +140,7 @@ class Plasticity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
+class ReferenceConfig:
     """The snapshot that activations are compared with (paper §4.1.3)."""
 
     precision: str = "auto"
@@ -162,7 +162,7 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Controller:
+class ControllerConfig:
     """Who evaluates, and what it may cost (paper §4.1.2)."""
 
     kind: str = "auto"
@@ -191,7 +191,7 @@ class Controller:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Freezing:
+class FreezingConfig:
     """When a layer module has converged (paper algorithm 1)."""
 
     enabled: bool = True
@@ -212,7 +212,7 @@ class Freezing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unfreezing:
+class UnfreezingConfig:
     """When everything thaws (paper §4.2.2)."""
 
     rule: Any = "auto"
@@ -232,7 +232,7 @@ class Unfreezing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cache:
+class CacheConfig:
     """Skipping the frozen forward pass (paper §4.3)."""
 
     enabled: bool = False
