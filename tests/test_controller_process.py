@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
@@ -15,10 +16,11 @@ from torch import nn
 
 import egeria
 from egeria import read_journal
-from egeria.controller import Limits, Plan, ProcessController, Refreshed, Restarted
-from egeria.controller import RungTaken as Rung
+from egeria.controller import ControllerStatus, Limits, Plan, ProcessController
 from egeria.events import (
     ControllerChosen,
+    ControllerRestarted,
+    FaultCaught,
     FidelityChecked,
     ModuleFrozen,
     PlasticityRead,
@@ -53,11 +55,12 @@ def patient(monkeypatch):
     poll = ProcessController.poll
 
     def wait(self):
-        reports, deadline = poll(self), time.monotonic() + LONGEST_WAIT_S
-        while self.is_waiting and time.monotonic() < deadline:
+        status, deadline = poll(self), time.monotonic() + LONGEST_WAIT_S
+        while (self._pending or self._num_refreshing) and time.monotonic() < deadline:
             time.sleep(0.001)
-            reports += poll(self)
-        return reports
+            newer = poll(self)
+            status = dataclasses.replace(newer, reports=status.reports + newer.reports)
+        return status
 
     monkeypatch.setattr(ProcessController, "poll", wait)
 
@@ -173,9 +176,9 @@ def test_a_snapshot_that_finds_no_room_is_asked_for_again(tmp_path):
     with nothing_left_behind():
         assert [controller.refresh(number, model, None) for number in range(4)] == [True, True, False, False]
         reports, deadline = [], time.monotonic() + LONGEST_WAIT_S
-        while controller.is_waiting and time.monotonic() < deadline:
-            reports += controller.poll()
-        assert [report.evaluation for report in reports if isinstance(report, Refreshed)] == [0, 1]
+        while len(reports) < 3 and time.monotonic() < deadline:
+            reports += controller.poll().reports
+        assert [report.evaluation for report in reports if isinstance(report, ReferenceRefreshed)] == [0, 1]
         assert controller.refresh(4, model, None)
         controller.close()
 
@@ -192,11 +195,11 @@ def test_a_process_that_had_no_batch_to_try_formats_on_does_not_stay_with_the_la
         for batch in (None, Batch.of_call(args, kwargs, "cpu")):
             assert controller.refresh(0, model, batch)
             deadline = time.monotonic() + LONGEST_WAIT_S
-            while controller.is_waiting and time.monotonic() < deadline:
-                rungs += [report.after for report in controller.poll() if isinstance(report, Rung)]
+            while rungs[-1:] != ["fp32" if batch is None else "int8-static"] and time.monotonic() < deadline:
+                rungs += [report.after for report in controller.poll().reports if isinstance(report, RungTaken)]
             if batch is None:
                 os.kill(controller.pid, signal.SIGKILL)
-                while not any(isinstance(report, Restarted) for report in controller.poll()):
+                while not any(isinstance(report, ControllerRestarted) for report in controller.poll().reports):
                     assert time.monotonic() < deadline
         assert rungs[0] == "fp32" and rungs[-1] == "int8-static"
     finally:
@@ -205,10 +208,11 @@ def test_a_process_that_had_no_batch_to_try_formats_on_does_not_stay_with_the_la
 
 def test_a_refresh_that_failed_is_made_again_at_the_next_evaluation(tmp_path):
     class Unlucky(ScriptedController):
-        def refresh(self, evaluation, model, batch):
-            fails = len(self.failed) < 2
+        def refresh(self, evaluation, model, batch, state=None):
             self.failed.append(evaluation)
-            self._reports.append(Refreshed(evaluation=evaluation, builder="script", error="no luck" if fails else ""))
+            if len(self.failed) > 2:
+                return super().refresh(evaluation, model, batch)
+            self._reports.append(FaultCaught(step=0, where="refreshing the reference", error="no luck", count=1))
             return True
 
     controller = Unlucky()
@@ -232,11 +236,11 @@ def test_a_controller_of_the_user_s_own_survives_a_resume(tmp_path):
 class HoldingController(ScriptedController):
     """Holds back what it has read until it is let go."""
 
-    is_waiting = True
     is_holding = True
 
     def poll(self):
-        return [] if self.is_holding else super().poll()
+        reports = [] if self.is_holding else super().poll().reports
+        return ControllerStatus(reports=reports, is_asynchronous=True)
 
 
 def test_readings_from_before_a_thaw_or_a_freeze_are_dropped_and_counted(tmp_path):

@@ -8,7 +8,8 @@ from torch import nn
 
 from egeria import Config
 from egeria.controller.assessor import Assessor, Plan
-from egeria.controller.protocol import FidelityRead, Ticket
+from egeria.controller.protocol import Ticket
+from egeria.events import FidelityChecked
 from egeria.plasticity import l2_distance
 from egeria.policy import harmless_error, with_metric_of_policy
 
@@ -43,7 +44,7 @@ def outcomes(error, plasticity, **plan):
         ticket = Ticket(evaluation=evaluation, step=evaluation, module=0, tap="a")
         outputs = (assessor.plan.reduce(entry) for entry in (training, reference))
         reports += assessor.conclude(ticket, *outputs)
-    return [report.outcome for report in reports if isinstance(report, FidelityRead)]
+    return [report.outcome for report in reports if isinstance(report, FidelityChecked)]
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from egeria.errors import ConfigError, ReferenceModelError
+from egeria.events import RungTaken
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.parse import parse_modules
 from egeria.plasticity import sp_loss
 from egeria.reference import (
     LadderReference,
     Machine,
-    RungChange,
     SnapshotReference,
     int8,
     machine,
@@ -448,7 +448,7 @@ def test_what_cannot_be_built_is_passed_over(monkeypatch):
     monkeypatch.setattr(quantization.Toolkit, "convert", lambda *_: 1 / 0)
     reference = built(model, batch, machine=BF16)
     (change,) = reference.take_changes()
-    assert change == RungChange("", "bf16", reference.reason)
+    assert change == RungTaken(step=0, before="", after="bf16", reason=reference.reason)
     assert "int8-static does not work here: ZeroDivisionError" in change.reason
 
 

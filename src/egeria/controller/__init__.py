@@ -6,18 +6,7 @@ from egeria.controller.choice import Choice, choose, controller_maker, spare_cor
 from egeria.controller.fallback import FallbackController
 from egeria.controller.inline import InlineController
 from egeria.controller.process import ProcessController
-from egeria.controller.protocol import (
-    Controller,
-    FidelityRead,
-    Refreshed,
-    Report,
-    Request,
-    Restarted,
-    Result,
-    RungTaken,
-    SteppedBack,
-    Ticket,
-)
+from egeria.controller.protocol import Controller, ControllerStatus, EvaluationFailed, Report, Request, Ticket
 from egeria.controller.trust import Limits
 
 __all__ = [
@@ -25,19 +14,15 @@ __all__ = [
     "Assessor",
     "Choice",
     "Controller",
+    "ControllerStatus",
+    "EvaluationFailed",
     "FallbackController",
-    "FidelityRead",
     "InlineController",
     "Limits",
     "Plan",
     "ProcessController",
-    "Refreshed",
     "Report",
     "Request",
-    "Restarted",
-    "Result",
-    "RungTaken",
-    "SteppedBack",
     "Ticket",
     "choose",
     "controller_maker",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.protocol import FidelityRead, Refreshed, Report, Result, RungTaken, SteppedBack, Ticket, brief
+from egeria.controller.protocol import Report, Ticket, brief
+from egeria.events import Declined, FidelityChecked, ReferenceRefreshed
 from egeria.layers.batch import Batch
 from egeria.plasticity import GRAM_FORMS, Metric, flatten_rows, gram, pool_map
 from egeria.reference import LadderReference
@@ -83,7 +84,8 @@ class Assessor:
         """Take over the weights of the model; what the ladder did about it is in the reports."""
         self.reference.refresh(model, batch)
         self._readings, self._checked = {}, set()
-        return [*self._changes(), Refreshed(evaluation=evaluation, builder=self.reference.builder)]
+        made = ReferenceRefreshed(step=0, evaluation=evaluation, builder=self.reference.builder, wall_s=0.0, cpu_s=0.0)
+        return [*self.reference.take_changes(), made]
 
     def run_reference(self, tap: str, batch: Batch, num_rows: int, *, as_gram: bool) -> Output:
         """Return the reference's output for the first rows of the batch.
@@ -101,13 +103,13 @@ class Assessor:
         try:
             value = self.plan.compare(training, reference)
         except Exception as error:
-            return [ticket.failed(error, cpu_s)]
-        result = Result(evaluation=ticket.evaluation, step=ticket.step, module=ticket.module, value=value, cpu_s=cpu_s)
+            return [ticket.failed(error)]
+        reading = ticket.reading(value, cpu_s)
         try:
-            return [result, *self._review(ticket.tap, value)]
+            return [reading, *self._review(ticket.tap, value)]
         except Exception as error:
             what = "checking the reference against its full-precision form"
-            return [result, SteppedBack(what=what, reason=brief(error), final=False)]
+            return [reading, Declined(step=0, what=what, reason=brief(error))]
 
     def _review(self, tap: str, value: float) -> list[Report]:
         """Take in a reading; check the reference's fidelity when there are enough of them."""
@@ -124,8 +126,8 @@ class Assessor:
         outcome = "kept"
         if not error <= self._limit(plasticity):
             outcome, error = self._improve(tap, error, plasticity)
-        read = FidelityRead(tap=tap, rung=rung, error=error, plasticity=plasticity, outcome=outcome)
-        return [read, *self._changes()]
+        checked = FidelityChecked(step=0, tap=tap, rung=rung, error=error, plasticity=plasticity, outcome=outcome)
+        return [checked, *self.reference.take_changes()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference's state and the readings of this snapshot."""
@@ -156,9 +158,3 @@ class Assessor:
     def _metric(self, first: Tensor, second: Tensor) -> Tensor:
         training = self.plan.reduce(first)
         return torch.tensor(self.plan.compare(training, self.plan.reduce(second, as_gram=training.is_gram)))
-
-    def _changes(self) -> Sequence[Report]:
-        return [
-            RungTaken(before=change.before, after=change.after, reason=change.reason)
-            for change in self.reference.take_changes()
-        ]

@@ -34,8 +34,9 @@ from egeria.controller.messages import (
     ToController,
     Unusable,
 )
-from egeria.controller.protocol import Refreshed, Report, Ticket, brief
+from egeria.controller.protocol import Report, Ticket, brief
 from egeria.controller.queues import Consumer
+from egeria.events import FaultCaught, ReferenceRefreshed
 from egeria.reference import warm_up
 
 LOOK_EVERY_S = 0.1
@@ -202,7 +203,7 @@ class Server:
                     mine.copy_(theirs)
             reports = self._assessor.refresh(evaluation, self._model, batch)
         except Exception as error:
-            reports = [Refreshed(evaluation=evaluation, builder="", error=brief(error))]
+            reports = [FaultCaught(step=0, where="refreshing the reference", error=brief(error), count=1)]
         spent = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         self._report(*(_with_cost(report, *spent) for report in reports))
 
@@ -217,7 +218,7 @@ class Server:
         except Exception as error:
             self._newest_failure = ticket.evaluation
             self._training_outputs.pop(ticket.evaluation, None)
-            self._report(ticket.failed(error, time.process_time() - begin_s))
+            self._report(ticket.failed(error))
             return
         self._reference_outputs.append((ticket, output, begin_s))
 
@@ -254,6 +255,6 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def _with_cost(report: Report, wall_s: float, cpu_s: float) -> Report:
-    if not isinstance(report, Refreshed):
+    if not isinstance(report, ReferenceRefreshed):
         return report
-    return replace(report, wall_s=wall_s, cpu_s=cpu_s)
+    return replace(report, controller_wall_s=wall_s, controller_cpu_s=cpu_s)

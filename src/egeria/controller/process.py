@@ -11,22 +11,14 @@ from torch import Tensor, nn
 from egeria.controller import messages
 from egeria.controller.assessor import Plan
 from egeria.controller.launch import Child
-from egeria.controller.protocol import (
-    Refreshed,
-    Report,
-    Request,
-    Restarted,
-    Result,
-    RungTaken,
-    SteppedBack,
-    Ticket,
-    brief,
-)
+from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket, brief
 from egeria.controller.queues import Place, Producer
 from egeria.controller.trust import Limits, Trust
 from egeria.errors import ControllerError
+from egeria.events import ControllerRestarted, Declined, FaultCaught, ReadingDropped, ReferenceRefreshed, RungTaken
 from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import RandomState
+from egeria.policy import Reading
 
 LARGEST_SKELETON_BYTES = 64 * 2**20
 
@@ -39,7 +31,7 @@ class ProcessController:
     calibration batch go through a queue of their own. The process works through all in the order they
     were queued, so an evaluation meets the snapshot that it was asked on.
 
-    `warm_up`, `refresh` and `poll` raise `ControllerError` where a process cannot be had at all: it
+    `refresh` and `poll` raise `ControllerError` where a process cannot be had at all: it
     cannot be started, or the model cannot be sent to it.
 
     Args:
@@ -70,16 +62,6 @@ class ProcessController:
         self._has_stopped = False
 
     @property
-    def is_waiting(self) -> bool:
-        """Tell whether something is under way."""
-        return bool(self._pending or self._reports or self._num_refreshing)
-
-    @property
-    def is_apart(self) -> bool:
-        """Tell whether there is a process to look after: one that dies while idle is replaced before it is needed."""
-        return self._child is not None
-
-    @property
     def cpu_s(self) -> float:
         """CPU seconds of the controller processes so far."""
         return self._past_cpu_s + self._child_cpu_s
@@ -89,16 +71,19 @@ class ProcessController:
         """The number of the process, None while there is none."""
         return self._child.pid if self._child else None
 
-    def warm_up(self) -> None:
-        """Start the process: it imports what it needs while the model bootstraps."""
-        if self._child is None and not self._has_stopped:
-            self._start()
+    def refresh(
+        self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Queue the weights as they are now; False while those of two earlier refreshes wait there.
 
-    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
-        """Queue the weights as they are now; False while those of two earlier refreshes wait there."""
-        if self._has_stopped:
+        Of a saved state only the number format is taken: the reference is still to be refreshed.
+        """
+        if state is not None:
+            self._precision = state.get("precision", self._precision)
+        if state is not None or self._has_stopped:
             return False
-        self.warm_up()
+        if self._child is None:
+            self._start()
         snapshots = self._queues["snapshot"]
         tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
         try:
@@ -129,9 +114,15 @@ class ProcessController:
         else:
             self._pending[ticket.evaluation] = ticket
 
-    def poll(self) -> list[Report]:
-        """Return what has happened since the last call; a process that died or hangs is replaced here."""
-        if self._child is not None:
+    def poll(self) -> ControllerStatus:
+        """Return what happened since the last call; a process that died or hangs is replaced here.
+
+        The first poll starts the process, so that it imports what it needs while the model bootstraps. One that dies
+        while idle is replaced before it is needed.
+        """
+        if self._child is None and not self._has_stopped:
+            self._start()
+        elif self._child is not None:
             try:
                 for message in self._child.receive():
                     self._hear(message)
@@ -140,9 +131,9 @@ class ProcessController:
             else:
                 self._look_after()
         reports, self._reports = self._reports, []
-        return reports
+        return self._status(reports)
 
-    def close(self, reason: str = "the run ended before the controller came to it") -> list[Report]:
+    def close(self, reason: str = "the run ended before the controller came to it") -> ControllerStatus:
         """End the process and give back the memory; evaluations under way are lost."""
         reports = [*self._reports, *(ticket.lost(reason) for ticket in self._pending.values())]
         self._end_child()
@@ -151,16 +142,19 @@ class ProcessController:
         self._reports.clear()
         for queue in self._queues.values():
             queue.close()
-        return reports
+        return self._status(reports)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number format; the reference itself starts anew from the weights of the resumed model."""
         return {"precision": self._precision}
 
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> bool:
-        """Begin at the saved number format; the reference is still to be refreshed."""
-        self._precision = state.get("precision", self._precision)
-        return False
+    def _status(self, reports: list[Report]) -> ControllerStatus:
+        return ControllerStatus(
+            reports=reports,
+            is_asynchronous=self._child is not None,
+            has_ended=self._has_stopped,
+            cpu_s=self.cpu_s,
+        )
 
     # --- to the process ------------------------------------------------------------------------
 
@@ -251,14 +245,14 @@ class ProcessController:
                 self._take_in(report)
 
     def _take_in(self, report: Report) -> None:
-        if isinstance(report, Result):
+        if isinstance(report, Reading | ReadingDropped):
             if self._pending.pop(report.evaluation, None) is None:
                 return
             self._trust.hear_reading()
         elif isinstance(report, RungTaken) and report.before:
             # A process that replaces this one begins where it ended. The first choice it makes by itself.
             self._precision = report.after.removesuffix("-static")
-        elif isinstance(report, Refreshed):
+        elif isinstance(report, ReferenceRefreshed | FaultCaught):
             self._num_refreshing = max(0, self._num_refreshing - 1)
         self._reports.append(report)
 
@@ -282,10 +276,10 @@ class ProcessController:
         if not self._trust.allow_restart():
             self._has_stopped = True
             times = f"{self._trust.num_restarts} times, last because {reason}"
-            self._reports.append(SteppedBack(what="judging plasticity", reason=f"it ended {times}", final=True))
+            self._reports.append(Declined(step=0, what="judging plasticity", reason=f"it ended {times}"))
             return
         self._start()
-        self._reports.append(Restarted(count=self._trust.num_restarts, reason=reason))
+        self._reports.append(ControllerRestarted(step=0, count=self._trust.num_restarts, reason=reason))
         if "snapshot" in self._places:
             self._send_snapshot(with_model=True)
 

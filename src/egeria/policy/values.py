@@ -44,6 +44,12 @@ class Reading:
     """Evaluations since the snapshot it was compared with was taken; None in old journals."""
     work_share: float | None = None
     """Share of the model's forward pass that the module makes; None where that could not be counted."""
+    wall_s: float = 0.0
+    """Seconds the reading took in the training process: for the journal, no policy may decide by it."""
+    cpu_s: float = 0.0
+    """CPU seconds it took in the training process, likewise."""
+    controller_cpu_s: float = 0.0
+    """CPU seconds it took in the controller process, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,8 @@
 
 from egeria.reference.ladder import LadderReference
 from egeria.reference.machine import Machine
-from egeria.reference.protocol import Reference, RungChange
+from egeria.reference.protocol import Reference
 from egeria.reference.snapshot import SnapshotReference
 from egeria.reference.warm import warm_up
 
-__all__ = ["LadderReference", "Machine", "Reference", "RungChange", "SnapshotReference", "warm_up"]
+__all__ = ["LadderReference", "Machine", "Reference", "SnapshotReference", "warm_up"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria.errors import ConfigError, ReferenceModelError
+from egeria.events import RungTaken
 from egeria.layers.batch import Batch
 from egeria.layers.taps import capture
 from egeria.layers.undisturbed import kept_random_state, undisturbed
@@ -17,7 +18,6 @@ from egeria.reference import saved
 from egeria.reference.cuda import SideStreamRung
 from egeria.reference.int8 import DynamicInt8Rung, StaticInt8Rung
 from egeria.reference.machine import Machine, RungName
-from egeria.reference.protocol import RungChange
 from egeria.reference.rungs import BFloat16Rung, Float32Rung, Plan, Rung
 from egeria.reference.silence import silence
 from egeria.reference.snapshot import SnapshotReference
@@ -66,7 +66,7 @@ class LadderReference:
         self._batch: Batch | None = None
         self._waits_for_batch = False
         self._has_old_ranges = False
-        self._changes: list[RungChange] = []
+        self._changes: list[RungTaken] = []
 
     @property
     def rung(self) -> str:
@@ -83,7 +83,7 @@ class LadderReference:
         """Whether ranges of activations are older than the weights."""
         return self._has_old_ranges
 
-    def take_changes(self) -> list[RungChange]:
+    def take_changes(self) -> list[RungTaken]:
         """Return the changes of format since the last call."""
         changes, self._changes = self._changes, []
         return changes
@@ -243,7 +243,7 @@ class LadderReference:
         self._has_old_ranges = False
         if self.rung != before:
             self.reason = "; ".join(reasons)
-            self._changes.append(RungChange(before, self.rung, self.reason))
+            self._changes.append(RungTaken(step=0, before=before, after=self.rung, reason=self.reason))
 
     def _make(self, name: str, survey: Survey | None, found: Mapping[str, Any]) -> Rung:
         assert self._snapshot.model is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -39,14 +38,3 @@ class Reference(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
         """Go on from a saved state, giving the same activations to the bit; `model` gives the architecture."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RungChange:
-    """The reference computes in another format from now on."""
-
-    before: str
-    """The format so far, "" if there was none."""
-    after: str
-    reason: str
-    """Why, with the error of each format that was tried in vain."""

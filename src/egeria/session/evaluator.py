@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from egeria import dist
 from egeria.config import Config
-from egeria.controller import Controller, Refreshed, Report, Request, Result, SteppedBack, Ticket
-from egeria.events import ReadingDropped
+from egeria.controller import Controller, ControllerStatus, EvaluationFailed, Request, Ticket
+from egeria.events import (
+    ControllerRestarted,
+    Declined,
+    Event,
+    FaultCaught,
+    ReadingDropped,
+    ReferenceRefreshed,
+    RungTaken,
+)
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import is_sharded
@@ -21,19 +29,8 @@ from egeria.policy import Reading
 from egeria.session.handle import ModelHandle
 from egeria.session.pace import Stopwatch
 from egeria.session.recorder import Recorder
-from egeria.session.telling import RefreshCost, tell
 
 FAILURES_BEFORE_GIVING_UP = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated:
-    """A reading, and the seconds it took in the training process and in the controller's."""
-
-    reading: Reading
-    wall_s: float
-    cpu_s: float
-    controller_cpu_s: float
 
 
 class Evaluator:
@@ -69,10 +66,11 @@ class Evaluator:
         """Asked for: intervals without a loss are none."""
         self._refreshed_at: int | None = None
         self._voided_before = 0
-        self._costs: dict[int, tuple[float, float]] = {}
-        self._ages: dict[int, int] = {}
-        self._refresh_cost = RefreshCost()
-        self._finished: list[Evaluated] = []
+        self._asked: dict[int, dict[str, Any]] = {}
+        """Of evaluations under way: what they cost here, and the age of the reference."""
+        self._refresh_cost = (0.0, 0.0)
+        self._status = ControllerStatus()
+        self._finished: list[Reading] = []
 
     @property
     def has_given_up(self) -> bool:
@@ -85,17 +83,17 @@ class Evaluator:
         looked_at, samples = self._most_samples
         if self.evaluated is None or self._reads_training or self.evaluated.autocast.device_type != "cpu":
             return None
-        return looked_at / samples * (1 if self._controller.is_apart else 2)
+        return looked_at / samples * (1 if self._status.is_asynchronous else 2)
 
     @property
     def is_waiting(self) -> bool:
         """Tell whether the controller has something under way, or is to be looked after."""
-        return (self._controller.is_waiting or self._controller.is_apart) and not self.has_given_up
+        return self._status.is_asynchronous and not self.has_given_up
 
     @property
     def controller_cpu_s(self) -> float:
         """CPU seconds spent outside the training process so far."""
-        return self._controller.cpu_s
+        return self._status.cpu_s
 
     def arm(self, index: int | None, module: LayerModule | None) -> None:
         """Keep the batch of the next training forward (the last one before the step, if there are several).
@@ -108,7 +106,7 @@ class Evaluator:
         self._armed, self._is_armed, self._samples = index, True, 0
         self._handle.keep_next(self._keep)
         if module is None:
-            self._controller.warm_up()
+            self._take_in(self._controller.poll())
         elif self._reads_training and self._handle.is_compiled:
             reason = "the model is compiled, where nothing can be read; readings are made in inference mode"
             self._recorder.decline("reading the training pass itself", reason)
@@ -136,7 +134,7 @@ class Evaluator:
         if not self._controller.refresh(evaluation, model, calibration):
             return False
         self._evaluations_since_refresh, self._refreshed_at = 0, evaluation
-        self._refresh_cost = RefreshCost(*watch.read())
+        self._refresh_cost = watch.read()
         self._take_in(self._controller.poll())
         return True
 
@@ -167,11 +165,11 @@ class Evaluator:
         self.evaluated = self._batch(self.batch)
         self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
         self._controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
-        self._costs[evaluation] = watch.read()
-        self._ages[evaluation] = evaluation - (self._refreshed_at or 0)
+        wall_s, cpu_s = watch.read()
+        self._asked[evaluation] = {"wall_s": wall_s, "cpu_s": cpu_s, "age": evaluation - (self._refreshed_at or 0)}
         return True
 
-    def poll(self) -> list[Evaluated]:
+    def poll(self) -> list[Reading]:
         """Return the finished readings; what cannot be used is journaled and left out."""
         self._take_in(self._controller.poll())
         finished, self._finished = self._finished, []
@@ -214,10 +212,11 @@ class Evaluator:
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)  # type: ignore[call-overload]
         # A model in parts cannot be put together by one process: its reference is made anew.
         is_whole = not is_sharded(self._model)
-        can_go_on = is_whole and self._controller.load_state_dict(state["controller"], self._model)  # type: ignore[arg-type]
+        self._refreshed_at = state.get("refreshed_at")  # type: ignore[assignment]
+        saved: Any = state["controller"]
+        can_go_on = is_whole and self._controller.refresh(self._refreshed_at or 0, self._model, None, saved)
         age = state["evaluations_since_refresh"] if can_go_on else None
         self._evaluations_since_refresh = age  # type: ignore[assignment]
-        self._refreshed_at = state.get("refreshed_at")  # type: ignore[assignment]
 
     def _keep(self, batch: Batch) -> None:
         self.batch = batch
@@ -244,41 +243,71 @@ class Evaluator:
                 self._needs_whole_batch = True
                 return capture(self._model, module.tap, self._batch(self.batch))
 
-    def _take_in(self, reports: list[Report]) -> None:
-        for report in reports:
-            if isinstance(report, Result):
-                self._take_in_result(report)
+    def _take_in(self, status: ControllerStatus) -> None:
+        self._status = status
+        for report in status.reports:
+            if isinstance(report, Reading):
+                self._take_in_reading(report)
+            elif isinstance(report, ReadingDropped):
+                self._take_in_dropped(report)
             else:
-                tell(self._recorder, report, self._refresh_cost)
-                self._draw_conclusions(report)
-
-    def _draw_conclusions(self, report: Report) -> None:
-        if isinstance(report, Refreshed) and report.error:
-            self._evaluations_since_refresh = None
-            self._note_failure(f"the reference cannot be refreshed: {report.error}")
-        elif isinstance(report, SteppedBack) and report.final:
+                self._take_in_event(replace(report, step=self._recorder.step))
+        if status.has_ended:
             self._num_failures = FAILURES_BEFORE_GIVING_UP
             self._close_controller()
 
-    def _take_in_result(self, result: Result) -> None:
-        wall_s, cpu_s = self._costs.pop(result.evaluation, (0.0, 0.0))
-        age = self._ages.pop(result.evaluation, None)
-        if result.lost or self.has_given_up or result.evaluation < self._voided_before:
-            late = "judging has ended" if self.has_given_up else "everything thawed meanwhile"
-            reason = result.lost or f"it came late: {late}"
-            self._write_dropped(result.evaluation, result.module, reason)
-        elif result.value is None or not math.isfinite(result.value):
-            reason = result.error or f"the value is {result.value}"
-            self._write_dropped(result.evaluation, result.module, reason)
-            self._recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training goes on.")
-            if result.error:
-                self._note_failure(f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {result.error}")
-        else:
+    def _take_in_reading(self, reading: Reading) -> None:
+        reading = replace(reading, **self._asked.pop(reading.evaluation, {}))
+        late = self._why_late(reading.evaluation)
+        if late:
+            self._write_dropped(reading.evaluation, reading.module, late)
+        elif math.isfinite(reading.value):
             self._num_failures = 0
-            reading = Reading(
-                step=result.step, evaluation=result.evaluation, module=result.module, value=result.value, age=age
-            )
-            self._finished.append(Evaluated(reading=reading, wall_s=wall_s, cpu_s=cpu_s, controller_cpu_s=result.cpu_s))
+            self._finished.append(reading)
+        else:
+            reason = f"the value is {reading.value}"
+            self._write_dropped(reading.evaluation, reading.module, reason)
+            self._warn_dropped(reason)
+
+    def _take_in_dropped(self, dropped: ReadingDropped) -> None:
+        self._asked.pop(dropped.evaluation, None)
+        late = self._why_late(dropped.evaluation)
+        if not isinstance(dropped, EvaluationFailed):
+            self._write_dropped(dropped.evaluation, dropped.module, dropped.reason)
+        elif late:
+            self._write_dropped(dropped.evaluation, dropped.module, late)
+        else:
+            self._write_dropped(dropped.evaluation, dropped.module, dropped.reason)
+            self._warn_dropped(dropped.reason)
+            self._note_failure(f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {dropped.reason}")
+
+    def _why_late(self, evaluation: int) -> str:
+        if self.has_given_up:
+            return "it came late: judging has ended"
+        return "it came late: everything thawed meanwhile" if evaluation < self._voided_before else ""
+
+    def _warn_dropped(self, reason: str) -> None:
+        self._recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training goes on.")
+
+    def _take_in_event(self, event: Event) -> None:
+        """Write an event of the controller to the journal, with a warning where something fell short."""
+        if isinstance(event, Declined):
+            self._recorder.decline(event.what, event.reason)
+        elif isinstance(event, FaultCaught):
+            self._recorder.fault(event.where, RuntimeError(event.error))
+            self._evaluations_since_refresh = None
+            self._note_failure(f"the reference cannot be refreshed: {event.error}")
+        elif isinstance(event, ReferenceRefreshed):
+            wall_s, cpu_s = self._refresh_cost
+            self._recorder.write(replace(event, wall_s=wall_s, cpu_s=cpu_s))
+        else:
+            self._recorder.write(event)
+        if isinstance(event, RungTaken) and event.before:
+            change = f"the reference model goes from {event.before} to {event.after}"
+            self._recorder.warn(f"rung {event.after}", f"egeria: {change}: {event.reason}. Training goes on.")
+        elif isinstance(event, ControllerRestarted):
+            message = f"egeria: the controller process was replaced: {event.reason}. Training goes on."
+            self._recorder.warn("restarts of the controller", message)
 
     def _write_dropped(self, evaluation: int, module: int, reason: str) -> None:
         event = ReadingDropped(step=self._recorder.step, evaluation=evaluation, module=module, reason=reason)
@@ -292,7 +321,9 @@ class Evaluator:
 
     def _close_controller(self) -> None:
         """End the controller; what it had not handed over, or not finished, is journaled as dropped."""
-        for report in self._controller.close():
-            if isinstance(report, Result):
-                reason = report.lost or report.error or "the run ended before it was judged"
-                self._write_dropped(report.evaluation, report.module, reason)
+        self._status = self._controller.close()
+        for report in self._status.reports:
+            if isinstance(report, Reading):
+                self._write_dropped(report.evaluation, report.module, "the run ended before it was judged")
+            elif isinstance(report, ReadingDropped):
+                self._write_dropped(report.evaluation, report.module, report.reason)

@@ -10,12 +10,11 @@ from egeria.events import ComputeProfiled, IntervalChanged, PlasticityRead
 from egeria.layers.batch import Batch
 from egeria.layers.plain import gather
 from egeria.layers.shards import is_sharded
-from egeria.policy import PLASTICITY, Decision, Freeze
+from egeria.policy import PLASTICITY, Decision, Freeze, Reading
 from egeria.session.budget import Budget, count_iterations
 from egeria.session.clock import IntervalClock
 from egeria.session.compiling import BACKWARD_SHARE
 from egeria.session.engine import Engine, EngineBuilder
-from egeria.session.evaluator import Evaluated
 from egeria.session.pace import Stopwatch
 from egeria.session.ranks import Subject
 
@@ -81,11 +80,11 @@ class Judge:
 
     def take_in_readings(self, engine: Engine) -> None:
         """Judge what the controller has finished, at this evaluation or since an earlier one."""
-        for evaluated in self._finished(engine):
-            if evaluated.reading.module != engine.policy.monitored:
-                engine.evaluator.drop_late(evaluated.reading)
+        for reading in self._finished(engine):
+            if reading.module != engine.policy.monitored:
+                engine.evaluator.drop_late(reading)
                 continue
-            decisions = self._judge(engine, evaluated)
+            decisions = self._judge(engine, reading)
             engine.applier.apply(self._recorder.step, decisions, engine.evaluator.evaluated, self.waits)
 
     def batch_for(self, engine: Engine, decisions: Sequence[Decision]) -> Batch | None:
@@ -112,18 +111,15 @@ class Judge:
         [does_wait] = self._ranks.from_leader(Subject.GATE, [float(reason is not None)])
         return (reason or "the first process waits") if does_wait else None
 
-    def _finished(self, engine: Engine) -> list[Evaluated]:
+    def _finished(self, engine: Engine) -> list[Reading]:
         """Return what is finished, the same in all processes."""
         own = [] if engine.evaluator.has_given_up else engine.evaluator.poll()
         if self._work_shares is not None:
-            own = [
-                replace(entry, reading=replace(entry.reading, work_share=self._work_shares[entry.reading.module]))
-                for entry in own
-            ]
+            own = [replace(reading, work_share=self._work_shares[reading.module]) for reading in own]
         if self._ranks.is_alone:
             return own
-        shared = self._ranks.readings([entry.reading for entry in own])
-        return own or [Evaluated(reading=reading, wall_s=0.0, cpu_s=0.0, controller_cpu_s=0.0) for reading in shared]
+        shared = self._ranks.readings(own)
+        return own or shared
 
     def _refresh_in_time(self, engine: Engine, clock: IntervalClock) -> None:
         watch = Stopwatch()
@@ -132,8 +128,7 @@ class Judge:
             # A policy may ask for some in a row; what counts is how often they come in the long run.
             self._budget.note_refresh(watch.read()[0] / self.iteration_s, max(period, self._window))
 
-    def _judge(self, engine: Engine, evaluated: Evaluated) -> Sequence[Decision]:
-        reading = evaluated.reading
+    def _judge(self, engine: Engine, reading: Reading) -> Sequence[Decision]:
         judgement = engine.policy.observe_reading(reading)
         self._recorder.write(
             PlasticityRead(
@@ -146,9 +141,9 @@ class Judge:
                 slope=judgement.slope,
                 tolerance=judgement.tolerance,
                 stationary=judgement.stationary,
-                wall_s=evaluated.wall_s,
-                cpu_s=evaluated.cpu_s,
-                controller_cpu_s=evaluated.controller_cpu_s,
+                wall_s=reading.wall_s,
+                cpu_s=reading.cpu_s,
+                controller_cpu_s=reading.controller_cpu_s,
                 age=reading.age,
                 work_share=reading.work_share,
                 change_ahead=judgement.change_ahead,

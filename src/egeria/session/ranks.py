@@ -6,7 +6,6 @@ import hashlib
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import fields
 from enum import IntEnum
 
 from egeria.parallel import ParallelStrategy
@@ -16,6 +15,8 @@ ROW = 64
 """Numbers that are exchanged at once."""
 HEAD = 3
 """Numbers of a row in front of what it says: the subject, the step, and how many follow."""
+SHARED = ("step", "evaluation", "module", "value", "age", "work_share")
+"""What is exchanged of a reading: all that a policy may decide by."""
 
 
 class Subject(IntEnum):
@@ -187,7 +188,7 @@ class Ranks:
         """
         [count] = self.from_leader(Subject.READINGS, [float(len(own))])
         numbers = [number for reading in own for number in _to_numbers(reading)] if self.leads else []
-        width = len(fields(Reading))
+        width = len(SHARED)
         shared = self.from_leader(Subject.READINGS, numbers or [0.0] * (width * int(count)))
         return [_to_reading(shared[begin : begin + width]) for begin in range(0, len(shared), width)]
 
@@ -245,7 +246,7 @@ def from_number(value: float) -> float | None:
 
 
 def _to_numbers(reading: Reading) -> list[float]:
-    return [to_number(getattr(reading, field.name)) for field in fields(Reading)]
+    return [to_number(getattr(reading, name)) for name in SHARED]
 
 
 def _to_reading(numbers: Sequence[float]) -> Reading:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from egeria.controller import Refreshed, Report, Request, Result
+from egeria.controller import ControllerStatus, Report, Request
+from egeria.events import ReferenceRefreshed
 from egeria.layers.batch import Batch
 
 
@@ -20,10 +21,6 @@ class ScriptedController:
         refreshing: called at each refresh with the model; may raise.
     """
 
-    is_waiting = False
-    is_apart = False
-    cpu_s = 0.0
-
     def __init__(
         self,
         readings: Callable[[int, int], float] = lambda evaluation, module: 1.0,
@@ -35,28 +32,28 @@ class ScriptedController:
         self._refreshing = refreshing
         self._reports: list[Report] = []
 
-    def warm_up(self) -> None:
-        """Do nothing."""
-
-    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
-        """Do what the script does at a refresh."""
-        self._refreshing(model)
-        self._reports.append(Refreshed(evaluation=evaluation, builder="script"))
+    def refresh(
+        self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Do what the script does at a refresh; nothing for a run that is resumed."""
+        if state is None:
+            self._refreshing(model)
+            made = ReferenceRefreshed(step=0, evaluation=evaluation, builder="script", wall_s=0.0, cpu_s=0.0)
+            self._reports.append(made)
         return True
 
     def submit(self, request: Request) -> None:
         """Note the request and read the script."""
         self.requests.append(request)
         ticket = request.ticket
-        value = self._readings(ticket.evaluation, ticket.module)
-        self._reports.append(Result(evaluation=ticket.evaluation, step=ticket.step, module=ticket.module, value=value))
+        self._reports.append(ticket.reading(self._readings(ticket.evaluation, ticket.module)))
 
-    def poll(self) -> list[Report]:
+    def poll(self) -> ControllerStatus:
         """Return what was read since the last call."""
         reports, self._reports = self._reports, []
-        return reports
+        return ControllerStatus(reports=reports)
 
-    def close(self) -> list[Report]:
+    def close(self) -> ControllerStatus:
         """Note that the run let go."""
         self.closed = True
         return self.poll()
@@ -64,7 +61,3 @@ class ScriptedController:
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the script is its own state."""
         return {}
-
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> bool:
-        """Do nothing."""
-        return True
