@@ -16,7 +16,7 @@ import egeria
 from egeria import Config
 from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
 from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
-from egeria.policy.forecast.course import Course
+from egeria.policy.rates import LearningRateHistory
 from egeria.report.replay import replay
 from egeria.session.measures import Foresight
 from egeria.testing import ScriptedController
@@ -193,13 +193,13 @@ def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.014
     return policy
 
 
-def interval(evaluation, way_ahead=6.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0149):
+def interval(evaluation, remaining=6.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0149):
     return Interval(
         step=10 * evaluation,
         evaluation=evaluation,
         loss=loss,
         learning_rate=rate,
-        way_ahead=way_ahead,
+        remaining_rate_sum=remaining,
         last_rate=last_rate,
         noise=None if step_noise is None else (step_noise,) * 4,
     )
@@ -240,14 +240,14 @@ def test_it_freezes_after_enough_readings_that_foresee_little():
 @pytest.mark.parametrize(
     ("plasticity", "settings", "freezes"),
     [
-        (walk, {"way_ahead": 12.0}, False),
-        (straight, {"way_ahead": 6.5}, True),  # followed like a random walk from where it is
-        (straight, {"way_ahead": 20.0}, False),
-        (noise, {"way_ahead": 1e-3}, False),  # it fades with the rate, whatever the way
-        (noise, {"way_ahead": 24.0, "last_rate": 0.1}, True),  # it stays as it is: no progress
-        (noise, {"way_ahead": 24.0, "last_rate": 0.01}, False),
-        (walk, {"way_ahead": None}, False),
-        (walk, {"way_ahead": 0.0}, True),
+        (walk, {"remaining": 12.0}, False),
+        (straight, {"remaining": 6.5}, True),  # followed like a random walk from where it is
+        (straight, {"remaining": 20.0}, False),
+        (noise, {"remaining": 1e-3}, False),  # it fades with the rate, whatever the way
+        (noise, {"remaining": 24.0, "last_rate": 0.1}, True),  # it stays as it is: no progress
+        (noise, {"remaining": 24.0, "last_rate": 0.01}, False),
+        (walk, {"remaining": None}, False),
+        (walk, {"remaining": 0.0}, True),
     ],
 )
 def test_it_goes_by_the_kind_of_movement_and_by_what_the_rate_has_ahead(plasticity, settings, freezes):
@@ -256,45 +256,45 @@ def test_it_goes_by_the_kind_of_movement_and_by_what_the_rate_has_ahead(plastici
 
 def test_readings_from_before_a_decay_are_forgotten_and_the_snapshot_renewed():
     policy = forecast()
-    assert not any(readings(policy, 12, plasticity=lambda age: 1e-3, way_ahead=100.0))
+    assert not any(readings(policy, 12, plasticity=lambda age: 1e-3, remaining=100.0))
     policy.observe_interval(interval(15, rate=0.01))
     assert policy.window == 1, "the snapshot is from before the decay"
     policy.observe_reading(Reading(step=150, evaluation=15, module=0, value=1e-3, age=1))
     assert policy.window == 1, "the rate fell in the midst of that interval"
-    found = readings(policy, 12, first=16, snapshot=15, rate=0.01, way_ahead=0.5)
+    found = readings(policy, 12, first=16, snapshot=15, rate=0.01, remaining=0.5)
     assert [index for index, decisions in enumerate(found) if decisions] == [6, 11], (
         "the snapshot is from when they had settled"
     )
     assert policy.window == 10
 
 
-@pytest.mark.parametrize(("work_share", "way_ahead"), [(0.1, 9.5), (1 / 3, 9.5), (0.5, 14.5), (0.9, 19.5)])
-def test_a_module_with_much_work_may_change_by_as_much_more(work_share, way_ahead):
-    for way, freezes in ((way_ahead, True), (way_ahead + 1, False)):
-        assert any(readings(forecast(), 5, way_ahead=way, work_share=work_share)) == freezes
+@pytest.mark.parametrize(("work_share", "remaining"), [(0.1, 9.5), (1 / 3, 9.5), (0.5, 14.5), (0.9, 19.5)])
+def test_a_module_with_much_work_may_change_by_as_much_more(work_share, remaining):
+    for way, freezes in ((remaining, True), (remaining + 1, False)):
+        assert any(readings(forecast(), 5, remaining=way, work_share=work_share)) == freezes
 
 
 def test_a_law_is_not_followed_much_farther_than_it_was_seen():
     for way, freezes in ((19.0, True), (26.0, False)):  # four and five units were seen
-        assert any(readings(forecast(), 5, plasticity=lambda age: 1e-8 * age, way_ahead=way)) == freezes
+        assert any(readings(forecast(), 5, plasticity=lambda age: 1e-8 * age, remaining=way)) == freezes
 
 
-@pytest.mark.parametrize(("ratio", "way_ahead", "freezes"), [(1, 19.0, True), (3, 19.0, False), (3, 5.0, True)])
-def test_readings_that_scatter_tell_little_of_a_long_way(ratio, way_ahead, freezes):
+@pytest.mark.parametrize(("ratio", "remaining", "freezes"), [(1, 19.0, True), (3, 19.0, False), (3, 5.0, True)])
+def test_readings_that_scatter_tell_little_of_a_long_way(ratio, remaining, freezes):
     found = readings(
         forecast(),
         6,
         plasticity=lambda age: 1e-5 * ratio ** (0.5 if age % 2 else -0.5),
-        way_ahead=way_ahead,
+        remaining=remaining,
         last_rate=0.02,
     )
     assert any(found) == freezes
 
 
-@pytest.mark.parametrize(("last_rate", "way_ahead"), [(0.0, 9.5), (0.025, 9.5), (0.026, 0.9), (0.1, 0.9)])
-def test_a_run_that_ends_in_the_midst_of_learning_has_a_tenth_of_the_limit(last_rate, way_ahead):
-    for way, freezes in ((way_ahead, True), (way_ahead + 1, False)):
-        assert any(readings(forecast(), 5, way_ahead=way, last_rate=last_rate)) == freezes
+@pytest.mark.parametrize(("last_rate", "remaining"), [(0.0, 9.5), (0.025, 9.5), (0.026, 0.9), (0.1, 0.9)])
+def test_a_run_that_ends_in_the_midst_of_learning_has_a_tenth_of_the_limit(last_rate, remaining):
+    for way, freezes in ((remaining, True), (remaining + 1, False)):
+        assert any(readings(forecast(), 5, remaining=way, last_rate=last_rate)) == freezes
 
 
 @pytest.mark.parametrize(
@@ -317,16 +317,16 @@ def test_a_module_whose_steps_hardly_bear_on_the_loss_may_change_by_more(rate, s
             5,
             plasticity=lambda age: ease * walk(age),
             rate=rate,
-            way_ahead=way * rate / 0.1,
+            remaining=way * rate / 0.1,
             step_noise=step_noise,
         )
         assert any(found) == freezes
 
 
 def test_what_is_frozen_counts_in_what_bears_on_the_loss():
-    for way_ahead, frozen in ((3.7, 2), (3.8, 1)):  # with the first, the noise of the second is 1 % of the loss
+    for remaining, frozen in ((3.7, 2), (3.8, 1)):  # with the first, the noise of the second is 1 % of the loss
         policy = forecast(num_modules=4, step_noise=0.005)
-        readings(policy, 17, rate=0.025, way_ahead=way_ahead, step_noise=0.005)
+        readings(policy, 17, rate=0.025, remaining=remaining, step_noise=0.005)
         assert policy.frozen == frozen
 
 
@@ -359,9 +359,9 @@ def test_what_is_frozen_keeps_no_more_of_the_loss_than_the_limit_in_all():
     assert policy.frozen == 2
 
 
-@pytest.mark.parametrize(("way_ahead", "freezes"), [(2.4, True), (2.6, False)])
-def test_where_noise_cannot_be_measured_the_limit_is_a_quarter(way_ahead, freezes):
-    assert any(readings(forecast(step_noise=None), 8, way_ahead=way_ahead, step_noise=None)) == freezes
+@pytest.mark.parametrize(("remaining", "freezes"), [(2.4, True), (2.6, False)])
+def test_where_noise_cannot_be_measured_the_limit_is_a_quarter(remaining, freezes):
+    assert any(readings(forecast(step_noise=None), 8, remaining=remaining, step_noise=None)) == freezes
 
 
 def test_readings_against_another_snapshot_are_not_mixed_in():
@@ -373,7 +373,7 @@ def test_readings_against_another_snapshot_are_not_mixed_in():
 def test_a_slow_fall_of_the_rate_forgets_nothing():
     policy = forecast()
     for evaluation in range(3, 9):
-        found = readings(policy, 1, first=evaluation, rate=0.1 * 0.9**evaluation, way_ahead=20.0)
+        found = readings(policy, 1, first=evaluation, rate=0.1 * 0.9**evaluation, remaining=20.0)
     assert not any(found) and len(policy.state_dict()["movement"]["samples"]) == 6
 
 
@@ -385,7 +385,7 @@ def test_a_loss_above_its_trend_thaws_and_makes_it_strict():
     (thaw,) = found[-1]
     assert found[:2] == [(), ()] and isinstance(thaw, Thaw) and "10.0%" in thaw.reason and policy.frozen == 0
     assert not any(readings(policy, 20, first=11)), "a quarter of the limit now"
-    assert any(readings(policy, 20, first=31, way_ahead=1.5))
+    assert any(readings(policy, 20, first=31, remaining=1.5))
 
 
 def test_a_loss_that_goes_on_falling_more_slowly_is_no_alarm():
@@ -406,8 +406,8 @@ def test_behind_a_thaw_nothing_is_read_from_when_it_was_frozen():
     # The snapshot is from when the module was frozen, so that it has not moved at all.
     found = policy.observe_reading(Reading(step=100, evaluation=10, module=0, value=0.0, age=3))
     assert found.change_ahead is None and policy.window == 1
-    assert not any(readings(policy, 6, first=11, snapshot=10, way_ahead=1.0)), "it settles, and the guard has to learn"
-    assert any(readings(policy, 8, first=17, snapshot=13, way_ahead=1.0))
+    assert not any(readings(policy, 6, first=11, snapshot=10, remaining=1.0)), "it settles, and the guard has to learn"
+    assert any(readings(policy, 8, first=17, snapshot=13, remaining=1.0))
 
 
 def test_a_later_freeze_is_watched_as_long_as_the_first():
@@ -430,7 +430,7 @@ def test_readings_beyond_what_can_change_are_not_taken_for_noise_that_stays(leve
 def test_a_run_that_was_made_longer_goes_on_with_its_new_length():
     longer = forecast(total_steps=400)
     longer.load_state_dict(forecast(total_steps=200).state_dict())
-    longer.observe_interval(interval(30, way_ahead=5.0))
+    longer.observe_interval(interval(30, remaining=5.0))
     assert longer.monitored == 0
     assert longer.observe_reading(Reading(step=300, evaluation=30, module=0, value=1e-6, age=1)).tolerance > 2e-5
 
@@ -444,19 +444,19 @@ def test_a_run_that_was_made_longer_goes_on_with_its_new_length():
 )
 def test_more_rate_than_was_foreseen_thaws(plasticity, foreseen, more):
     policy = forecast()
-    readings(policy, 5, plasticity=plasticity, way_ahead=4.0)
+    readings(policy, 5, plasticity=plasticity, remaining=4.0)
     assert policy.frozen == 1
-    assert policy.observe_interval(interval(8, way_ahead=foreseen)) == ()
-    (thaw,) = policy.observe_interval(interval(9, way_ahead=more))
+    assert policy.observe_interval(interval(8, remaining=foreseen)) == ()
+    (thaw,) = policy.observe_interval(interval(9, remaining=more))
     assert isinstance(thaw, Thaw) and "foreseen" in thaw.reason
 
 
 def test_what_scattered_does_not_grow_while_the_way_gets_shorter():
     policy = forecast()
-    found = readings(policy, 6, plasticity=lambda age: 1e-6 * 6 ** (0.5 if age % 2 else -0.5), way_ahead=4.0)
+    found = readings(policy, 6, plasticity=lambda age: 1e-6 * 6 ** (0.5 if age % 2 else -0.5), remaining=4.0)
     assert any(found)
     for evaluation in range(20, 60):
-        assert policy.observe_interval(interval(evaluation, way_ahead=4.0 * 0.8 ** (evaluation - 20))) == ()
+        assert policy.observe_interval(interval(evaluation, remaining=4.0 * 0.8 ** (evaluation - 20))) == ()
 
 
 def held(optimizer):
@@ -478,10 +478,10 @@ def valley(optimizer):
         (held, False),  # no scheduler: whoever holds the rate, or lowers it by hand, has not said that it will fall
     ],
 )
-def test_it_knows_whether_a_run_comes_to_rest(make, rests, until):
+def test_it_knows_whether_the_rate_ends_low(make, rests, until):
     optimizer = sgd()
     scheduler = make(optimizer)
-    foresight, course = Foresight(scheduler, TOTAL), Course(memory=10, total_steps=TOTAL)
+    foresight, history = Foresight(scheduler, TOTAL), LearningRateHistory(memory=10, total_steps=TOTAL)
     for step in range(1, until + 1):
         optimizer.step()
         if scheduler:
@@ -489,19 +489,21 @@ def test_it_knows_whether_a_run_comes_to_rest(make, rests, until):
         rate = optimizer.param_groups[0]["lr"]
         ahead = foresight.ahead(step, rate)
         if step % 20 == 0:
-            course.go_on(
+            history.update(
                 Interval(
                     step=step,
                     evaluation=step // 20,
                     loss=1.0,
                     learning_rate=rate,
-                    way_ahead=ahead.way,
+                    remaining_rate_sum=ahead.way,
                     last_rate=ahead.last_rate,
                 )
             )
-    assert course.comes_to_rest == rests
-    course.go_on(Interval(step=step + 20, evaluation=99, loss=1.0, learning_rate=0.02, way_ahead=9.9, last_rate=0.0))
-    assert course.comes_to_rest, "it was lowered by hand"
+    assert history.ends_low == rests
+    history.update(
+        Interval(step=step + 20, evaluation=99, loss=1.0, learning_rate=0.02, remaining_rate_sum=9.9, last_rate=0.0)
+    )
+    assert history.ends_low, "it was lowered by hand"
 
 
 def test_a_reference_that_is_renewed_too_soon_is_refused():
@@ -516,7 +518,7 @@ def watched(policy, evaluations, **settings):
     """Return the evaluations at which a module is wanted, and read; the snapshot is kept for ten."""
     wanted, snapshot = [], evaluations.start - 1
     for evaluation in evaluations:
-        policy.observe_interval(interval(evaluation, **{"way_ahead": 20.0, **settings}))
+        policy.observe_interval(interval(evaluation, **{"remaining": 20.0, **settings}))
         if policy.monitored is not None:
             wanted.append(evaluation)
             reading = Reading(

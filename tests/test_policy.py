@@ -16,16 +16,15 @@ from egeria.policy import (
     EndBootstrapping,
     Freeze,
     Interval,
-    ModuleHistory,
     Moment,
     Reading,
     Thaw,
-    Verdict,
+    UnfreezeAction,
     choose_interval,
     find_rule,
-    least_squares_slope,
     rule_for_schedule,
 )
+from egeria.policy.paper import ModuleHistory, least_squares_slope
 
 # The worked example, by hand. W = 3, T = 20 % of the largest of the first three slopes.
 #
@@ -249,28 +248,28 @@ def moment(rate, before=0.1, previous=None, frozen=1, step=500, total_steps=1000
 
 
 @pytest.mark.parametrize(
-    ("rule", "situation", "verdict"),
+    ("rule", "situation", "action"),
     [
-        ("step", moment(0.1 * 0.1), Verdict.THAW),
-        ("step", moment(0.011), Verdict.GO),
-        ("exponential", moment(0.009, step=800), Verdict.THAW),
-        ("cosine", moment(0.009, step=800), Verdict.THAW),
-        ("cosine", moment(0.009, step=950), Verdict.GO),
-        ("cosine", moment(0.009, step=950, total_steps=None), Verdict.THAW),
-        ("linear", moment(0.009, step=950), Verdict.GO),
-        ("inverse_sqrt", moment(0.009, step=990), Verdict.THAW),
-        ("one_cycle", moment(0.2, previous=0.1, frozen=0), Verdict.HOLD),
-        ("one_cycle", moment(0.2, previous=0.19, before=0.1), Verdict.RESTART),
-        ("warm_restarts", moment(0.001), Verdict.GO),
-        ("warm_restarts", moment(0.1, before=0.01, previous=0.001), Verdict.RESTART),
-        ("cyclic", moment(0.05, previous=0.04, before=0.04), Verdict.HOLD),
-        ("warmup_stable_decay", moment(0.05, step=900), Verdict.THAW),
-        ("warmup_stable_decay", moment(0.05, step=990), Verdict.GO),
-        ("never", moment(1e-9), Verdict.GO),
+        ("step", moment(0.1 * 0.1), UnfreezeAction.THAW),
+        ("step", moment(0.011), UnfreezeAction.GO),
+        ("exponential", moment(0.009, step=800), UnfreezeAction.THAW),
+        ("cosine", moment(0.009, step=800), UnfreezeAction.THAW),
+        ("cosine", moment(0.009, step=950), UnfreezeAction.GO),
+        ("cosine", moment(0.009, step=950, total_steps=None), UnfreezeAction.THAW),
+        ("linear", moment(0.009, step=950), UnfreezeAction.GO),
+        ("inverse_sqrt", moment(0.009, step=990), UnfreezeAction.THAW),
+        ("one_cycle", moment(0.2, previous=0.1, frozen=0), UnfreezeAction.HOLD),
+        ("one_cycle", moment(0.2, previous=0.19, before=0.1), UnfreezeAction.RESTART),
+        ("warm_restarts", moment(0.001), UnfreezeAction.GO),
+        ("warm_restarts", moment(0.1, before=0.01, previous=0.001), UnfreezeAction.RESTART),
+        ("cyclic", moment(0.05, previous=0.04, before=0.04), UnfreezeAction.HOLD),
+        ("warmup_stable_decay", moment(0.05, step=900), UnfreezeAction.THAW),
+        ("warmup_stable_decay", moment(0.05, step=990), UnfreezeAction.GO),
+        ("never", moment(1e-9), UnfreezeAction.GO),
     ],
 )
-def test_unfreeze_rules(rule, situation, verdict):
-    assert RULES[rule].judge(situation) is verdict
+def test_unfreeze_rules(rule, situation, action):
+    assert RULES[rule].judge(situation) is action
 
 
 def test_nothing_is_monitored_while_the_rate_rises():
@@ -284,7 +283,7 @@ def test_nothing_is_monitored_while_the_rate_rises():
 def test_a_user_rule_is_any_object_that_judges():
     class ThawEveryHundredSteps:
         def judge(self, moment):
-            return Verdict.THAW if moment.step % 100 == 0 else Verdict.GO
+            return UnfreezeAction.THAW if moment.step % 100 == 0 else UnfreezeAction.GO
 
     policy = past_bootstrapping(make_policy(rule=ThawEveryHundredSteps(), window=2))
     assert settle(policy) <= 10
@@ -321,9 +320,11 @@ def test_an_unknown_rule_is_refused_by_name():
         find_rule("cosin")
 
 
-def test_interval_follows_the_papers_guideline():
-    steps, reason = choose_interval(interval_steps=None, total_steps=78_000, window=10, num_modules=7)
-    assert steps == 318 and "78000" in reason  # the paper rounds it to 300
-    assert choose_interval(interval_steps=7, total_steps=78_000, window=10, num_modules=7)[0] == 7
-    assert choose_interval(interval_steps=None, total_steps=None, window=10, num_modules=7)[0] == 100
-    assert choose_interval(interval_steps=None, total_steps=10, window=10, num_modules=7)[0] == 1
+@pytest.mark.parametrize(
+    ("interval_steps", "total_steps", "chosen"), [(None, 78_000, 318), (7, 78_000, 7), (None, None, 100), (None, 10, 1)]
+)
+def test_interval_follows_the_papers_guideline(interval_steps, total_steps, chosen):
+    config = Config(plasticity=PlasticityConfig(interval_steps=interval_steps))
+    steps, reason = choose_interval(config, total_steps=total_steps, num_modules=7)
+    assert steps == chosen  # the paper rounds 318 to 300
+    assert chosen != 318 or "78000" in reason

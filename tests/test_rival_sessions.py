@@ -21,7 +21,7 @@ from egeria.events import (
     Thawed,
 )
 from egeria.policy import POLICIES, RULES, EgeriaPolicy, find_policy
-from egeria.policy.front import FrontPolicy
+from egeria.policy.base import FrontPolicy
 from egeria.report.replay import replay
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences, outside

@@ -21,7 +21,7 @@ from egeria.policy import (
     find_rule,
     with_metric_of_policy,
 )
-from egeria.policy.rivals.autofreeze import percentile
+from egeria.policy.rivals import percentile
 from test_policy import WORKED_READINGS
 
 TIMED = ["static", "linear", "freezeout", "random"]
@@ -196,10 +196,10 @@ def test_the_percentile_lies_between_its_neighbours():
 
 
 def test_autofreeze_is_evaluated_as_often_as_it_asks():
-    chosen = {"total_steps": 1000, "window": 10, "num_modules": 4, "evaluations": 20}
-    assert choose_interval(interval_steps=None, **chosen)[0] == 50
-    assert choose_interval(interval_steps=7, **chosen)[0] == 7
-    assert choose_interval(interval_steps=None, **{**chosen, "total_steps": 5})[0] == 1
+    for interval_steps, total_steps, chosen in ((None, 1000, 50), (7, 1000, 7), (None, 5, 1)):
+        groups = {"policy": {"name": "autofreeze"}, "plasticity": {"interval_steps": interval_steps}}
+        config = Config.from_dict(groups)
+        assert choose_interval(config, total_steps=total_steps, num_modules=4)[0] == chosen
 
 
 def test_weight_change_is_the_papers_rule_on_the_movement_of_weights():

@@ -17,7 +17,7 @@ from benchmarks.proving.checkpoint import UnusableError
 from benchmarks.proving.policies import PLAIN, parse_policy
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.schedules import FINEST
-from egeria.config.timetable import read_timetable
+from egeria.config.checks import read_timetable
 from egeria.journal.writer import FILE_NAME as JOURNAL_NAME
 
 

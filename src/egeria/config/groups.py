@@ -13,8 +13,8 @@ from egeria.config.checks import (
     require_count,
     require_flag,
     require_share,
+    timetable_fault,
 )
-from egeria.config.timetable import describe_fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class PolicyConfig:
     limit: float = 0.01
     """'forecast': relative SP loss that a layer module may still come to by the end of the run and yet freeze: the
     share of the similarities between samples that would still change. That of an average module; see
-    `egeria.policy.forecast.limit`. Ours, from the bench."""
+    `egeria.policy.law.limit_for`. Ours, from the bench."""
     loss_limit: float = 0.0025
     """'forecast': share of the training loss, or of its fall since the critical period where that is more, that the
     frozen modules may keep from falling when the rate falls, all together, as the noise of steps tells; behind a fall
@@ -76,7 +76,7 @@ class PolicyConfig:
     def _check_schedule(self) -> None:
         example = 'text such as "0.54:2 0.79:3 0.9:0"'
         if self.schedule is not None:
-            fault = describe_fault(self.schedule)
+            fault = timetable_fault(self.schedule)
             require(not fault, "policy.schedule", f"{example}{fault}", self.schedule)
         needed = self.schedule is not None or self.name != "static"
         require(needed, "policy.schedule", f"{example} where policy.name is 'static'", self.schedule)

@@ -1,22 +1,19 @@
 """Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
 
-`forecast` is the default policy, `engine.EgeriaPolicy` the paper's: `history` judges one layer module (algorithm 1),
-`schedules` says when to thaw. Both end the critical period by `bootstrap`. The policies of others are in `rivals`,
-all are named in `catalogue`, and `protocol` is what any policy must be.
+`protocol` is the interface of a policy, `values` what goes in and out. `forecast` is the default policy (with `rates`,
+`law` and `guard`), `paper` the paper's, whose thaws `schedules` decides; both are built on `base`. `rivals` holds the
+policies of others, and `catalogue` names all.
 """
 
-from egeria.policy.bootstrap import Bootstrap
 from egeria.policy.catalogue import (
     POLICIES,
-    evaluations_of_policy,
+    choose_interval,
     find_policy,
     first_stage,
     harmless_error,
     with_metric_of_policy,
 )
-from egeria.policy.engine import EgeriaPolicy
-from egeria.policy.history import ModuleHistory, least_squares_slope
-from egeria.policy.interval import choose_interval
+from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import (
     FORESIGHT,
     GRADIENTS,
@@ -28,7 +25,15 @@ from egeria.policy.protocol import (
     Policy,
     PolicyMaker,
 )
-from egeria.policy.schedules import RULES, Moment, ScheduleRule, UnfreezeRule, Verdict, find_rule, rule_for_schedule
+from egeria.policy.schedules import (
+    RULES,
+    Moment,
+    ScheduleRule,
+    UnfreezeAction,
+    UnfreezeRule,
+    find_rule,
+    rule_for_schedule,
+)
 from egeria.policy.values import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
@@ -52,7 +57,6 @@ __all__ = [
     "RULES",
     "WEIGHTS",
     "Annealing",
-    "Bootstrap",
     "Decision",
     "EgeriaPolicy",
     "EndBootstrapping",
@@ -60,22 +64,19 @@ __all__ = [
     "Freeze",
     "Interval",
     "Judgement",
-    "ModuleHistory",
     "Moment",
     "Policy",
     "PolicyMaker",
     "Reading",
     "ScheduleRule",
     "Thaw",
+    "UnfreezeAction",
     "UnfreezeRule",
-    "Verdict",
     "choose_interval",
-    "evaluations_of_policy",
     "find_policy",
     "find_rule",
     "first_stage",
     "harmless_error",
-    "least_squares_slope",
     "rule_for_schedule",
     "with_metric_of_policy",
 ]

@@ -1,4 +1,4 @@
-"""All policies by name, under the same session: who decides is `policy.name`."""
+"""All policies by name, and what the session has to know of one before it makes it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 
 from egeria.config import Config
 from egeria.errors import ConfigError
-from egeria.policy.engine import EgeriaPolicy
 from egeria.policy.forecast import Forecast
+from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import PolicyMaker
-from egeria.policy.rivals.autofreeze import AutoFreeze
-from egeria.policy.rivals.freezeout import FreezeOut
-from egeria.policy.rivals.linear import LinearSchedule
-from egeria.policy.rivals.never import NeverFreeze
-from egeria.policy.rivals.random_times import RandomTimes
-from egeria.policy.rivals.static import StaticSchedule
-from egeria.policy.rivals.weight_change import WeightChange
+from egeria.policy.rivals import (
+    AutoFreeze,
+    FreezeOut,
+    LinearSchedule,
+    NeverFreeze,
+    RandomTimes,
+    StaticSchedule,
+    WeightChange,
+)
 from egeria.policy.values import BOOTSTRAPPING, KNOWLEDGE_GUIDED
 
 POLICIES: dict[str, PolicyMaker] = {
@@ -37,10 +39,13 @@ _METRICS = {"skipconv": "input_norm", "forecast": "relative_sp"}
 HARMLESS_SHARE = 0.0125
 """Share of the limit of 'forecast' that a reading may be wrong by: a law is followed up to five times as far as it was
 seen, the limit may be a quarter, and of what is left a quarter may be error."""
+DEFAULT_INTERVAL_STEPS = 100
+PASSES = 1 + 0.5 + 0.25
+"""Bootstrapping, smoothing delay and the halved window after a thaw, in passes over all modules (paper §4.2.2)."""
 
 
 def find_policy(name: Any) -> PolicyMaker:
-    """Return what makes the policy a setting means: by its name, or the callable itself.
+    """Return what makes the policy that a setting means: by its name, or the callable itself.
 
     Raises:
         ConfigError: no policy has that name.
@@ -56,7 +61,7 @@ def find_policy(name: Any) -> PolicyMaker:
 
 
 def with_metric_of_policy(config: Config) -> Config:
-    """Return the settings with the metric of the policy, unless they name one of their own; Skip-Conv is its metric."""
+    """Return the settings with the metric of the policy, unless they name another; Skip-Conv is its metric."""
     name = config.policy.name if isinstance(config.policy.name, str) else ""
     if config.plasticity.metric is not None and name != "skipconv":
         return config
@@ -64,26 +69,32 @@ def with_metric_of_policy(config: Config) -> Config:
 
 
 def harmless_error(config: Config) -> float:
-    """Return the error of a reading that no decision of the policy turns on; 0 where each digit may matter."""
+    """Return the error of a reading that changes no decision of the policy; 0 where each digit may matter."""
     return HARMLESS_SHARE * config.policy.limit if config.policy.name == "forecast" else 0.0
 
 
 def first_stage(name: Any) -> str:
-    """Return the stage in which a run under this policy begins; rivals that know no critical period are past it."""
+    """Return the stage in which a run under this policy begins; 'bootstrapping' for an unknown one."""
     maker = POLICIES.get(name) if isinstance(name, str) else None
-    return KNOWLEDGE_GUIDED if getattr(maker, "stage", None) == KNOWLEDGE_GUIDED else BOOTSTRAPPING
+    return BOOTSTRAPPING if getattr(maker, "has_bootstrapping", True) else KNOWLEDGE_GUIDED
 
 
-def evaluations_of_policy(config: Config) -> int | None:
-    """Return how many evaluations a run is to have by its policy; None for the paper's guideline."""
-    return config.policy.evaluations if config.policy.name == "autofreeze" else None
+def choose_interval(config: Config, *, total_steps: int | None, num_modules: int) -> tuple[int, str]:
+    """Return `n`, the optimizer steps between evaluations, and the reason for it.
 
+    The guideline of the paper, §4.2.2, unless the user or the policy has a number.
 
-__all__ = [
-    "POLICIES",
-    "evaluations_of_policy",
-    "find_policy",
-    "first_stage",
-    "harmless_error",
-    "with_metric_of_policy",
-]
+    Args:
+        config: the settings of the run.
+        total_steps: optimizer steps of the whole run, None where unknown.
+        num_modules: layer modules of the model.
+    """
+    window, evaluations = config.plasticity.window, config.policy.evaluations
+    if config.plasticity.interval_steps is not None:
+        return config.plasticity.interval_steps, "set in plasticity.interval_steps"
+    if total_steps is None:
+        return DEFAULT_INTERVAL_STEPS, "default: give attach total_steps to derive it from the length of the run"
+    if config.policy.name == "autofreeze":
+        return max(1, total_steps // evaluations), f"{total_steps} steps / {evaluations} evaluations of the policy"
+    steps = round(total_steps / (2 * window) / num_modules / PASSES)
+    return max(1, steps), f"guideline: {total_steps} steps / (2 x {window}) / {num_modules} modules / {PASSES}"

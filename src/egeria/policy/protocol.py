@@ -1,4 +1,4 @@
-"""What a policy is to the session: what it asks for, what it is told, what it answers."""
+"""The interface between a policy and the session: what a policy needs, what it is given, what it returns."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ WEIGHTS = "weights"
 NOISE = "noise"
 """`Interval.noise`."""
 FORESIGHT = "foresight"
-"""`Interval.way_ahead` and `last_rate`."""
+"""`Interval.remaining_rate_sum` and `last_rate`."""
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides what is frozen. The caller must apply every decision it is handed, in order.
+    """Decides what is frozen. The caller must apply every decision it returns, in order.
 
-    It must decide by what it is told alone, so that a run can be resumed and replayed.
+    It must decide by what it observes alone, so that a run can be resumed and replayed.
     """
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it decides by: 'plasticity', 'gradients', 'weights', 'noise', 'foresight'; nothing else is measured."""
+        """What must be measured for it: 'plasticity', 'gradients', 'weights', 'noise', 'foresight'."""
         ...
 
     @property
@@ -54,11 +54,11 @@ class Policy(Protocol):
         ...
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
-        """Take in the loss and the learning rate of one interval, and what else the policy needs."""
+        """Return the decisions after one interval."""
         ...
 
     def observe_reading(self, reading: Reading) -> Judgement:
-        """Take in one reading; readings of a module no longer monitored change nothing."""
+        """Return the judgement of one reading; a reading of a module no longer monitored changes nothing."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Policy(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
@@ -75,24 +75,29 @@ class Annealing(Protocol):
     """A policy that also sets the learning rate of each layer module."""
 
     def rate_shares(self, step: int) -> tuple[float, ...] | None:
-        """Return the rate of each layer module for the step after `step`, as a share of the optimizer's initial one.
+        """Return the learning rate of each layer module for the step after `step`.
 
-        None leaves all rates to the optimizer.
+        It is a share of the optimizer's initial one; None leaves all rates to the optimizer.
         """
         ...
 
 
 @runtime_checkable
 class Foreseeing(Protocol):
-    """A policy that knows how long what is frozen will surely stay frozen, which tells whether caching it pays."""
+    """A policy that knows for how long the frozen prefix stays as it is, by which the cache decides whether it pays."""
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
-        """Return the steps after `step` in which the boundary cannot move; None: to the end of the run."""
+        """Return for how many steps the boundary cannot move; None: to the end of the run.
+
+        Args:
+            step: optimizer steps done.
+            interval_steps: `n`.
+        """
         ...
 
 
 class PolicyMaker(Protocol):
-    """Makes the policy of a run. Called again where the model is cut anew, so it must only make one."""
+    """Makes the policy of a run, and another one where the model is cut into other layer modules."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""When the learning rate says thaw: one rule type, a dictionary of the schedules it covers.
+"""When the learning rate asks for a thaw: one rule type, and a dictionary of the schedules it covers.
 
 The paper gives the rule for annealing in steps (thaw when the rate has fallen tenfold, §4.2.2) and
 leaves the others to the user. The built-in rules add three sensible limits: nothing freezes while
@@ -16,15 +16,15 @@ from typing import Any, Protocol, runtime_checkable
 from egeria.errors import ConfigError
 
 
-class Verdict(enum.Enum):
+class UnfreezeAction(enum.Enum):
     """What the learning rate asks for."""
 
     GO = "go"
-    """Judge and freeze as plasticity says."""
+    """Freeze what is stationary."""
     HOLD = "hold"
     """Freeze nothing for now."""
     THAW = "thaw"
-    """Thaw everything and refreeze with half the window."""
+    """Thaw everything and freeze again with half the window."""
     RESTART = "restart"
     """Thaw everything and go back to the full window."""
 
@@ -45,9 +45,9 @@ class Moment:
 
 @runtime_checkable
 class UnfreezeRule(Protocol):
-    """Decides from the learning rate when to thaw; must depend on the moment alone, so that runs replay."""
+    """Decides from the learning rate when to thaw, by the moment alone, so that a run can be replayed."""
 
-    def judge(self, moment: Moment) -> Verdict:
+    def judge(self, moment: Moment) -> UnfreezeAction:
         """Return what to do at this moment."""
         ...
 
@@ -63,16 +63,16 @@ class ScheduleRule:
     minimum_remaining: float = 0.0
     """Share of the run that must be left for a fall to thaw; needs `total_steps`."""
 
-    def judge(self, moment: Moment) -> Verdict:
-        """Return what the rate asks for."""
+    def judge(self, moment: Moment) -> UnfreezeAction:
+        """Return what the rate asks for at this moment."""
         before = moment.freeze_learning_rate
         if moment.frozen and before is not None:
             if self.rise_factor is not None and moment.learning_rate >= before * self.rise_factor:
-                return Verdict.RESTART
+                return UnfreezeAction.RESTART
             if self._has_dropped(moment, before):
-                return Verdict.THAW
+                return UnfreezeAction.THAW
         rising = moment.previous_learning_rate is not None and moment.learning_rate > moment.previous_learning_rate
-        return Verdict.HOLD if rising else Verdict.GO
+        return UnfreezeAction.HOLD if rising else UnfreezeAction.GO
 
     def _has_dropped(self, moment: Moment, before: float) -> bool:
         # Schedulers multiply in floating point: 0.1 * 0.1 must count as a fall by ten from 0.1.
@@ -97,7 +97,7 @@ RULES: dict[str, ScheduleRule] = {
     "never": ScheduleRule(drop_factor=None, rise_factor=None),
 }
 
-# Fragments of the names of schedulers, and of the functions LambdaLR is given, most telling first.
+# Fragments of the names of schedulers, and of the functions LambdaLR is given, the most specific first.
 _FRAGMENTS = (
     ("warmrestart", "warm_restarts"),
     ("hard_restart", "warm_restarts"),
@@ -118,7 +118,7 @@ _FRAGMENTS = (
 def rule_for_schedule(names: Sequence[str]) -> str:
     """Return the name of the rule for a schedule described by the names of its classes and functions.
 
-    The last name that says anything wins: a sequence of schedules ends with the one that anneals.
+    The last name that is known wins: a sequence of schedules ends with the one that anneals.
     Steps, plateaus, constants and whatever is unknown get the paper's rule.
     """
     found = "step"

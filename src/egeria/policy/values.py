@@ -1,4 +1,4 @@
-"""What goes into a policy and what comes out of it."""
+"""The values that a policy is given and those that it returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KNOWLEDGE_GUIDED = "knowledge-guided"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """What `n` steps of training showed."""
+    """What was measured over `n` steps of training."""
 
     step: int
     evaluation: int
@@ -18,18 +18,18 @@ class Interval:
     """Mean of the finite training losses; None where there was none."""
     learning_rate: float
     gradients: tuple[float | None, ...] | None = None
-    """For each layer module the L1 norm of its gradients, added up over the interval; None for one that is frozen.
-    None in all where the policy has no need of gradients."""
+    """For each layer module the L1 norm of its gradients, summed over the interval; None for a frozen one.
+    None as a whole where the policy does not need gradients."""
     weight_changes: tuple[float | None, ...] | None = None
-    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None for one that is frozen, and in
-    the first interval. None in all where the policy has no need of weights."""
+    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None for a frozen one, and in the first
+    interval. None as a whole where the policy does not need weights."""
     noise: tuple[float | None, ...] | None = None
-    """For each layer module by how much the noise of the optimizer's steps holds the loss up, where it trembles
-    around its place; None for one that is frozen. None in all where the policy has no need of it."""
-    way_ahead: float | None = None
-    """The learning rate added up over the steps still to come; None where it cannot be foreseen, or is not needed."""
+    """For each layer module by how much the noise of the optimizer's steps raises the loss; None for a frozen one.
+    None as a whole where the policy does not need it."""
+    remaining_rate_sum: float | None = None
+    """Sum of the learning rate over the steps still to come; None where it is unknown, or not needed."""
     last_rate: float | None = None
-    """The learning rate of the last step; None like `way_ahead`."""
+    """The learning rate of the last step; None like `remaining_rate_sum`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +41,9 @@ class Reading:
     module: int
     value: float
     age: int | None = None
-    """Evaluations since the snapshot it was compared with was taken; None in old journals."""
+    """Evaluations since the snapshot that it was compared with; None in old journals."""
     work_share: float | None = None
-    """Share of the model's forward pass that the module makes; None where that could not be counted."""
+    """Share of the model's forward operations that the module makes; None where they could not be counted."""
     wall_s: float = 0.0
     """Seconds the reading took in the training process: for the journal, no policy may decide by it."""
     cpu_s: float = 0.0
@@ -80,7 +80,7 @@ Decision = EndBootstrapping | Freeze | Thaw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What a policy made of one reading."""
+    """What a policy concluded from one reading."""
 
     smoothed: float
     slope: float | None = None
@@ -88,7 +88,7 @@ class Judgement:
     stationary: int = 0
     """Consecutive stationary evaluations, this one included."""
     change_ahead: float | None = None
-    """Plasticity against now that the module would come to by the end of the run, where the policy foresees that."""
+    """Plasticity against now that the module is predicted to reach by the end of the run, where the policy predicts."""
     loss_ahead: float | None = None
-    """Share of the training loss, or of its fall so far where that is more, that freezing would hold it up by."""
+    """Share of the training loss, or of its fall so far where that is more, that freezing would keep it up by."""
     decisions: tuple[Decision, ...] = ()

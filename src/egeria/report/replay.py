@@ -172,7 +172,7 @@ def _interval(event: IntervalMeasured) -> Interval:
         gradients=None if event.gradients is None else tuple(event.gradients),
         weight_changes=None if event.weight_changes is None else tuple(event.weight_changes),
         noise=None if event.noise is None else tuple(event.noise),
-        way_ahead=event.way_ahead,
+        remaining_rate_sum=event.way_ahead,
         last_rate=event.last_rate,
     )
 

@@ -22,7 +22,7 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
-from egeria.policy import FORESIGHT, PLASTICITY, PolicyMaker, choose_interval, evaluations_of_policy, harmless_error
+from egeria.policy import FORESIGHT, PLASTICITY, PolicyMaker, choose_interval, harmless_error
 from egeria.session.checks import (
     check_model,
     check_optimizers,
@@ -120,13 +120,7 @@ def attach(
     needs = builder.make_policy(modules).needs if modules else frozenset()
     if modules and PLASTICITY not in needs:
         choice = Choice(kind="none", device="", reason=f"the policy {builder.policy_name!r} reads no plasticity")
-    interval_steps, reason = choose_interval(
-        interval_steps=settings.plasticity.interval_steps,
-        total_steps=total_steps,
-        window=settings.plasticity.window,
-        num_modules=max(1, len(modules)),
-        evaluations=evaluations_of_policy(settings),
-    )
+    interval_steps, reason = choose_interval(settings, total_steps=total_steps, num_modules=max(1, len(modules)))
     if not ranks.is_alone:
         is_apart = choice.kind == "process"
         apart = agree_on_the_run(ranks, settings, modules, total_steps, interval_steps, is_apart=is_apart)

@@ -84,7 +84,7 @@ class IntervalMeter:
             gradients=_fixed(measured["gradients"]),
             weight_changes=_fixed(measured["weight_changes"]),
             noise=_fixed(measured["noise"]),
-            way_ahead=measured["way_ahead"],
+            remaining_rate_sum=measured["way_ahead"],
             last_rate=measured["last_rate"],
         )
 

@@ -1,0 +1,268 @@
+"""'forecast': freezing what would hardly change any more, by plasticity and the learning rate still to come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from egeria.config.checks import require
+from egeria.policy.base import BootstrappedPolicy, restored
+from egeria.policy.guard import LossGuard, StepNoise
+from egeria.policy.law import LEAST_READINGS, STRICTER, Movement, PowerLaw, limit_for
+from egeria.policy.protocol import FORESIGHT, NOISE, PLASTICITY
+from egeria.policy.rates import LearningRateHistory, longest_memory
+from egeria.policy.values import BOOTSTRAPPING, Decision, Interval, Judgement, Reading
+
+LAST_SHARE = 0.05
+"""Share of the training at its end in which nothing is evaluated any more: it could not repay the evaluations."""
+UNFORESEEN = 10.0
+"""Times the limit it froze under that a module would have to change by, by the rate to come as known now, to thaw."""
+FAR = 10.0
+"""Times the limit from which a predicted change is far from it."""
+LONGEST_PAUSE = 0.08
+"""Share of the training that a pause takes at most: a short one has few evaluations, and its windows are long."""
+
+
+class Forecast(BootstrappedPolicy):
+    """Freezes the frontmost active module once what it would still change is too little to matter.
+
+    Plasticity grows with the rate sum since the snapshot (the learning rate, summed over the steps) by a power
+    that readings of different age show. Followed over the rate sum of the steps still to come, that law predicts
+    how far the module would move by the end of the run: what a freeze takes from it. Under `policy.limit` for
+    `policy.patience` readings in a row, it freezes. A module may change by more where it has more than the average of
+    the work, and where its steps hardly affect the loss although the rate has fallen.
+
+    Where a module only fluctuates around its place, the noise of its steps keeps the loss up, and a rate that falls
+    would let it down: from a frozen module it cannot. That part of the loss is measured too, and all that is
+    frozen may keep no more than `policy.loss_limit` of the loss, or of its fall so far where that is more.
+
+    At a constant high rate, plasticity is stationary but large: noise that fades when the rate falls. After the last
+    decay of a step schedule or late in a cosine the remaining rate sum is small, and in fine-tuning front modules
+    hardly move at all. Where the rate does not come down, the limit is a tenth. Nothing freezes while the rate to
+    come is unknown.
+
+    A module that is far over its limit is evaluated a third as often.
+
+    Everything thaws when the training loss leaves its trend after a freeze, with a quarter of the limit from then
+    on, and when the rate to come turns out so large that what is frozen would change by ten times its limit.
+
+    Source: our own, from the observation that stationary plasticity at a high rate is the noise of SGD.
+
+    Raises:
+        ConfigError: no reference is kept for long enough to see how a module moves.
+    """
+
+    needs = frozenset({PLASTICITY, NOISE, FORESIGHT})
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        kept = self._config.reference.refresh_evaluations
+        require(
+            kept is None or kept >= LEAST_READINGS,
+            "reference.refresh_evaluations",
+            f"at least {LEAST_READINGS} under the policy 'forecast', which needs as many readings against one",
+            kept,
+        )
+        self._guard = LossGuard()
+        self._strictness = 1.0
+        """Factor on the limit."""
+        self._rates = LearningRateHistory(memory=longest_memory(self._config), total_steps=self._total_steps)
+        self._snapshot: int | None = None
+        """Evaluation after which the snapshot was taken that the movement is measured from."""
+        self._movement = Movement()
+        self._laws: tuple[tuple[PowerLaw, float], ...] = ()
+        """Of the frozen modules, each with the limit that it froze under."""
+        self._noise = StepNoise()
+        self._frozen_loss_share = 0.0
+        """Share of the loss that the frozen modules keep up."""
+        self._frozen_noise_share = 0.0
+        """Share of the loss that the noise of the frozen modules made."""
+        self._num_under = 0
+        self._pause = EvaluationPause()
+
+    @property
+    def window(self) -> int:
+        """Evaluations that a snapshot is kept for: 1 while the modules settle and after a pause, for a new one."""
+        begin, end = self._rates.step - self._rates.interval_steps, self._rates.step
+        is_renewed = self._rates.settling or begin < self._pause.until <= end
+        return 1 if is_renewed else max(super().window, 2 * LEAST_READINGS)
+
+    @property
+    def limit(self) -> float:
+        """Plasticity that an average module may still reach and yet freeze; smaller after an alarm."""
+        return self._config.policy.limit * self._strictness
+
+    @property
+    def monitored(self) -> int | None:
+        """The frontmost active module, or None: nothing can freeze any more, or nothing will for a while."""
+        return None if self._rates.step < self._pause.until else self._candidate
+
+    @property
+    def _candidate(self) -> int | None:
+        """The next to freeze, or None: bootstrapping, nothing left to freeze, or no time to repay it."""
+        is_late = self._total_steps is not None and self._rates.step > (1 - LAST_SHARE) * self._total_steps
+        return None if self.stage == BOOTSTRAPPING or is_late or self._frozen >= self._deepest else self._frozen
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Update the loss, the noise and the rates, and thaw where they ask for it."""
+        era_begins = self._rates.update(interval)
+        if era_begins:
+            self._restart_readings()
+        self._noise = StepNoise() if self._rates.settling else self._noise.observe(interval.noise, interval.loss)
+        if era_begins or self._rates.rose:  # both move the loss by themselves
+            self._guard = LossGuard()
+        if self.stage == BOOTSTRAPPING:
+            return self._observe_bootstrapping(interval.loss)
+        if interval.loss is not None:
+            self._guard = self._guard.observe(interval.loss)
+        reason = self._reason_to_thaw()
+        return self._thaw(reason) if reason else self._pass_over_untrainable()
+
+    def observe_reading(self, reading: Reading) -> Judgement:
+        """Update the law of the monitored module; readings of another module change nothing."""
+        rate_sum = self._rates.rate_sum_since_snapshot(reading)
+        if reading.module != self.monitored or reading.age is None or rate_sum is None:
+            return Judgement(smoothed=reading.value)
+        if reading.evaluation - reading.age != self._snapshot:
+            self._snapshot, self._movement = reading.evaluation - reading.age, Movement()
+        self._movement = self._movement.observe(rate_sum, reading.value)
+        law, limit = self._movement.law(), self._limit_for(reading)
+        change = self._rates.change_ahead(law)
+        loss = None if law is None else self._loss_ahead(law)
+        if change is not None:
+            is_little = change < limit and (loss or 0.0) < self._config.policy.loss_limit
+            self._num_under = self._num_under + 1 if is_little else 0
+        if law is not None:
+            self._pause_if_far(law, limit)
+        stationary = self._num_under
+        decisions: tuple[Decision, ...] = ()
+        is_still = stationary >= self._config.policy.patience and self._guard.is_ready
+        if law is not None and change is not None and is_still:
+            reason = f"to the end of the run its plasticity would come to {change:.1e} at most, under {limit:.1e}"
+            reason += "" if loss is None else f", and all that is frozen keeps up {loss:.2%} of the loss or of its fall"
+            decisions = self._freeze(law, limit, reason)
+        return Judgement(
+            smoothed=reading.value,
+            tolerance=limit,
+            change_ahead=change,
+            loss_ahead=loss,
+            stationary=stationary,
+            decisions=decisions,
+        )
+
+    def steady_steps(self, step: int, interval_steps: int) -> float | None:
+        """Return the least number of steps until the next freeze."""
+        paused = max(0.0, self._pause.until - step)
+        least = max(LEAST_READINGS, self._config.policy.patience)
+        return None if self._candidate is None else paused + least * interval_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain values."""
+        return {
+            **super().state_dict(),
+            "guard": asdict(self._guard),
+            "movement": asdict(self._movement),
+            "noise": asdict(self._noise),
+            "rest": asdict(self._pause),
+            "laws": [[law.state_dict(), limit] for law, limit in self._laws],
+            "course": self._rates.state_dict(),
+            **{key: getattr(self, name) for key, name in _SAVED_AS_THEY_ARE.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
+        super().load_state_dict(state)
+        self._guard = restored(LossGuard, state["guard"])
+        self._movement = restored(Movement, state["movement"])
+        self._noise = restored(StepNoise, state["noise"])
+        self._pause = restored(EvaluationPause, state["rest"])
+        self._laws = tuple((PowerLaw.from_state(law), limit) for law, limit in state["laws"])
+        self._rates.load_state_dict(state["course"])
+        for key, name in _SAVED_AS_THEY_ARE.items():
+            setattr(self, name, state[key])
+
+    def _limit_for(self, reading: Reading) -> float:
+        own = self._noise_share()
+        return limit_for(
+            self.limit,
+            work=None if reading.work_share is None else reading.work_share * len(self._trainable),
+            noise_share=None if own is None else self._frozen_noise_share + own,
+            loss_limit=self._config.policy.loss_limit,
+            has_fallen=self._rates.has_fallen,
+            ends_low=self._rates.ends_low,
+        )
+
+    def _noise_share(self) -> float | None:
+        """Return the share of the loss that is noise of the next module to freeze."""
+        return self._noise.share(self._frozen, self._bootstrap.previous_loss)
+
+    def _loss_ahead(self, law: PowerLaw) -> float | None:
+        """Return the share of the loss that freezing the monitored module too would keep up."""
+        own = self._noise_share()
+        return None if own is None else self._frozen_loss_share + own * law.stationarity * self._rates.remaining_fall
+
+    def _reason_to_thaw(self) -> str | None:
+        if not self._frozen:
+            return None
+        excess = self._guard.excess
+        if excess is not None:
+            self._strictness *= STRICTER
+            return f"the training loss came {excess:.1%} above its trend after a freeze"
+        remaining = self._rates.remaining_rate_sum
+        if remaining is not None and any(self._rates.exceeds(law, UNFORESEEN * limit) for law, limit in self._laws):
+            return f"the learning rate to come adds up to {remaining:.2g}, far more than was foreseen"
+        return None
+
+    def _thaw(self, reason: str) -> tuple[Decision, ...]:
+        self._guard, self._laws, self._frozen_loss_share, self._frozen_noise_share = LossGuard(), (), 0.0, 0.0
+        self._rates.settle()
+        self._restart_readings()
+        return (*self._move_to(0, reason), *self._pass_over_untrainable())
+
+    def _freeze(self, law: PowerLaw, limit: float, reason: str) -> tuple[Decision, ...]:
+        loss, own = self._loss_ahead(law), self._noise_share()
+        self._restart_readings()
+        decisions = (*self._move_to(self._frozen + 1, reason), *self._pass_over_untrainable())
+        if decisions:
+            self._guard = self._guard.watch()
+            self._laws = (*self._laws, (law, limit))
+            self._frozen_loss_share = self._frozen_loss_share if loss is None else loss
+            self._frozen_noise_share += 0.0 if own is None else own
+        return decisions
+
+    def _restart_readings(self) -> None:
+        self._movement, self._num_under, self._pause = Movement(), 0, EvaluationPause()
+
+    def _pause_if_far(self, law: PowerLaw, limit: float) -> None:
+        """Stop evaluating for as long as a snapshot is kept, once enough readings in a row were far from the limit."""
+        change, patience = self._rates.rough_change_ahead(law), self._config.policy.patience
+        is_far = change is None or change > FAR * limit
+        num_far = min(patience, self._pause.num_far + 1) if is_far else 0
+        self._pause = EvaluationPause(num_far=num_far, until=self._pause.until)
+        if num_far >= patience:
+            steps = min(self.window * self._rates.interval_steps, LONGEST_PAUSE * (self._total_steps or math.inf))
+            self._pause = EvaluationPause(until=self._rates.step + steps)
+            self._movement = Movement()
+            self._rates.forget()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationPause:
+    """A break between evaluations after readings that were all far from a decision."""
+
+    num_far: int = 0
+    """Such readings in a row."""
+    until: float = 0.0
+    """Step from which the module is evaluated again."""
+
+
+_SAVED_AS_THEY_ARE = {
+    "strictness": "_strictness",
+    "snapshot": "_snapshot",
+    "num_under": "_num_under",
+    "loss_given": "_frozen_loss_share",
+    "bearing_given": "_frozen_noise_share",
+}
+"""Attributes by their keys in saved states."""

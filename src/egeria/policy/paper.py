@@ -1,0 +1,193 @@
+"""'egeria': the policy of the paper (algorithm 1), freezing the front module once its plasticity is stationary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from egeria.policy.base import BootstrappedPolicy, restored
+from egeria.policy.protocol import PLASTICITY
+from egeria.policy.schedules import Moment, UnfreezeAction
+from egeria.policy.values import BOOTSTRAPPING, Decision, Interval, Judgement, Reading, Thaw
+
+
+class EgeriaPolicy(BootstrappedPolicy):
+    """Freezes from the front by stationary plasticity, thaws by the learning rate.
+
+    A layer module without parameters to train is passed over at once: there is nothing in it to wait for.
+
+    Source: algorithm 1 and §4.2.2.
+    """
+
+    needs = frozenset({PLASTICITY})
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        freezing = self._config.freezing
+        history = ModuleHistory(
+            tolerance_share=freezing.tolerance_share, tolerance_readings=freezing.tolerance_readings
+        )
+        self._histories = tuple(history for _ in self._trainable)
+        self._window = self._config.plasticity.window
+        self._learning_rate: float | None = None
+        self._freeze_learning_rate: float | None = None
+        self._on_hold = False
+
+    @property
+    def window(self) -> int:
+        """`W` as it stands now, in evaluations."""
+        return self._window
+
+    @property
+    def monitored(self) -> int | None:
+        """The frontmost active module `l`, or None: bootstrapping, on hold, or nothing left to freeze."""
+        return self._candidate
+
+    @property
+    def _candidate(self) -> int | None:
+        if self.stage == BOOTSTRAPPING or self._on_hold or self._frozen >= self._deepest:
+            return None
+        return self._frozen
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Update the stage by the loss, and thaw where the learning rate asks for it."""
+        action = self._rule.judge(self._moment(interval))
+        self._learning_rate = interval.learning_rate
+        self._on_hold = action is UnfreezeAction.HOLD
+        if self.stage == BOOTSTRAPPING:
+            return self._observe_bootstrapping(interval.loss)
+        if action in (UnfreezeAction.THAW, UnfreezeAction.RESTART) and self._frozen:
+            return self._thaw(interval, restart=action is UnfreezeAction.RESTART)
+        return self._pass_over_untrainable()
+
+    def observe_reading(self, reading: Reading) -> Judgement:
+        """Update the history of the monitored module; readings of another module change nothing."""
+        return self._judge(reading) if reading.module == self.monitored else Judgement(smoothed=reading.value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain values."""
+        return {
+            **super().state_dict(),
+            "stage": self.stage,
+            "window": self._window,
+            "histories": list(map(asdict, self._histories)),
+            "learning_rate": self._learning_rate,
+            "freeze_learning_rate": self._freeze_learning_rate,
+            "on_hold": self._on_hold,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
+        super().load_state_dict(state)
+        self._window = state["window"]
+        self._histories = tuple(restored(ModuleHistory, history) for history in state["histories"])
+        self._learning_rate = state["learning_rate"]
+        self._freeze_learning_rate = state["freeze_learning_rate"]
+        self._on_hold = state["on_hold"]
+
+    def _judge(self, reading: Reading) -> Judgement:
+        module = reading.module
+        history = self._histories[module].observe(reading.value, self._window)
+        self._histories = (*self._histories[:module], history, *self._histories[module + 1 :])
+        decisions: tuple[Decision, ...] = ()
+        if history.stationary >= self._window and self._config.freezing.enabled:
+            if self._freeze_learning_rate is None and self._trainable[module]:
+                self._freeze_learning_rate = self._learning_rate
+            reason = f"plasticity stationary for {history.stationary} evaluations"
+            decisions = (*self._move_to(module + 1, reason), *self._pass_over_untrainable())
+        return Judgement(
+            smoothed=history.smoothed[-1],
+            slope=history.slope,
+            tolerance=history.tolerance,
+            stationary=history.stationary,
+            decisions=decisions,
+        )
+
+    def _moment(self, interval: Interval) -> Moment:
+        return Moment(
+            step=interval.step,
+            total_steps=self._total_steps,
+            frozen=self._frozen,
+            learning_rate=interval.learning_rate,
+            previous_learning_rate=self._learning_rate,
+            freeze_learning_rate=self._freeze_learning_rate,
+        )
+
+    def _pass_over_untrainable(self) -> tuple[Decision, ...]:
+        return () if self._candidate is None else super()._pass_over_untrainable()
+
+    def _thaw(self, interval: Interval, *, restart: bool) -> tuple[Thaw]:
+        before = self._freeze_learning_rate
+        full = self._config.plasticity.window
+        self._window = full if restart else max(self._config.unfreezing.minimum_window, self._window // 2)
+        self._frozen = 0
+        self._freeze_learning_rate = None
+        self._histories = tuple(history.restarted() for history in self._histories)
+        moved = "risen" if restart else "fallen"
+        reason = f"the learning rate has {moved} from {before:g} to {interval.learning_rate:g} since the first freeze"
+        return (Thaw(reason=reason, window=self._window),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleHistory:
+    """The plasticity of one layer module since monitoring of it began: smoothing, slope, tolerance and patience.
+
+    Left by a freeze after `window` consecutive stationary evaluations, or by a thaw, which calls
+    `restarted`. The early slopes, and so the tolerance, belong to the module for the whole run:
+    they stand for its fast early phase, against which later movement is measured.
+
+    Source: eq. 2 (the printed sum has one term too many: exactly `window` readings are averaged),
+    algorithm 1 (the printed test is signed; the prose means the absolute slope), §4.2.2.
+    """
+
+    tolerance_share: float
+    tolerance_readings: int
+    readings: tuple[float, ...] = ()
+    smoothed: tuple[float, ...] = ()
+    early_slopes: tuple[float, ...] = ()
+    slope: float | None = None
+    stationary: int = 0
+
+    @property
+    def tolerance(self) -> float | None:
+        """`T`: the share of the largest early slope; None until all early slopes are known."""
+        if len(self.early_slopes) < self.tolerance_readings:
+            return None
+        return self.tolerance_share * max(map(abs, self.early_slopes))
+
+    def observe(self, value: float, window: int) -> ModuleHistory:
+        """Return the history with one more reading.
+
+        The slope is fitted once `window` smoothed values are there. No movement at all is
+        stationary whatever the tolerance, which may itself be zero.
+
+        Args:
+            value: the reading.
+            window: `W`.
+        """
+        readings = (*self.readings, value)[-window:]
+        smoothed = (*self.smoothed, sum(readings) / len(readings))[-window:]
+        if len(smoothed) < window:
+            return replace(self, readings=readings, smoothed=smoothed, slope=None, stationary=0)
+        slope = least_squares_slope(smoothed)
+        early = self.early_slopes
+        if len(early) < self.tolerance_readings:
+            early = (*early, slope)
+        updated = replace(self, readings=readings, smoothed=smoothed, early_slopes=early, slope=slope)
+        tolerance = updated.tolerance
+        is_stationary = tolerance is not None and (slope == 0 or abs(slope) < tolerance)
+        return replace(updated, stationary=self.stationary + 1 if is_stationary else 0)
+
+    def restarted(self) -> ModuleHistory:
+        """Return an empty history that keeps the early slopes."""
+        return replace(self, readings=(), smoothed=(), slope=None, stationary=0)
+
+
+def least_squares_slope(values: Sequence[float]) -> float:
+    """Return the slope of the least-squares line through equally spaced values, per evaluation."""
+    count = len(values)
+    centre = (count - 1) / 2
+    mean = sum(values) / count
+    covariance = sum((index - centre) * (value - mean) for index, value in enumerate(values))
+    return covariance / (count * (count * count - 1) / 12)

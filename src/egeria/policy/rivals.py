@@ -1,0 +1,287 @@
+"""Rivals of the default policy: what others freeze by, and controls."""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from egeria.config.checks import read_timetable
+from egeria.errors import ConfigError
+from egeria.policy.base import FrontPolicy
+from egeria.policy.paper import EgeriaPolicy
+from egeria.policy.protocol import GRADIENTS, WEIGHTS
+from egeria.policy.values import Decision, Freeze, Interval, Reading
+
+ROUNDING = 1e-9
+"""Shares are sums in floating point: the smallest error must not put a move off by an interval."""
+POWERS = {"linear": 1, "squared": 2, "cubic": 3}
+"""Exponent of each `policy.shape`."""
+
+
+class NeverFreeze(FrontPolicy):
+    """'none': freezes nothing, reads nothing, evaluates nothing: the plain run to compare with."""
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Return no decision."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedMove:
+    """From a share of the training on, so many front layer modules are frozen."""
+
+    share: float
+    depth: int
+
+
+class TimedPolicy(FrontPolicy):
+    """Follows a timetable; a move is made at the end of the first interval that reaches its time.
+
+    Raises:
+        ConfigError: the length of the run is not known.
+    """
+
+    default_start = 0.0
+    """Share of the training before which nothing freezes, where `policy.start` is None."""
+
+    def _prepare(self) -> None:
+        if self._total_steps is None:
+            raise ConfigError(
+                f"The policy {self._config.policy.name!r} freezes at shares of the training, so it must know its "
+                f"length, found total_steps=None. Pass total_steps=len(loader) * epochs to attach."
+            )
+        self._length = self._total_steps
+        start = self._config.policy.start
+        self._start = self.default_start if start is None else start
+        self.moves = self._timetable()
+        """The timetable, in the order of time."""
+
+    @abstractmethod
+    def _timetable(self) -> tuple[TimedMove, ...]:
+        """Return the moves in the order of time."""
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Return the decisions of the newest move whose time has come."""
+        done = interval.step / self._length
+        depth = next((move.depth for move in reversed(self.moves) if move.share <= done + ROUNDING), 0)
+        return self._move_to(depth, f"{done:.1%} of the training is done, and by then {self._describe(depth)}")
+
+    def steady_steps(self, step: int, interval_steps: int) -> float | None:
+        """Return the steps to the next move; None where there is none left."""
+        ahead = (move.share * self._length - step for move in self.moves)
+        return next((steps for steps in ahead if steps > 0), None)
+
+    def _describe(self, depth: int) -> str:
+        if not depth:
+            return "nothing is to be frozen"
+        return f"{depth} layer module{' is' if depth == 1 else 's are'} to be frozen"
+
+    def _num_freezable(self) -> int:
+        """Return how many layer modules there are in front of the last."""
+        return len(self._trainable) - 1
+
+
+class StaticSchedule(TimedPolicy):
+    """'static': follows `policy.schedule`, such as "0.54:2 0.79:3 0.9:0"; an entry with fewer modules thaws the others.
+
+    Where the schedule asks for more layer modules than may freeze, those that may do.
+
+    Raises:
+        ConfigError: there is no schedule, or the length of the run is not known.
+    """
+
+    def _timetable(self) -> tuple[TimedMove, ...]:
+        text = self._config.policy.schedule
+        if text is None:
+            raise ConfigError(
+                "The policy 'static' follows policy.schedule, text such as \"0.54:2 0.9:0\", found None. "
+                "Set it where the configuration is built or in its TOML file."
+            )
+        return tuple(TimedMove(share=share, depth=depth) for share, depth in read_timetable(text))
+
+
+class LinearSchedule(TimedPolicy):
+    """'linear': freezes evenly from `start` on, until a `level` of the layer modules is frozen at the end.
+
+    `depth(t) = floor(level * (t - start) / (1 - start) * (L - 1))` for `L` layer modules, so module `i`,
+    counted from 0, freezes at `t = start + (1 - start) * (i + 1) / (level * (L - 1))`.
+
+    Source: MosaicML Composer, `LayerFreezing`. It counts leaf layers in the order of definition and acts
+    at the end of an epoch; here it is layer modules in the order of execution, and the end of an interval.
+    """
+
+    default_start = 0.5
+
+    def _timetable(self) -> tuple[TimedMove, ...]:
+        reached = self._config.policy.level * self._num_freezable()
+        return tuple(
+            TimedMove(share=self._start + (1 - self._start) * depth / reached, depth=depth)
+            for depth in range(1, self._num_freezable() + 1)
+        )
+
+
+class FreezeOut(TimedPolicy):
+    """'freezeout': anneals the learning rate of each layer module to zero at its own time, and freezes it then.
+
+    Module `i` of `0..L`, where `L` is the last, ends at the share `r_i = (t_0 + (1 - t_0) * i / L) ** p` of
+    the training, with `p` = 1, 2 or 3 for 'linear', 'squared' or 'cubic'. Until then its rate is
+    `lr_i(t) = lr_i(0) / 2 * (1 + cos(pi * t / r_i))` with `lr_i(0) = lr`, or `lr / r_i` where scaled. `lr` is
+    the initial rate of the optimizer: as in the source this is the schedule of the whole run, and it takes the
+    place of the user's, for the last module (`r_L = 1`) too.
+
+    Source: Brock et al., "FreezeOut" (arXiv 1706.04983), with the 1/2 that the printed formula lacks.
+    """
+
+    default_start = 0.8
+
+    def _timetable(self) -> tuple[TimedMove, ...]:
+        last = max(1, self._num_freezable())
+        power = POWERS[self._config.policy.shape]
+        self._ends = [
+            (self._start + (1 - self._start) * index / last) ** power for index in range(len(self._trainable))
+        ]
+        return tuple(TimedMove(share=end, depth=depth) for depth, end in enumerate(self._ends[:-1], start=1))
+
+    def rate_shares(self, step: int) -> tuple[float, ...] | None:
+        """Return the rate of each layer module for the step after `step`, as a share of the initial one."""
+        if not self._config.freezing.enabled:
+            return None
+        return tuple(self._rate_share(step / self._length, end) for end in self._ends)
+
+    def _rate_share(self, done: float, end: float) -> float:
+        if done >= end:
+            return 0.0
+        first = 1 / end if self._config.policy.scaled else 1.0
+        return first / 2 * (1 + math.cos(math.pi * done / end))
+
+    def _describe(self, depth: int) -> str:
+        return f"{super()._describe(depth)}: their learning rate has come down to 0"
+
+
+class RandomTimes(TimedPolicy):
+    """'random': draws a time from [start, 1] for each layer module but the last, and sorts them.
+
+    Source: our own control, which every rule should beat. The times depend on `policy.seed` and the number of layer
+    modules alone.
+    """
+
+    default_start = 0.1
+
+    def _timetable(self) -> tuple[TimedMove, ...]:
+        generator = random.Random(self._config.policy.seed)
+        times = sorted(self._start + (1 - self._start) * generator.random() for _ in range(self._num_freezable()))
+        return tuple(TimedMove(share=share, depth=depth) for depth, share in enumerate(times, start=1))
+
+
+class AutoFreeze(FrontPolicy):
+    """'autofreeze': freezes the front modules whose gradients change less than those of the others.
+
+    At evaluation `k`, the end of an interval, `G_l(k)` is the L1 norm of the gradients of module `l` summed over the
+    interval, and `eta_l = |G_l(k-1) - G_l(k)| / G_l(k-1)`. With the percentile of `eta` over the modules that are
+    still active as the threshold, the first of them with `eta >= threshold` becomes the first one in training.
+    So the earliest freeze is at the second evaluation. Nothing thaws.
+
+    Source: Liu et al., "AutoFreeze" (arXiv 2102.01386), and its code.
+    """
+
+    needs = frozenset({GRADIENTS})
+
+    def _prepare(self) -> None:
+        self._previous: tuple[float | None, ...] | None = None
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Compare the gradients of this interval with those of the one before."""
+        before, self._previous = self._previous, interval.gradients
+        if before is None or interval.gradients is None:
+            return ()
+        active = [module for module in range(self._frozen, len(self._trainable)) if self._trainable[module]]
+        changes = [_change(before[module], interval.gradients[module]) for module in active]
+        if not changes or any(math.isnan(change) for change in changes):
+            return ()  # nothing may freeze past a gradient that is not finite
+        threshold = percentile(changes, self._config.policy.percentile)
+        first = next(module for module, change in zip(active, changes, strict=True) if change >= threshold)
+        if first <= self._frozen:
+            return ()
+        change = changes[active.index(first)]
+        where = f"{self._config.policy.percentile:g}th percentile {threshold:.3g}"
+        return self._move_to(first, f"its gradients change less than the {where}; those of the next by {change:.3g}")
+
+    def steady_steps(self, step: int, interval_steps: int) -> float | None:
+        """Return the steps to the next evaluation; None where nothing is left to freeze."""
+        return float(interval_steps) if self._frozen < self._deepest else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain values."""
+        return {**super().state_dict(), "previous": None if self._previous is None else list(self._previous)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
+        super().load_state_dict(state)
+        self._previous = None if state["previous"] is None else tuple(state["previous"])
+
+
+class WeightChange(EgeriaPolicy):
+    """'weight_change': the paper's rule on the change of the weights, `||w_now - w_then|| / ||w_then||`.
+
+    Bootstrapping, smoothing, slope, tolerance, patience and thawing are the paper's. What it saves is the reference
+    model and every pass through it.
+
+    Source: our own control, for what activations show beyond weights.
+    """
+
+    needs = frozenset({WEIGHTS})
+
+    @property
+    def monitored(self) -> int | None:
+        """None: no plasticity is wanted."""
+        return None
+
+    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
+        """Judge the front module by the change of its weights in the interval."""
+        decisions = super().observe_interval(interval)
+        module = self._candidate
+        if decisions or module is None or interval.loss is None or interval.weight_changes is None:
+            return decisions  # over an interval that ended with a thaw the front did not move: that is no reading
+        change = interval.weight_changes[module]
+        if change is None or not math.isfinite(change):
+            return ()
+        reading = Reading(step=interval.step, evaluation=interval.evaluation, module=module, value=change)
+        judgement = self._judge(reading)
+        reason = f"the change of its weights was stationary for {judgement.stationary} evaluations"
+        return tuple(
+            replace(decision, reason=reason) if isinstance(decision, Freeze) and decision.module == module else decision
+            for decision in judgement.decisions
+        )
+
+    def steady_steps(self, step: int, interval_steps: int) -> float | None:
+        """Return the least number of steps until the next freeze; None where nothing is left to freeze."""
+        return None if self._candidate is None else float((2 * self.window - 1) * interval_steps)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the percentile of values, interpolated linearly between the two nearest.
+
+    Args:
+        values: at least one.
+        percent: from 0 to 100.
+    """
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    lower = math.floor(place)
+    if place == lower or ordered[lower] == ordered[lower + 1]:
+        return ordered[lower]
+    between = ordered[lower] + (place - lower) * (ordered[lower + 1] - ordered[lower])
+    return min(between, ordered[lower + 1])
+
+
+def _change(before: float | None, now: float | None) -> float:
+    """Return the relative change; not a number where one of the two is missing or not finite."""
+    if before is None or now is None or not (math.isfinite(before) and math.isfinite(now)):
+        return math.nan
+    if before == now:
+        return 0.0
+    return abs(before - now) / before if before else math.inf
