@@ -302,7 +302,7 @@ def test_a_directory_that_cannot_be_made_is_told_once_and_events_stay_in_memory(
     writer.close()
     (message,) = failures
     assert str(tmp_path / "file" / "run") in message and "cannot be written" in message
-    assert "Training goes on" in message and "writable `directory`" in message
+    assert "Training continues" in message and "writable `directory`" in message
     assert list(writer.recent) == [FROZEN, FROZEN]
 
 

@@ -152,8 +152,3 @@ def test_rows_are_taken_of_every_tensor_that_travels_with_the_batch():
 )
 def test_a_tree_that_cannot_be_cut_safely_stays_whole(value):
     assert tree.take_rows(value, 4) is value
-
-
-def test_the_device_is_that_of_the_first_tensor():
-    assert tree.device_of(["text", torch.ones(1, device="meta"), torch.ones(1)]) == torch.device("meta")
-    assert tree.device_of({"a": None}) is None

@@ -1,4 +1,4 @@
-"""What this process is among its peers: one place that asks `torch.distributed`."""
+"""Rank and world size: the one place that asks `torch.distributed`."""
 
 from __future__ import annotations
 

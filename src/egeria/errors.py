@@ -5,7 +5,7 @@ Every message says three things: what was expected, what was found, and what to 
 
 
 class EgeriaError(Exception):
-    """The root of every error raised on purpose by egeria."""
+    """The base class of every error that egeria raises on purpose."""
 
 
 class ConfigError(EgeriaError, ValueError):
@@ -25,7 +25,7 @@ class StateError(EgeriaError, ValueError):
 
 
 class ReferenceModelError(EgeriaError):
-    """The reference model could not be made or run; training goes on without a reading."""
+    """The reference model could not be made or run; training continues without a reading."""
 
 
 class UncacheableError(EgeriaError):
@@ -33,4 +33,4 @@ class UncacheableError(EgeriaError):
 
 
 class ControllerError(EgeriaError):
-    """A controller process cannot be had here; evaluations are made in the training process."""
+    """No controller process can be started; evaluations are made in the training process."""

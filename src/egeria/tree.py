@@ -1,7 +1,6 @@
-"""Nested tensors: the tuples, lists, dictionaries and model outputs that travel through `forward`.
+"""Nested tensors: the tuples, lists, dictionaries and model outputs that `forward` takes and returns.
 
-Knows nothing of layers or policies. A *tree* is a tensor, a container of trees, or any other value,
-which is carried along untouched.
+A *tree* is a tensor, a container of trees, or any other value, which stays as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +31,12 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
 
 
 def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield what `leaves` does, in the same order, each with the way to it: ".kwargs.mask", ".args.0"."""
+    """Yield what `leaves` does, in the same order, each after its path: ".kwargs.mask", ".args.0".
+
+    Args:
+        tree: what to search.
+        name: path of the tree itself.
+    """
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, Mapping):
@@ -44,10 +48,14 @@ def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield tensors and plain values of a tree and of the objects in it, each with the way to it.
+    """Yield the tensors and plain values of a tree and of the objects in it, each after its path.
 
     Unlike the other functions this one looks into objects of any class, such as the key-value caches of
-    `transformers`; modules, classes and functions are passed over.
+    `transformers`; modules, classes and functions are skipped.
+
+    Args:
+        value: what to search.
+        name: path of the value itself.
     """
     yield from _contents(value, name, frozenset())
 
@@ -76,7 +84,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """Return the tree with `function` applied to each tensor; containers keep their type.
 
     A mapping type that cannot be rebuilt from its items (a required constructor argument, say)
-    comes back as a plain dictionary.
+    becomes a plain dictionary.
+
+    Args:
+        function: applied to each tensor.
+        tree: what to copy.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -99,7 +111,7 @@ def detach(tree: Tree) -> Tree:
 
 
 def requires_grad(tree: Tree) -> bool:
-    """Tell whether any tensor of the tree takes part in the autograd graph."""
+    """Return whether any tensor of the tree takes part in the autograd graph."""
     return any(tensor.requires_grad for tensor in leaves(tree))
 
 
@@ -116,7 +128,11 @@ def take_rows(tree: Tree, count: int) -> Tree:
     """Return the first `count` rows of every tensor, if all tensors agree on their number of rows.
 
     Where they do not agree (a mask shared by the batch, sequence-first layouts next to vectors) the
-    tree comes back whole: a wrong cut would change what the model sees.
+    tree is returned whole: a wrong cut would change what the model computes.
+
+    Args:
+        tree: tensors [B, ...].
+        count: rows to keep.
     """
     rows = num_rows(tree)
     if rows is None or rows <= count:
@@ -131,11 +147,5 @@ def num_rows(tree: Tree) -> int | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value is a number, a string or the like: compared by value, without anything inside."""
+    """Return whether a value is a number, a string or the like: compared by value."""
     return isinstance(value, _PLAIN)
-
-
-def device_of(tree: Tree) -> torch.device | None:
-    """Return the device of the first tensor, or None for a tree without tensors."""
-    first = next(leaves(tree), None)
-    return None if first is None else first.device

@@ -1,4 +1,4 @@
-"""Reading: the events of a journal, in order, torn or foreign lines counted and left out."""
+"""Reading: the events of a journal in order; torn or unknown lines are counted and left out."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _event(record: dict[str, Any]) -> Event | None:
 
 
 def _numbers(value: Any) -> Any:
-    """Turn the texts the writer puts for numbers JSON cannot hold back into those numbers."""
+    """Return the value with the texts that the writer puts for numbers JSON cannot hold as those numbers."""
     if isinstance(value, str) and value in NOT_FINITE:
         return float(value)
     if isinstance(value, dict):
@@ -122,6 +122,6 @@ def _numbers(value: Any) -> Any:
 
 
 def _time(record: dict[str, Any]) -> float:
-    """Return when the event was written; 0 where the line does not say."""
+    """Return when the event was written; 0 where the line has no time."""
     time = record.get("time")
     return float(time) if isinstance(time, (int, float)) else 0.0

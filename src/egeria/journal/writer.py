@@ -21,8 +21,8 @@ KEPT_IN_MEMORY = 1000
 class JournalWriter:
     """Appends events to `journal.jsonl` in a directory, which it makes.
 
-    A directory that cannot be written, or a disk that fills up later, never reaches the training
-    loop: the last events stay in memory, and `on_failure` is told once.
+    A directory that cannot be written, or a disk that fills up later, raises nothing: the last events stay in
+    memory, and `on_failure` is called once.
 
     Args:
         directory: where the journal lives; None keeps events in memory alone.
@@ -72,13 +72,13 @@ class JournalWriter:
                 _close(self._file)
                 self._file = None
             self._on_failure(
-                f"The journal in {self.directory} cannot be written: {error}. Training goes on; events stay "
+                f"The journal in {self.directory} cannot be written: {error}. Training continues; events stay "
                 f"in memory. Give `attach` a writable `directory` with free space."
             )
 
 
 def _close(file: IO[str]) -> None:
-    """Close a file whose disk may be full: what it could not write is lost, and was told before."""
+    """Close a file whose disk may be full: what it could not write is lost, and was reported before."""
     with contextlib.suppress(OSError):
         file.close()
 

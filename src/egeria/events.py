@@ -1,0 +1,388 @@
+"""What the journal of a run holds: one frozen record per kind of event.
+
+The journal writes them, the report and the replay read them; nothing else passes between the
+parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
+Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process, unless the name
+says that they are those of the controller process. In order: the run, intervals and readings, decisions,
+the reference model, the controller, the cache, compiling and ranks, refusals and faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """What all events share."""
+
+    kind: ClassVar[str] = ""
+    step: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, the kind of event first."""
+        return {"event": self.kind, **dataclasses.asdict(self)}
+
+
+# The run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted(Event):
+    """A run was attached; everything a replay or a report needs to know of it."""
+
+    kind: ClassVar[str] = "run_started"
+    config: dict[str, Any]
+    modules: list[dict[str, Any]]
+    trainable: list[bool]
+    """Whether each layer module had any parameter to train when the run began."""
+    deepest_freeze: int
+    """The largest number of front modules that may be frozen."""
+    rule: str
+    """Name of the unfreeze rule."""
+    total_steps: int | None
+    interval_steps: int
+    interval_reason: str
+    environment: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModulesOrdered(Event):
+    """The first forward ran in another order than the definition; these are the layer modules from here on."""
+
+    kind: ClassVar[str] = "modules_ordered"
+    modules: list[dict[str, Any]]
+    trainable: list[bool]
+    deepest_freeze: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeProfiled(Event):
+    """Share of the forward pass' floating-point operations that each layer module takes."""
+
+    kind: ClassVar[str] = "compute_profiled"
+    forward_shares: list[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricLogged(Event):
+    """Numbers the user logged, such as the validation accuracy."""
+
+    kind: ClassVar[str] = "metric"
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed(Event):
+    """The run was resumed from a saved state."""
+
+    kind: ClassVar[str] = "resumed"
+    frozen: int
+    stage: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunClosed(Event):
+    """The run ended; what egeria itself cost in all."""
+
+    kind: ClassVar[str] = "run_closed"
+    frozen: int
+    overhead_wall_s: float
+    overhead_cpu_s: float
+    controller_cpu_s: float = 0.0
+    """CPU seconds of the controller process, in parallel with the training."""
+
+
+# Intervals and readings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntervalMeasured(Event):
+    """One interval of `n` steps: the mean loss, the learning rate and the time of an iteration."""
+
+    kind: ClassVar[str] = "interval"
+    evaluation: int
+    loss: float | None
+    """Mean of the finite training losses; None where there was none."""
+    num_steps: int
+    num_bad_losses: int
+    learning_rate: float
+    frozen: int
+    iteration_wall_s: float
+    """Median seconds from one step to the next, overhead of egeria excluded."""
+    iteration_cpu_s: float
+    gradients: list[float | None] | None = None
+    """L1 norm of the gradients of each layer module, summed over the interval, where the policy needs it."""
+    weight_changes: list[float | None] | None = None
+    """Relative change of the weights of each layer module over the interval, where the policy needs it."""
+    noise: list[float | None] | None = None
+    """By how much the noise of the steps of each layer module raises the loss, where the policy needs it."""
+    way_ahead: float | None = None
+    """Sum of the learning rate over the steps still to come, where the policy needs it and it is known."""
+    last_rate: float | None = None
+    """The learning rate of the last step, like `way_ahead`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlasticityRead(Event):
+    """One reading of the frontmost active module, and what the policy concluded from it."""
+
+    kind: ClassVar[str] = "plasticity"
+    evaluation: int
+    module: int
+    name: str
+    value: float
+    smoothed: float
+    slope: float | None
+    tolerance: float | None
+    stationary: int
+    """Consecutive stationary evaluations so far."""
+    wall_s: float
+    cpu_s: float
+    controller_cpu_s: float = 0.0
+    """CPU seconds of the controller process."""
+    age: int | None = None
+    """Evaluations since the reference was taken from the training weights."""
+    work_share: float | None = None
+    """Share of the model's forward operations that the module makes; None where they could not be counted."""
+    change_ahead: float | None = None
+    """Plasticity against now that the module is predicted to reach by the end of the run, where the policy predicts."""
+    loss_ahead: float | None = None
+    """Share of the training loss, or of its fall so far where that is more, that freezing would keep it up by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingDropped(Event):
+    """An evaluation gave no usable reading; the policy never saw it."""
+
+    kind: ClassVar[str] = "reading_dropped"
+    evaluation: int
+    module: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntervalChanged(Event):
+    """Evaluations cost more or less from here on, so that they are made more rarely or more often."""
+
+    kind: ClassVar[str] = "interval_changed"
+    before: int
+    after: int
+    """`n`, in steps."""
+    reason: str
+
+
+# Decisions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageChanged(Event):
+    """Bootstrapping ended: layer modules may freeze from here on."""
+
+    kind: ClassVar[str] = "stage"
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleFrozen(Event):
+    """Module number `module` froze; the `frozen` front modules are frozen now."""
+
+    kind: ClassVar[str] = "frozen"
+    module: int
+    name: str
+    frozen: int
+    reason: str
+    parameter_share: float
+    """Share of all parameters that is frozen now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreezeWaits(Event):
+    """A layer module was decided to freeze, and still trains until a freeze repays the compiling."""
+
+    kind: ClassVar[str] = "freeze_waits"
+    module: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thawed(Event):
+    """Everything thawed; `window` evaluations are needed to freeze again."""
+
+    kind: ClassVar[str] = "thawed"
+    frozen_before: int
+    reason: str
+    window: int
+
+
+# The reference model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceRefreshed(Event):
+    """The reference model was made or brought up to date with the training weights."""
+
+    kind: ClassVar[str] = "reference"
+    evaluation: int
+    builder: str
+    wall_s: float
+    cpu_s: float
+    controller_wall_s: float = 0.0
+    """Seconds it took the controller process."""
+    controller_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RungTaken(Event):
+    """The reference model's number format from here on; `before` is empty for the first choice."""
+
+    kind: ClassVar[str] = "rung"
+    before: str
+    after: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FidelityChecked(Event):
+    """The error of the number format against the plasticity that it has to show."""
+
+    kind: ClassVar[str] = "fidelity"
+    tap: str
+    rung: str
+    error: float
+    """The metric between the full-precision snapshot and its quantized form, on the calibration batch."""
+    plasticity: float
+    """Mean of the readings since the last refresh."""
+    outcome: str
+    """'kept'; 'recalibrated' (activation ranges measured again); 'escalated' to the next; 'exhausted': none left."""
+
+
+# The controller
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerChosen(Event):
+    """Where evaluations are made, 'process' or 'inline', or 'none' where none are, and why."""
+
+    kind: ClassVar[str] = "controller"
+    controller: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerRestarted(Event):
+    """The controller process died or hung and was replaced, for the `count`-th time."""
+
+    kind: ClassVar[str] = "controller_restarted"
+    count: int
+    reason: str
+
+
+# The cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheDecided(Event):
+    """How the frozen forward pass is done from here on, and the numbers that decided."""
+
+    kind: ClassVar[str] = "cache"
+    boundary: str
+    """Name of the last frozen layer module; empty while nothing is frozen."""
+    generation: int
+    mode: str
+    """'stored' (activations from the store) or 'computed'; 'inference' in old journals (normalisation folded)."""
+    reason: str
+    numbers: dict[str, float]
+    """What the gate compared: seconds of a mini-batch, bytes, epochs; empty where it was not asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheUsed(Event):
+    """The use of one generation of stored activations, from its beginning to this step."""
+
+    kind: ClassVar[str] = "cache_used"
+    boundary: str
+    generation: int
+    hits: int
+    """Samples that came from the store."""
+    misses: int
+    """Samples whose activations were computed."""
+    mismatches: int
+    """Of these, the ones stored for another input: a changed data set or transform."""
+    batches: int
+    stalls: int
+    """Batches that had to wait for the disk."""
+    stall_s: float
+    bytes_read: int
+    bytes_written: int
+    size_bytes: int
+    dropped_writes: int
+    """Batches that were not stored because the disk had not finished with those before."""
+    checks: int
+    """Batches whose stored activations were compared with computed ones."""
+    largest_error: float
+    """Of those checks, relative."""
+    damaged: int = 0
+    """Stored samples that were found damaged; they count as misses."""
+    thread_cpu_s: float
+    """CPU seconds of the reading and writing threads; they are part of the process's own."""
+
+
+# Compiling and ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompiled(Event):
+    """The model was compiled since the step before."""
+
+    kind: ClassVar[str] = "recompiled"
+    wall_s: float
+    by_freezing: bool
+    """Whether layers had been frozen or thawed, so that the seconds count as egeria's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewrapped(Event):
+    """The processes reduce other gradients from here on."""
+
+    kind: ClassVar[str] = "rewrapped"
+    wall_s: float
+    """Seconds that rebuilding the communication buffers took."""
+    reduced_bytes: int
+    """Of the parameters whose gradients are reduced now."""
+
+
+# Refusals and faults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declined(Event):
+    """The library chose not to act, and why; training continues without that part."""
+
+    kind: ClassVar[str] = "declined"
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultCaught(Event):
+    """Something of ours failed; training continued."""
+
+    kind: ClassVar[str] = "fault"
+    where: str
+    error: str
+    count: int
+
+
+EVENT_TYPES: dict[str, type[Event]] = {
+    entry.kind: entry
+    for entry in list(globals().values())
+    if isinstance(entry, type) and issubclass(entry, Event) and entry is not Event
+}
+"""Every kind of event by its name in the journal."""
