@@ -9,7 +9,7 @@ from typing import Any
 
 from egeria.config.checks import require
 from egeria.policy.base import BootstrappedPolicy, restored
-from egeria.policy.guard import LossGuard, StepNoise
+from egeria.policy.guard import LossGuard, NoiseHistory
 from egeria.policy.law import LEAST_READINGS, STRICTER, Movement, PowerLaw, limit_for
 from egeria.policy.protocol import FORESIGHT, NOISE, PLASTICITY
 from egeria.policy.rates import LearningRateHistory, longest_memory
@@ -74,7 +74,7 @@ class Forecast(BootstrappedPolicy):
         self._movement = Movement()
         self._laws: tuple[tuple[PowerLaw, float], ...] = ()
         """Of the frozen modules, each with the limit that it froze under."""
-        self._noise = StepNoise()
+        self._noise = NoiseHistory()
         self._frozen_loss_share = 0.0
         """Share of the loss that the frozen modules keep up."""
         self._frozen_noise_share = 0.0
@@ -110,7 +110,7 @@ class Forecast(BootstrappedPolicy):
         era_begins = self._rates.update(interval)
         if era_begins:
             self._restart_readings()
-        self._noise = StepNoise() if self._rates.settling else self._noise.observe(interval.noise, interval.loss)
+        self._noise = NoiseHistory() if self._rates.settling else self._noise.observe(interval.noise, interval.loss)
         if era_begins or self._rates.rose:  # both move the loss by themselves
             self._guard = LossGuard()
         if self.stage == BOOTSTRAPPING:
@@ -176,7 +176,7 @@ class Forecast(BootstrappedPolicy):
         super().load_state_dict(state)
         self._guard = restored(LossGuard, state["guard"])
         self._movement = restored(Movement, state["movement"])
-        self._noise = restored(StepNoise, state["noise"])
+        self._noise = restored(NoiseHistory, state["noise"])
         self._pause = restored(EvaluationPause, state["rest"])
         self._laws = tuple((PowerLaw.from_state(law), limit) for law, limit in state["laws"])
         self._rates.load_state_dict(state["course"])

@@ -61,14 +61,14 @@ class LossGuard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepNoise:
+class NoiseHistory:
     """How much of the loss is the noise of steps, over the newest intervals since the modules have settled."""
 
     parts: tuple[tuple[float | None, ...], ...] = ()
     """For each interval, by how much the noise of each layer module raises the loss; None for a frozen one."""
     losses: tuple[float, ...] = ()
 
-    def observe(self, part: Sequence[float | None] | None, loss: float | None) -> StepNoise:
+    def observe(self, part: Sequence[float | None] | None, loss: float | None) -> NoiseHistory:
         """Return it with one more interval; one without a measure or a loss changes nothing.
 
         Args:
@@ -78,7 +78,7 @@ class StepNoise:
         if part is None or loss is None:
             return self
         parts, losses = (*self.parts, tuple(part)), (*self.losses, loss)
-        return StepNoise(parts=parts[-NOISE_INTERVALS:], losses=losses[-NOISE_INTERVALS:])
+        return NoiseHistory(parts=parts[-NOISE_INTERVALS:], losses=losses[-NOISE_INTERVALS:])
 
     def share(self, module: int, settled_loss: float | None) -> float | None:
         """Return the share of the loss that is the noise of a layer module; None while that is unknown.
