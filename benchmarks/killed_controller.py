@@ -80,7 +80,7 @@ def kill_controllers(pid: int, every_s: float, over: threading.Event, kills: lis
     while not over.wait(every_s):
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(pid).children():
-                if any("egeria.controller.child" in part for part in child.cmdline()):
+                if any("egeria.controller.worker" in part for part in child.cmdline()):
                     child.kill()
                     kills.append(child.pid)
 

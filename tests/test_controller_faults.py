@@ -78,7 +78,7 @@ class Training:
 
     @property
     def pid(self):
-        return self.loop.run._driver._engine.evaluator._controller.process.pid
+        return self.loop.run._driver._engine.evaluator._controller.pid
 
     def finish(self):
         """Train on, close, and check that it was the plain training all along."""
@@ -332,7 +332,7 @@ def test_forked_data_workers_neither_hold_nor_end_the_controller(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             run.step(0.0)
-        pids.add(run._driver._engine.evaluator._controller.process.pid)
+        pids.add(run._driver._engine.evaluator._controller.pid)
     assert len(pids - {None}) == 1, "the end of a worker ended the controller"
     assert len(read_journal(tmp_path).of(PlasticityRead)) >= 12
     (pid,) = pids - {None}
@@ -370,7 +370,7 @@ def step():
 while not egeria.read_journal(sys.argv[1]).of(PlasticityRead):
     step()
 controller = run._driver._engine.evaluator._controller
-print("pid", controller.process.pid, flush=True)
+print("pid", controller.pid, flush=True)
 """
 
 
@@ -387,7 +387,7 @@ def _end_with(how, directory):
         ("os._exit(4)", 4),
         ("raise ValueError('mine')", 1),
         ("os.kill(os.getpid(), signal.SIGKILL)", -9),
-        ("os.kill(controller.process.pid, signal.SIGSTOP); sys.exit(5)", 5),
+        ("os.kill(controller.pid, signal.SIGSTOP); sys.exit(5)", 5),
         ("import torch.multiprocessing as mp\nif os.fork() == 0: time.sleep(3); os._exit(0)\nos._exit(6)", 6),
     ],
     ids=["end of the script", "sys.exit", "os._exit", "an exception", "SIGKILL", "with a hanging controller", "forked"],
@@ -410,10 +410,10 @@ try:
         step()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-    before = controller.process.pid
+    before = controller.pid
     for _ in range(5):
         step()
-    print(controller.process.pid == before, flush=True)
+    print(controller.pid == before, flush=True)
     run.close()
 """
     with _end_with(how, tmp_path) as process:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from egeria.config import ControllerConfig
 from egeria.controller.choice import choose, spare_cores, usable_cores
-from egeria.controller.gate import HYSTERESIS, SAMPLE_S, LoadGate, RestOfMachine
-from egeria.controller.memory import Segment
-from egeria.controller.parcel import pack, unpack
-from egeria.controller.queues import Consumer, Producer
-from egeria.controller.trust import Limits, Trust
+from egeria.controller.launch import Watchdog
+from egeria.controller.shared_memory import Segment, SharedQueue, pack, unpack
+from egeria.controller.worker import HYSTERESIS, SAMPLE_S, LoadGate, RestOfMachine
 from egeria.layers.batch import Batch
 from egeria.layers.freezer import Freezer
 from egeria.layers.parse import parse_modules
@@ -112,7 +111,7 @@ def test_a_model_can_be_sent_without_its_weights():
     model = nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000))
     weights = [*model.parameters(), *model.buffers()]
     segment = Segment()
-    size_bytes = pack((model, torch.ones(3)), segment, hollow=weights)
+    size_bytes = pack((model, torch.ones(3)), segment, without_values=weights)
     found, rest = unpack(segment, size_bytes)
     assert size_bytes < 20_000 and rest.tolist() == [1, 1, 1]
     assert [tensor.shape for tensor in found.state_dict().values()] == [
@@ -128,7 +127,7 @@ def test_the_hooks_of_frozen_layers_stay_behind_and_those_that_compute_weights_g
 
 
 def test_what_cannot_be_pickled_says_so_and_the_queue_is_as_before():
-    queue = Producer(1)
+    queue = SharedQueue(1)
     with pytest.raises(TypeError, match="pickle"):
         queue.put((torch.ones(2), (entry for entry in "no")))
     assert queue.put(1) is not None
@@ -139,15 +138,19 @@ def test_what_cannot_be_pickled_says_so_and_the_queue_is_as_before():
 
 
 def test_a_full_queue_refuses_and_takes_again_once_emptied():
-    queue = Producer(2)
-    consumer = Consumer([os.dup(segment.descriptor) for segment in queue.segments])
+    queue = SharedQueue(2)
+    segments = [Segment(os.dup(segment.descriptor)) for segment in queue.segments]
+
+    def take(slot):
+        return unpack(segments[slot.number], slot.size_bytes)
+
     first, second = queue.put(torch.zeros(3)), queue.put(torch.ones(1000, 100))
     assert queue.put(torch.zeros(3)) is None
-    assert consumer.take(first).tolist() == [0, 0, 0]
-    queue.release(first.slot)
+    assert take(first).tolist() == [0, 0, 0]
+    queue.free.add(first.number)
     third = queue.put(torch.full((5000, 100), 2.0))  # larger than anything that lay there before
-    assert third is not None and consumer.take(third).mean() == 2
-    assert consumer.take(second).shape == (1000, 100)
+    assert third is not None and take(third).mean() == 2
+    assert take(second).shape == (1000, 100)
     queue.close()
 
 
@@ -156,54 +159,54 @@ def test_memory_is_given_back(tmp_path):
         pytest.skip("no /proc here")
     gc.collect()
     before = len(list(OPEN_FILES.iterdir()))
-    queue = Producer(4)
+    queue = SharedQueue(4)
     queue.put(torch.ones(1000))
     queue.close()
-    forgotten = Producer(4)
+    forgotten = SharedQueue(4)
     forgotten.put(torch.ones(1000))
     del forgotten
     gc.collect()
     assert len(list(OPEN_FILES.iterdir())) == before
 
 
-# --- trust --------------------------------------------------------------------------------------
+# --- watchdog --------------------------------------------------------------------------------------
 
 
-def trust_at(clock, **limits):
-    return Trust(Limits(timeout_s=10, **limits), clock=lambda: clock[0])
+def watchdog_at(clock, **limits):
+    return Watchdog(ControllerConfig(timeout_s=10, **limits), clock=lambda: clock[0])
 
 
 def test_silence_is_suffered_for_so_long_and_work_ten_times_as_long():
     clock = [0.0]
-    trust = trust_at(clock)
+    watchdog = watchdog_at(clock)
     clock[0] = 90
-    assert not trust.is_lost, "it has not come up yet"
-    trust.hear_up()
-    assert trust.is_lost
+    assert not watchdog.is_lost, "it has not come up yet"
+    watchdog.note_ready()
+    assert watchdog.is_lost
     clock[0] = 0.0
-    trust.hear()
+    watchdog.note_work()
     clock[0] = 9
-    assert not trust.is_lost
+    assert not watchdog.is_lost
     clock[0] = 11
-    assert trust.is_lost
-    trust.hear()
-    while not trust.is_lost:
+    assert watchdog.is_lost
+    watchdog.note_work()
+    while not watchdog.is_lost:
         clock[0] += 5
-        trust.hear_breath()
+        watchdog.note_heartbeat()
     assert 11 + 100 <= clock[0] <= 11 + 110
 
 
 def test_restarts_are_bounded_in_a_run_and_without_a_reading_between():
-    trust = trust_at([0.0], restarts=5)
-    assert [trust.allow_restart() for _ in range(6)] == [True] * 5 + [False]
-    trust = trust_at([0.0], restarts=50)
-    assert [trust.allow_restart() for _ in range(11)] == [True] * 10 + [False]
-    trust = trust_at([0.0], restarts=5)
+    watchdog = watchdog_at([0.0], restarts=5)
+    assert [watchdog.allow_restart() for _ in range(6)] == [True] * 5 + [False]
+    watchdog = watchdog_at([0.0], restarts=50)
+    assert [watchdog.allow_restart() for _ in range(11)] == [True] * 10 + [False]
+    watchdog = watchdog_at([0.0], restarts=5)
     allowed = []
     for _ in range(6):
-        allowed.append(trust.allow_restart())
-        trust.hear_reading()
-    assert allowed == [True] * 5 + [False] and trust.num_restarts == 6
+        allowed.append(watchdog.allow_restart())
+        watchdog.note_reading()
+    assert allowed == [True] * 5 + [False] and watchdog.num_restarts == 6
 
 
 # --- the gate ----------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from torch import nn
 
 import egeria
 from egeria import read_journal
-from egeria.controller import ControllerStatus, Limits, Plan, ProcessController
+from egeria.config import ControllerConfig
+from egeria.controller import ControllerStatus, EvaluationPlan
+from egeria.controller.process import ProcessController
 from egeria.events import (
     ControllerChosen,
     ControllerRestarted,
@@ -169,10 +171,10 @@ def _by_snapshot(directory):
 
 def test_a_snapshot_that_finds_no_room_is_asked_for_again(tmp_path):
     model = SPECIMENS["residual"].build()
-    plan = Plan(
+    plan = EvaluationPlan(
         taps=("blocks.0",), metric=sp_loss, largest_map=16, window=4, precision="fp32", device="cpu", fidelity_share=0.1
     )
-    controller = ProcessController(plan, Limits(load_limit=1.0))
+    controller = ProcessController(plan, ControllerConfig(load_limit=1.0))
     with nothing_left_behind():
         assert [controller.refresh(number, model, None) for number in range(4)] == [True, True, False, False]
         reports, deadline = [], time.monotonic() + LONGEST_WAIT_S
@@ -186,10 +188,10 @@ def test_a_snapshot_that_finds_no_room_is_asked_for_again(tmp_path):
 def test_a_process_that_had_no_batch_to_try_formats_on_does_not_stay_with_the_last_one(tmp_path):
     model = SPECIMENS["residual"].build()
     args, kwargs = SPECIMENS["residual"].example(torch.Generator().manual_seed(0))
-    plan = Plan(
+    plan = EvaluationPlan(
         taps=("blocks.0",), metric=sp_loss, largest_map=16, window=4, precision="auto", device="cpu", fidelity_share=0.1
     )
-    controller = ProcessController(plan, Limits(load_limit=1.0))
+    controller = ProcessController(plan, ControllerConfig(load_limit=1.0))
     try:
         rungs = []
         for batch in (None, Batch.of_call(args, kwargs, "cpu")):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from egeria import Config
-from egeria.controller.assessor import Assessor, Plan
+from egeria.controller.inline import Assessor, EvaluationPlan
 from egeria.controller.protocol import Ticket
 from egeria.events import FidelityChecked
 from egeria.plasticity import l2_distance
@@ -36,7 +36,7 @@ class WrongBy:
 def outcomes(error, plasticity, **plan):
     """Give readings of this plasticity; return what was made of the error."""
     settings = {"largest_map": 16, "window": 4, "precision": "auto", "device": "cpu", "fidelity_share": 0.1}
-    assessor = Assessor(Plan(taps=("a",), metric=l2_distance, **settings, **plan), WrongBy(error))
+    assessor = Assessor(EvaluationPlan(taps=("a",), metric=l2_distance, **settings, **plan), WrongBy(error))
     reference = torch.ones(4, 4)
     training = reference * (1 + plasticity**0.5)
     reports = []

@@ -1,30 +1,20 @@
 """Who evaluates: takes activations of the training model, gives back plasticity readings."""
 
-from egeria.controller.absent import AbsentController
-from egeria.controller.assessor import Assessor, Plan
-from egeria.controller.choice import Choice, choose, controller_maker, spare_cores
-from egeria.controller.fallback import FallbackController
-from egeria.controller.inline import InlineController
-from egeria.controller.process import ProcessController
+from egeria.controller.choice import ControllerChoice, choose, make_controller, spare_cores
+from egeria.controller.inline import AbsentController, EvaluationPlan
 from egeria.controller.protocol import Controller, ControllerStatus, EvaluationFailed, Report, Request, Ticket
-from egeria.controller.trust import Limits
 
 __all__ = [
     "AbsentController",
-    "Assessor",
-    "Choice",
     "Controller",
+    "ControllerChoice",
     "ControllerStatus",
     "EvaluationFailed",
-    "FallbackController",
-    "InlineController",
-    "Limits",
-    "Plan",
-    "ProcessController",
+    "EvaluationPlan",
     "Report",
     "Request",
     "Ticket",
     "choose",
-    "controller_maker",
+    "make_controller",
     "spare_cores",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from egeria.controller.assessor import Assessor, Plan
-from egeria.controller.fallback import FallbackController
-from egeria.controller.inline import InlineController
+from egeria.config import ControllerConfig
+from egeria.controller.inline import EvaluationPlan, InlineController
 from egeria.controller.process import ProcessController
 from egeria.controller.protocol import Controller
-from egeria.controller.trust import Limits
 
 SPARE_CORES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ControllerChoice:
     """A kind of controller, where its reference runs, and why."""
 
     kind: str
@@ -32,7 +30,7 @@ class Choice:
     reason: str
 
 
-def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Choice:
+def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:
     """Choose a kind of controller.
 
     Args:
@@ -49,33 +47,30 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Choi
     if device == "auto":
         device = "cuda" if on_accelerator and kind != "process" and spare < 1 else "cpu"
     if device == "cuda":
-        return Choice(
+        return ControllerChoice(
             kind="inline", device=device, reason=f"the reference runs beside the training on its device; {found}"
         )
     if os.name != "posix":
-        return Choice(kind="inline", device=device, reason="the controller process needs a POSIX system")
+        return ControllerChoice(kind="inline", device=device, reason="the controller process needs a POSIX system")
     if kind != "auto":
-        return Choice(kind=kind, device=device, reason=f"set in controller.kind; {found}")
+        return ControllerChoice(kind=kind, device=device, reason=f"set in controller.kind; {found}")
     if on_accelerator:
-        return Choice(kind="process", device=device, reason=f"training is on an accelerator; {found}")
+        return ControllerChoice(kind="process", device=device, reason=f"training is on an accelerator; {found}")
     roomy = spare >= SPARE_CORES
-    return Choice(kind="process" if roomy else "inline", device=device, reason=f"training is on the CPU, {found}")
+    return ControllerChoice(
+        kind="process" if roomy else "inline", device=device, reason=f"training is on the CPU, {found}"
+    )
 
 
-def controller_maker(
-    choice: Choice, plan: Callable[[tuple[str, ...]], Plan], limits: Limits
-) -> Callable[[tuple[str, ...]], Controller]:
-    """Return what makes the chosen controller for the taps of a cut."""
+def make_controller(choice: ControllerChoice, plan: EvaluationPlan, config: ControllerConfig) -> Controller:
+    """Return a controller of the chosen kind.
 
-    def make_inline(taps: tuple[str, ...]) -> InlineController:
-        return InlineController(Assessor(plan(taps)))
-
-    def make(taps: tuple[str, ...]) -> Controller:
-        if choice.kind == "inline":
-            return make_inline(taps)
-        return FallbackController(ProcessController(plan(taps), limits), lambda: make_inline(taps))
-
-    return make
+    Args:
+        choice: of the kind.
+        plan: how to evaluate.
+        config: what a controller process may take.
+    """
+    return InlineController(plan) if choice.kind == "inline" else ProcessController(plan, config)
 
 
 def spare_cores(loader: Any = None, environment: Mapping[str, str] | None = None) -> float:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from egeria.controller import messages
-from egeria.controller.assessor import Plan
-from egeria.controller.launch import Child
+from egeria.config import ControllerConfig
+from egeria.controller.inline import EvaluationPlan, InlineController
+from egeria.controller.launch import (
+    Child,
+    Freed,
+    FromController,
+    Heartbeat,
+    Ready,
+    Reports,
+    TakeInput,
+    TakeModel,
+    TakeOutput,
+    TakeSnapshot,
+    ToController,
+    Unusable,
+    Watchdog,
+)
 from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket, brief
-from egeria.controller.queues import Place, Producer
-from egeria.controller.trust import Limits, Trust
+from egeria.controller.shared_memory import SharedQueue, Slot
 from egeria.errors import ControllerError
 from egeria.events import ControllerRestarted, Declined, FaultCaught, ReadingDropped, ReferenceRefreshed, RungTaken
 from egeria.layers.batch import Batch
@@ -31,40 +45,37 @@ class ProcessController:
     calibration batch go through a queue of their own. The process works through all in the order they
     were queued, so an evaluation meets the snapshot that it was asked on.
 
-    `refresh` and `poll` raise `ControllerError` where a process cannot be had at all: it
-    cannot be started, or the model cannot be sent to it.
+    Where a process cannot be had at all, because it cannot be started or the model cannot be sent to it,
+    evaluations are made in the training process instead, for good.
 
     Args:
         plan: how to evaluate.
-        limits: how far the process is trusted.
+        config: how long the process may be silent, how often it is replaced, and what it may take.
     """
 
-    def __init__(self, plan: Plan, limits: Limits) -> None:
+    def __init__(self, plan: EvaluationPlan, config: ControllerConfig) -> None:
         self._plan = plan
-        self._limits = limits
+        self._config = config
         self._queues = {
-            "iq": Producer(limits.queue_length),
-            "toq": Producer(limits.queue_length),
-            "model": Producer(1),
-            "snapshot": Producer(2),  # one to work from, one on its way
+            "iq": SharedQueue(config.queue_length),
+            "toq": SharedQueue(config.queue_length),
+            "model": SharedQueue(1),
+            "snapshot": SharedQueue(2),  # one to work from, one on its way
         }
         self._child: Child | None = None
-        self._places: dict[str, Place] = {}
+        self._inline: InlineController | None = None
+        self._newest: tuple[int, weakref.ref[nn.Module], Batch | None] | None = None
+        self._slots: dict[str, Slot] = {}
         self._shapes: list[object] = []
         self._pending: dict[int, Ticket] = {}
         self._reports: list[Report] = []
         self._precision = plan.precision
-        self._trust = Trust(limits)
+        self._watchdog = Watchdog(config)
         self._past_cpu_s = self._child_cpu_s = 0.0
         self._snapshot_evaluation = 0
         self._num_refreshing = 0
         self._is_deaf = False
-        self._has_stopped = False
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds of the controller processes so far."""
-        return self._past_cpu_s + self._child_cpu_s
+        self._has_ended = False
 
     @property
     def pid(self) -> int | None:
@@ -78,34 +89,29 @@ class ProcessController:
 
         Of a saved state only the number format is taken: the reference is still to be refreshed.
         """
+        self._newest = evaluation, weakref.ref(model), batch  # a model gathered from shards is not to be kept
+        if self._inline is not None:
+            return self._inline.refresh(evaluation, model, batch, state)
         if state is not None:
             self._precision = state.get("precision", self._precision)
-        if state is not None or self._has_stopped:
+        if state is not None or self._has_ended:
             return False
-        if self._child is None:
-            self._start()
-        snapshots = self._queues["snapshot"]
-        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
         try:
-            shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
-            is_new = shapes != self._shapes
-            if not snapshots.free or (is_new and len(snapshots.free) < len(snapshots.segments)):
-                return False
-            if is_new:
-                self._places["model"] = self._pack_model(model, tensors)
-            place = snapshots.put((tensors, batch))
-        except Exception as error:
-            raise ControllerError(f"the model cannot be sent to the controller process ({brief(error)})") from error
-        assert place is not None
-        self._shapes, self._snapshot_evaluation, self._places["snapshot"] = shapes, evaluation, place
-        self._send_snapshot(with_model=is_new)
-        return True
+            if self._child is None:
+                self._start()
+            return self._queue_snapshot(evaluation, model, batch)
+        except ControllerError as error:
+            self._evaluate_inline(error)
+            return True
 
     def submit(self, request: Request) -> None:
         """Queue one evaluation; without room it is lost and reported so."""
+        if self._inline is not None:
+            self._inline.submit(request)
+            return
         ticket = request.ticket
         try:
-            reason = "the controller has ended" if self._has_stopped else self._queue(request)
+            reason = "the controller has ended" if self._has_ended else self._queue(request)
         except Exception as error:
             self._reports.append(ticket.failed(error))
             return
@@ -120,87 +126,105 @@ class ProcessController:
         The first poll starts the process, so that it imports what it needs while the model bootstraps. One that dies
         while idle is replaced before it is needed.
         """
-        if self._child is None and not self._has_stopped:
-            self._start()
-        elif self._child is not None:
-            try:
-                for message in self._child.receive():
-                    self._hear(message)
-            except (EOFError, OSError):
-                self._replace("it died")
-            else:
-                self._look_after()
-        reports, self._reports = self._reports, []
-        return self._status(reports)
+        try:
+            if self._child is not None:
+                self._receive(self._child)
+            elif self._inline is None and not self._has_ended:
+                self._start()
+        except ControllerError as error:
+            self._evaluate_inline(error)
+        if self._inline is not None:
+            self._reports += self._inline.poll().reports
+        return self._status()
 
-    def close(self, reason: str = "the run ended before the controller came to it") -> ControllerStatus:
+    def close(self) -> ControllerStatus:
         """End the process and give back the memory; evaluations under way are lost."""
-        reports = [*self._reports, *(ticket.lost(reason) for ticket in self._pending.values())]
-        self._end_child()
-        self._has_stopped = True
-        self._pending.clear()
-        self._reports.clear()
-        for queue in self._queues.values():
-            queue.close()
-        return self._status(reports)
+        if self._inline is not None:
+            self._reports += self._inline.close().reports
+        self._release("the run ended before the controller came to it")
+        self._has_ended = True
+        return self._status()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number format; the reference itself starts anew from the weights of the resumed model."""
-        return {"precision": self._precision}
+        return {"precision": self._precision} if self._inline is None else self._inline.state_dict()
 
-    def _status(self, reports: list[Report]) -> ControllerStatus:
+    def _status(self) -> ControllerStatus:
+        reports, self._reports = self._reports, []
         return ControllerStatus(
             reports=reports,
             is_asynchronous=self._child is not None,
-            has_ended=self._has_stopped,
-            cpu_s=self.cpu_s,
+            has_ended=self._has_ended,
+            cpu_s=self._past_cpu_s + self._child_cpu_s,
         )
+
+    def _evaluate_inline(self, error: ControllerError) -> None:
+        self._release("its controller process is given up")
+        reason = f"{error}. Evaluations are made in the training process instead"
+        self._reports.append(Declined(step=0, what="the controller process", reason=reason))
+        self._inline = InlineController(self._plan)
+        if self._newest is None:
+            return
+        evaluation, reference, batch = self._newest
+        model = reference()
+        if model is not None:
+            self._inline.refresh(evaluation, model, batch)
+        else:
+            text = "the weights are gathered anew"
+            self._reports.append(FaultCaught(step=0, where="refreshing the reference", error=text, count=1))
 
     # --- to the process ------------------------------------------------------------------------
 
     def _start(self) -> None:
         descriptors = {name: [entry.descriptor for entry in queue.segments] for name, queue in self._queues.items()}
-        orders = {
+        settings = {
             "queues": descriptors,
-            "queue_length": self._limits.queue_length,
-            "load_limit": self._limits.load_limit,
-            "patience_s": self._limits.patience_s,
+            "queue_length": self._config.queue_length,
+            "load_limit": self._config.load_limit,
+            "patience_s": self._config.patience_s,
             "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
             "matmul_precision": torch.get_float32_matmul_precision(),
         }
         try:
-            self._child = Child(orders, [entry for entries in descriptors.values() for entry in entries])
+            self._child = Child(settings, [entry for entries in descriptors.values() for entry in entries])
         except Exception as error:
             raise ControllerError(f"the controller process cannot be started ({brief(error)})") from error
-        self._trust.begin()
+        self._watchdog.note_start()
 
-    def _send(self, message: messages.ToController) -> None:
-        """Send; where that fails `poll` replaces the process."""
-        if self._child is None:
-            return
-        if not self._is_busy:
-            self._trust.hear()  # it had nothing to say before
+    def _queue_snapshot(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
+        snapshots = self._queues["snapshot"]
+        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
         try:
-            self._child.send(message)
-        except Exception:
-            self._is_deaf = True
+            shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            is_new = shapes != self._shapes
+            if not snapshots.free or (is_new and len(snapshots.free) < len(snapshots.segments)):
+                return False
+            if is_new:
+                self._slots["model"] = self._pack_model(model, tensors)
+            slot = snapshots.put((tensors, batch))
+        except Exception as error:
+            raise ControllerError(f"the model cannot be sent to the controller process ({brief(error)})") from error
+        assert slot is not None
+        self._shapes, self._snapshot_evaluation, self._slots["snapshot"] = shapes, evaluation, slot
+        self._send_snapshot(with_model=is_new)
+        return True
 
-    def _send_snapshot(self, *, with_model: bool) -> None:
-        if with_model:
-            self._send(messages.TakeModel(self._places["model"], self._precision))
-        self._num_refreshing += 1
-        self._send(messages.TakeSnapshot(self._snapshot_evaluation, self._places["snapshot"]))
-
-    def _pack_model(self, model: nn.Module, weights: list[Tensor]) -> Place:
+    def _pack_model(self, model: nn.Module, weights: list[Tensor]) -> Slot:
         """Pack how the model is built; its weights follow with the snapshot."""
         models = self._queues["model"]
         models.empty()
-        place = models.put((self._plan, model), hollow=weights)
-        assert place is not None
+        slot = models.put((self._plan, model), without_values=weights)
+        assert slot is not None
         weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-        if place.size_bytes > max(LARGEST_SKELETON_BYTES, weights_bytes):
-            raise ValueError(f"its classes and attributes carry {place.size_bytes / 2**20:.0f} MiB along")
-        return place
+        if slot.size_bytes > max(LARGEST_SKELETON_BYTES, weights_bytes):
+            raise ValueError(f"its classes and attributes carry {slot.size_bytes / 2**20:.0f} MiB along")
+        return slot
+
+    def _send_snapshot(self, *, with_model: bool) -> None:
+        if with_model:
+            self._send(TakeModel(self._slots["model"], self._precision))
+        self._num_refreshing += 1
+        self._send(TakeSnapshot(self._snapshot_evaluation, self._slots["snapshot"]))
 
     def _queue(self, request: Request) -> str:
         """Put batch and training output into their queues; return why not, if not."""
@@ -208,47 +232,69 @@ class ProcessController:
             return "the controller is behind: its queues are full"
         ticket = request.ticket
         training = self._plan.reduce(request.activation)
-        batch_place = self._queues["iq"].put((request.batch, RandomState.current()))
+        batch_slot = self._queues["iq"].put((request.batch, RandomState.current()))
+        assert batch_slot is not None
         try:
-            output_place = self._queues["toq"].put(training)
+            output_slot = self._queues["toq"].put(training)
         except Exception:
-            if batch_place is not None:
-                self._queues["iq"].release(batch_place.slot)
+            self._queues["iq"].free.add(batch_slot.number)
             raise
-        assert batch_place is not None and output_place is not None
-        num_rows = request.activation.shape[0]
-        self._send(messages.TakeInput(ticket, batch_place, num_rows, training.is_gram))
-        self._send(messages.TakeOutput(ticket.evaluation, output_place))
+        assert output_slot is not None
+        self._send(TakeInput(ticket, batch_slot, request.activation.shape[0], training.is_gram))
+        self._send(TakeOutput(ticket.evaluation, output_slot))
         return ""
+
+    def _send(self, message: ToController) -> None:
+        """Send; where that fails `poll` replaces the process."""
+        if self._child is None:
+            return
+        if not self._is_busy:
+            self._watchdog.note_work()  # there was nothing to do before
+        try:
+            self._child.send(message)
+        except Exception:
+            self._is_deaf = True
 
     # --- from the process ----------------------------------------------------------------------
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._pending or self._num_refreshing) or not self._trust.is_up
+        return bool(self._pending or self._num_refreshing) or not self._watchdog.is_ready
 
-    def _hear(self, message: messages.FromController) -> None:
-        if isinstance(message, messages.Alive):
-            self._trust.hear_breath()
+    def _receive(self, child: Child) -> None:
+        try:
+            for message in child.receive():
+                self._take_in_message(message)
+        except (EOFError, OSError):
+            self._replace("it died")
+        else:
+            if self._is_deaf:
+                self._replace("it does not read its messages")
+            elif self._is_busy and self._watchdog.is_lost:
+                self._replace(f"it gave no sign of life for {self._config.timeout_s:g} s")
+
+    def _take_in_message(self, message: FromController) -> None:
+        if isinstance(message, Heartbeat):
+            self._watchdog.note_heartbeat()
             return
-        self._trust.hear()
-        if isinstance(message, messages.Ready):
-            self._trust.hear_up()
-        elif isinstance(message, messages.Emptied):
+        self._watchdog.note_work()
+        if isinstance(message, Ready):
+            self._watchdog.note_ready()
+        elif isinstance(message, Freed):
             if message.queue != "model":  # kept for a process that replaces this one
-                self._queues[message.queue].release(message.slot)
-        elif isinstance(message, messages.Unusable):
+                self._queues[message.queue].free.add(message.number)
+        elif isinstance(message, Unusable):
             raise ControllerError(f"the model cannot be rebuilt in the controller process ({message.reason})")
-        elif isinstance(message, messages.Reports):
+        elif isinstance(message, Reports):
             self._child_cpu_s = message.cpu_s
             for report in message.reports:
-                self._take_in(report)
+                self._take_in_report(report)
 
-    def _take_in(self, report: Report) -> None:
+    def _take_in_report(self, report: Report) -> None:
         if isinstance(report, Reading | ReadingDropped):
             if self._pending.pop(report.evaluation, None) is None:
                 return
-            self._trust.hear_reading()
+            self._watchdog.note_reading()
         elif isinstance(report, RungTaken) and report.before:
             # A process that replaces this one begins where it ended. The first choice it makes by itself.
             self._precision = report.after.removesuffix("-static")
@@ -256,39 +302,39 @@ class ProcessController:
             self._num_refreshing = max(0, self._num_refreshing - 1)
         self._reports.append(report)
 
-    def _look_after(self) -> None:
-        if self._is_deaf:
-            self._replace("it does not read its messages")
-            return
-        if self._is_busy and self._trust.is_lost:
-            self._replace(f"it gave no sign of life for {self._limits.timeout_s:g} s")
-
     # --- replacing it --------------------------------------------------------------------------
 
     def _replace(self, reason: str) -> None:
         """End the process and start another, which gets the model and the last snapshot again."""
-        how = self._end_child()
-        reason = f"{reason} ({how})"
-        if self._trust.has_proved_impossible:
+        reason = f"{reason} ({self._end_child()})"
+        if self._watchdog.never_came_up:
             raise ControllerError(f"the controller process does not come up: {reason}")
-        self._reports += [ticket.lost(f"the controller was replaced: {reason}") for ticket in self._pending.values()]
-        self._pending.clear()
-        if not self._trust.allow_restart():
-            self._has_stopped = True
-            times = f"{self._trust.num_restarts} times, last because {reason}"
-            self._reports.append(Declined(step=0, what="judging plasticity", reason=f"it ended {times}"))
+        self._drop_pending(f"the controller was replaced: {reason}")
+        if not self._watchdog.allow_restart():
+            self._has_ended = True
+            text = f"it ended {self._watchdog.num_restarts} times, last because {reason}"
+            self._reports.append(Declined(step=0, what="judging plasticity", reason=text))
             return
         self._start()
-        self._reports.append(ControllerRestarted(step=0, count=self._trust.num_restarts, reason=reason))
-        if "snapshot" in self._places:
+        self._reports.append(ControllerRestarted(step=0, count=self._watchdog.num_restarts, reason=reason))
+        if "snapshot" in self._slots:
             self._send_snapshot(with_model=True)
 
     def _end_child(self) -> str:
         child, self._child = self._child, None
         self._num_refreshing, self._is_deaf = 0, False
-        self._past_cpu_s, self._child_cpu_s = self.cpu_s, 0.0
+        self._past_cpu_s, self._child_cpu_s = self._past_cpu_s + self._child_cpu_s, 0.0
         self._queues["iq"].empty()
         self._queues["toq"].empty()
-        newest = self._places.get("snapshot")  # stays for a process that replaces this one
-        self._queues["snapshot"].empty(but=newest.slot if newest else None)
+        self._queues["snapshot"].empty(but=self._slots.get("snapshot"))  # for a process that replaces this one
         return child.end() if child is not None else ""
+
+    def _drop_pending(self, reason: str) -> None:
+        self._reports += [ticket.lost(reason) for ticket in self._pending.values()]
+        self._pending.clear()
+
+    def _release(self, reason: str) -> None:
+        self._drop_pending(reason)
+        self._end_child()
+        for queue in self._queues.values():
+            queue.close()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
-from egeria.controller import Choice, Controller, Limits, Plan, choose, controller_maker
+from egeria.controller import Controller, ControllerChoice, EvaluationPlan, choose, make_controller
 from egeria.errors import UnsupportedModelError
 from egeria.events import ControllerChosen, RunStarted
 from egeria.layers.modules import LayerModule
@@ -97,7 +97,7 @@ def attach(
     check_total_steps(total_steps)
     rule_name, rule = choose_rule(settings, scheduler)
     check_policy(settings, rule, total_steps)
-    choice, make_controller = _choose_controller(settings, controller, model, loader)
+    choice, make = _choose_controller(settings, controller, model, loader)
     ranks = Ranks(parallel)
     recorder = _recorder(ranks, directory)
     handle = ModelHandle(model)
@@ -114,12 +114,14 @@ def attach(
         ranks=ranks,
         compiling=Compiling(handle, recorder),
         recorder=recorder,
-        make_controller=make_controller,
+        make_controller=make,
     )
     modules, refusal = _cut(builder)
     needs = builder.make_policy(modules).needs if modules else frozenset()
     if modules and PLASTICITY not in needs:
-        choice = Choice(kind="none", device="", reason=f"the policy {builder.policy_name!r} reads no plasticity")
+        choice = ControllerChoice(
+            kind="none", device="", reason=f"the policy {builder.policy_name!r} reads no plasticity"
+        )
     interval_steps, reason = choose_interval(settings, total_steps=total_steps, num_modules=max(1, len(modules)))
     if not ranks.is_alone:
         is_apart = choice.kind == "process"
@@ -184,16 +186,16 @@ def _new_directory() -> Path:
 
 def _choose_controller(
     config: Config, given: str | Controller | None, model: nn.Module, loader: Any
-) -> tuple[Choice, Callable[[tuple[str, ...]], Controller]]:
+) -> tuple[ControllerChoice, Callable[[tuple[str, ...]], Controller]]:
     """Return which controller it is and what makes it for the taps of a cut."""
     if given is not None and not isinstance(given, str):
-        return Choice(kind=type(given).__name__, device="", reason="given to attach"), lambda taps: given
+        return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda taps: given
     settings = config.controller
     choice = choose(settings.kind, config.reference.device, model, loader)
     metric = find_metric(config.plasticity.metric)
 
-    def plan(taps: tuple[str, ...]) -> Plan:
-        return Plan(
+    def make(taps: tuple[str, ...]) -> Controller:
+        plan = EvaluationPlan(
             taps=taps,
             metric=metric,
             largest_map=config.plasticity.largest_map,
@@ -203,15 +205,9 @@ def _choose_controller(
             fidelity_share=config.reference.fidelity_share,
             harmless_error=harmless_error(config),
         )
+        return make_controller(choice, plan, settings)
 
-    limits = Limits(
-        queue_length=settings.queue_length,
-        timeout_s=settings.timeout_s,
-        restarts=settings.restarts,
-        load_limit=settings.load_limit,
-        patience_s=settings.patience_s,
-    )
-    return choice, controller_maker(choice, plan, limits)
+    return choice, make
 
 
 def _cut(builder: EngineBuilder) -> tuple[tuple[LayerModule, ...], str | None]:
