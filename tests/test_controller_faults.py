@@ -421,7 +421,7 @@ except KeyboardInterrupt:
         assert process.stdout.readline() == "looping\n"
         os.killpg(process.pid, signal.SIGINT)
         out, said = process.communicate(timeout=60)
-    assert (process.returncode, out.split()) == (0, ["interrupted", "True"])
+    assert (process.returncode, out.split()) == (0, ["interrupted", "True"]), said
     assert "Traceback" not in said and is_gone_within(pid, 5)
 
 
