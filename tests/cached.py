@@ -145,9 +145,9 @@ class Training:
         return self.way
 
     @property
-    def store_directory(self) -> Path:
-        """Where the files are."""
-        return self.generation._store.directory
+    def store_path(self) -> Path:
+        """Where the store is."""
+        return self.generation._store.path
 
     def journal(self, kind: type) -> list[Any]:
         """Return the events of a kind."""

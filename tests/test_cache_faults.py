@@ -24,7 +24,7 @@ from cached import (
 from egeria.cache import generation, keys
 from egeria.cache.prefetch import fetcher, reading, writer
 from egeria.cache.store import disk as store
-from egeria.cache.store import files
+from egeria.cache.store.file import ENTRY, HEADER_BYTES
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 
 
@@ -68,7 +68,7 @@ def test_a_store_outlives_two_boundaries(tmp_path):
 
 
 def test_the_disk_is_full_when_the_store_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.os, "posix_fallocate", raising(full_disk()))
+    monkeypatch.setattr(os, "posix_fallocate", raising(full_disk()))
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.finish()
@@ -77,7 +77,7 @@ def test_the_disk_is_full_when_the_store_is_made(tmp_path, monkeypatch):
 
 
 def test_the_disk_is_full_when_the_first_batch_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.os, "pwrite", raising(full_disk()))
+    monkeypatch.setattr(os, "pwritev", raising(full_disk()))
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.finish()
@@ -89,7 +89,7 @@ def test_the_disk_fills_up_while_rows_are_written(tmp_path, monkeypatch):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(FILLING)
-        monkeypatch.setattr(files.os, "pwrite", raising(full_disk()))
+        monkeypatch.setattr(os, "pwritev", raising(full_disk()))
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "No space left on device")
@@ -114,7 +114,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
 
 
 def test_the_disk_cannot_be_read_when_it_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.os, "preadv", raising(broken_disk()))
+    monkeypatch.setattr(os, "preadv", raising(broken_disk()))
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.finish()
@@ -126,7 +126,7 @@ def test_the_disk_cannot_be_read_any_more(tmp_path, monkeypatch):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        monkeypatch.setattr(files.os, "preadv", raising(broken_disk()))
+        monkeypatch.setattr(os, "preadv", raising(broken_disk()))
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "Input/output error")
@@ -137,7 +137,7 @@ def test_after_a_fault_the_next_boundary_is_left_alone_too(tmp_path, monkeypatch
         training = Training(tmp_path / "run", depth=2)
         training.advance_to(18)
         assert training.run.frozen == 1
-        monkeypatch.setattr(files.os, "pwrite", raising(full_disk()))
+        monkeypatch.setattr(os, "pwritev", raising(full_disk()))
         training.finish()
         assert_equal(training, plain(tmp_path, depth=2))
     assert len(training.warnings) == 1
@@ -201,16 +201,16 @@ def flip(path):
 
 
 def cut(path):
-    os.truncate(path, 100)
+    os.truncate(path, HEADER_BYTES + NUM_SAMPLES * ENTRY.itemsize + 100)
 
 
 @pytest.mark.parametrize("harm", [flip, cut])
-def test_a_leaf_file_is_damaged(tmp_path, harm):
+def test_the_rows_are_damaged(tmp_path, harm):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
         assert training.generation.writer.flush()
-        harm(training.store_directory / "leaf-0.bin")
+        harm(training.store_path)
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert len(training.warnings) == 1 and "damaged" in training.warnings[0]
@@ -220,13 +220,12 @@ def test_a_leaf_file_is_damaged(tmp_path, harm):
     assert used.hits > NUM_SAMPLES, "rows that were damaged are stored anew"
 
 
-@pytest.mark.parametrize("harm", [flip, cut])
-@pytest.mark.parametrize("name", ["index.bin", "manifest.json"])
-def test_a_file_that_describes_the_rows_is_damaged(tmp_path, name, harm):
+def test_the_header_is_damaged(tmp_path):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        harm(training.store_directory / name)
+        with training.store_path.open("r+b") as file:
+            file.write(b"\xff" * HEADER_BYTES)
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert training.num_hits > 3 * NUM_SAMPLES or "damaged" in training.warnings[0]
@@ -244,12 +243,11 @@ def test_the_directory_is_deleted(tmp_path):
     assert len(training.warnings) <= 1
 
 
-def test_the_files_are_deleted(tmp_path):
+def test_the_file_is_deleted(tmp_path):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        for path in training.store_directory.iterdir():
-            path.unlink()
+        training.store_path.unlink()
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert training.warnings == [], "open files stay readable"

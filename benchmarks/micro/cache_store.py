@@ -29,7 +29,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from egeria.cache.store.disk import DiskStore, RowLayout
+from egeria.cache.store.disk import DiskStore
+from egeria.cache.store.file import ENTRY, HEADER_BYTES
+from egeria.cache.store.rows import RowLayout
 
 HEAD_START_S = 0.02
 DIM = 64
@@ -66,8 +68,8 @@ class Bench:
 
     def __init__(self, directory: Path, num_rows: int, row_bytes: int, batch: int, storage: str) -> None:
         layout = RowLayout(shape=(row_bytes // 4 // DIM, DIM), dtype=torch.float32, storage=storage)
-        self.store = DiskStore.create(directory, [layout], num_rows)
-        self.path = directory / "leaf-0.bin"
+        self.path = directory / "rows"
+        self.store = DiskStore.create(self.path, [layout], num_rows)
         self.batch = batch
         self.useful_bytes = batch * self.store.row_bytes
         self._out = torch.empty(batch, *layout.shape)
@@ -95,7 +97,9 @@ class Bench:
     def take(self, positions: NDArray[np.int64]) -> None:
         """Read a batch from a mapping that keeps what it touched, as one of a training loop does."""
         if self._mapped is None:
-            self._mapped = np.memmap(self.path, dtype=np.uint8, mode="r").reshape(self.store.capacity, -1)
+            offset = HEADER_BYTES + self.store.capacity * ENTRY.itemsize
+            mapped = np.memmap(self.path, dtype=np.uint8, mode="r", offset=offset)
+            self._mapped = mapped.reshape(self.store.capacity, -1)
         np.take(self._mapped, positions, axis=0, out=self._taken[: len(positions)], mode="clip")
 
     def draw(self) -> NDArray[np.int64]:
@@ -180,7 +184,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        bench = Bench(Path(directory) / "store", options.rows, options.row_bytes, options.batch, options.storage)
+        bench = Bench(Path(directory), options.rows, options.row_bytes, options.batch, options.storage)
         readers = measure(bench, options.rounds)
         size = bench.store.size_bytes / 1e6
         facts = (

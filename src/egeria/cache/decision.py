@@ -16,7 +16,8 @@ from egeria.cache.layout import Layouts
 from egeria.cache.samples.feed import Drawn, SampleFeed
 from egeria.cache.samples.fingerprint import fingerprints, true_lengths
 from egeria.cache.store.directory import CacheDirectory
-from egeria.cache.store.disk import DiskStore, bytes_per_position
+from egeria.cache.store.disk import DiskStore
+from egeria.cache.store.file import bytes_per_position
 from egeria.config import CacheConfig
 from egeria.layers.batch import Batch
 from egeria.layers.skipping.prefix import Prefix

@@ -133,7 +133,7 @@ def join_generation(
     batch, boundary = sight.batch, modules[-1].name
     prefix = Prefix.find(peers.whole(), modules, batch, len(sight.drawn.samples))
     rows = prefix.compute(batch, None)
-    if not place.verdict(number):
+    if not place.published(number):
         return Opening(generation=None, reason="the first process of this host stores nothing", numbers={})
     store = place.join(number)
     own = Layouts.of(prefix.row_leaves, rows, storage=settings.storage, longest=sight.longest)

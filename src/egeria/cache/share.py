@@ -63,7 +63,7 @@ class Share:
         """
         if not self.leads:
             self._num_asked += 1
-            if place().verdict(number) is None and self._num_asked <= PATIENCE:
+            if place().published(number) is None and self._num_asked <= PATIENCE:
                 return
         self._num_asked = 0
         try:
@@ -71,4 +71,4 @@ class Share:
         finally:
             if self.leads and not self.is_alone:
                 with contextlib.suppress(StoreError):
-                    place().tell(number, opened=is_opened())
+                    place().publish(number, opened=is_opened())

@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from egeria.cache.store.directory import sweep
+from egeria.cache.store.directory import FoundRun, FoundStore, survey, sweep
 from egeria.cache.store.rows import StoreError
-from egeria.cache.store.survey import FoundRun, Generation, survey
 from egeria.journal.writer import FILE_NAME
 from egeria.session.hosts import SUBDIRECTORY
 
@@ -28,9 +27,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(_table(found, str(directory), verified=arguments.verify))
     else:
         console.print(f"No run keeps anything in {escape(str(directory))}.", soft_wrap=True)
-    damaged = [generation for entry in found for generation in entry.generations if generation.is_damaged]
-    for generation in damaged:
-        console.print(f"[bold red]Damaged:[/] {escape(_complaint(generation))}", highlight=False, soft_wrap=True)
+    damaged = [store for entry in found for store in entry.stores if store.is_damaged]
+    for store in damaged:
+        console.print(f"[bold red]Damaged:[/] {escape(_complaint(store))}", highlight=False, soft_wrap=True)
     if arguments.prune:
         _prune(directory, console)
     return 1 if damaged else 0
@@ -58,9 +57,9 @@ def _table(found: list[FoundRun], directory: str, *, verified: bool) -> Table:
         table.add_column(heading, justify="right")
     for entry in found:
         shown = [_run_cells(entry), ["", "", ""]]
-        for index, generation in enumerate(entry.generations):
-            table.add_row(*shown[min(index, 1)], *_generation_cells(generation, verified=verified))
-        if not entry.generations:
+        for index, store in enumerate(entry.stores):
+            table.add_row(*shown[min(index, 1)], *_store_cells(store, verified=verified))
+        if not entry.stores:
             table.add_row(*shown[0], "none", "", "", _size(entry.size_bytes))
     return table
 
@@ -73,18 +72,18 @@ def _run_cells(entry: FoundRun) -> list[str]:
     return [entry.path.name.partition("-")[2], state if entry.is_live else "left over", begun]
 
 
-def _generation_cells(generation: Generation, *, verified: bool) -> list[str]:
-    rows = f"{generation.num_stored:,} of {generation.capacity:,}" if generation.capacity else "cannot be read"
-    unread = "unread" if generation.num_damaged is None else f"{generation.num_damaged:,}"
-    number = generation.path.name.partition("-")[2]
-    cells = [escape(number), escape(generation.boundary), rows, _size(generation.size_bytes)]
+def _store_cells(store: FoundStore, *, verified: bool) -> list[str]:
+    rows = f"{store.num_stored:,} of {store.capacity:,}" if store.capacity else "cannot be read"
+    unread = "unread" if store.num_damaged is None else f"{store.num_damaged:,}"
+    number = store.path.name.partition("-")[2]
+    cells = [escape(number), escape(store.boundary), rows, _size(store.size_bytes)]
     return [*cells, unread] if verified else cells
 
 
-def _complaint(generation: Generation) -> str:
-    if generation.problem:
-        return generation.problem
-    return f"{generation.num_damaged} of {generation.num_stored} rows in {generation.path} have a wrong checksum."
+def _complaint(store: FoundStore) -> str:
+    if store.problem:
+        return store.problem
+    return f"{store.num_damaged} of {store.num_stored} rows in {store.path} have a wrong checksum."
 
 
 def _size(size_bytes: int) -> str:

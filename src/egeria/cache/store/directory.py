@@ -1,29 +1,39 @@
-"""The user's cache directory: a subdirectory for each run, and in it a store for each generation.
+"""The user's cache directory: a subdirectory for each run, and in it a file for each generation's store.
 
 A run never uses what another left behind. Subdirectories whose run has no process any more are removed when
-the next run begins; runs that live side by side leave each other alone.
+the next run begins; runs that live side by side leave each other alone. Whether a process of a run still lives is
+known by a lock that the system takes back when the last one ends: a process number is given to another after a
+while, and means nothing in another container, and a file would be left behind by a killed process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import secrets
 import shutil
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from egeria.cache.store.disk import VERDICTS, DiskStore, bytes_per_position, remove_store
-from egeria.cache.store.files import PRIVATE
-from egeria.cache.store.index import HEADER_BYTES
-from egeria.cache.store.lock import LOCK_NAME, RunLock
+from egeria.cache.store.disk import DECIDED, DiskStore, remove_store
+from egeria.cache.store.file import HEADER_BYTES, PRIVATE, bytes_per_position
 from egeria.cache.store.rows import RowLayout, StoreError
 
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows
+    fcntl = None  # type: ignore[assignment]
+
 RUN_NAME = re.compile(r"run-([0-9a-f]{16})")
-GENERATIONS = "generation-*"
+STORE_NAME = re.compile(r"generation-\d{4,}")
+LOCK_NAME = "lock"
+LARGEST_NOTE = 4096
 FREE_SHARE = 0.5
 POLL_S = 0.05
 ATTEMPTS = 100
@@ -56,13 +66,10 @@ class CacheDirectory:
         root = Path(path).absolute()
         self.limit_bytes = limit_bytes
         self.limit_share = limit_share
-        self.num_swept = 0
-        """Runs found dead and removed."""
-        self.swept_bytes = 0
         try:
             if token is None:
                 root.mkdir(parents=True, exist_ok=True)
-                self.num_swept, self.swept_bytes = sweep(root)
+                sweep(root)
                 self.path, lock = _begin(root)
             else:
                 self.path, lock = _join(root, token, timeout_s)
@@ -78,14 +85,19 @@ class CacheDirectory:
 
     def room_bytes(self) -> int:
         """Return what a new store of this run may take now. Raises `StoreError`."""
-        with self._told("be measured"):
+        with self._as_store_error("be measured"):
             room = int(shutil.disk_usage(self.path).free * self.limit_share)
             if self.limit_bytes is not None:
                 room = min(room, self.limit_bytes - size_bytes(self.path))
         return max(0, room)
 
     def capacity(self, layouts: Sequence[RowLayout], wanted: int) -> int:
-        """Return how many positions of the wanted ones a new store has room for. Raises `StoreError`."""
+        """Return how many positions of the wanted ones a new store has room for. Raises `StoreError`.
+
+        Args:
+            layouts: of the leaves of a row.
+            wanted: positions.
+        """
         return max(0, min(wanted, (self.room_bytes() - HEADER_BYTES) // bytes_per_position(layouts)))
 
     def create(self, number: int, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
@@ -95,7 +107,7 @@ class CacheDirectory:
             number: of the generation, by which other processes join its store.
             layouts: of the leaves of a row.
             capacity: positions it has room for.
-            description: what the `Manifest` has beside these, such as the boundary.
+            description: what the `StoreDescription` has beside these, such as the boundary.
 
         Raises:
             StoreError: it goes beyond the limit, or the disk has no room.
@@ -106,34 +118,28 @@ class CacheDirectory:
                 f"A store in {self.path.parent} may take {room} bytes now, {needed} are needed. Raise the limit, "
                 f"free space, or store fewer samples."
             )
-        return self._keep(DiskStore.create(self._generation(number), layouts, capacity, **description))
+        return self._keep(DiskStore.create(self._store_path(number), layouts, capacity, **description))
 
-    def join(self, number: int, *, timeout_s: float = 0.0) -> DiskStore:
-        """Open the store of a generation that another process of the job made or is about to make.
+    def join(self, number: int) -> DiskStore:
+        """Open the store of a generation that another process of the job made. Raises `StoreError`."""
+        return self._keep(DiskStore.join(self._store_path(number)))
+
+    def publish(self, number: int, *, opened: bool) -> None:
+        """Let the other processes of the host know whether a generation is stored.
+
+        Args:
+            number: of the generation.
+            opened: whether it is stored.
 
         Raises:
-            StoreError: there is none after `timeout_s`, or it is damaged.
+            StoreError: the directory cannot be written.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return self._keep(DiskStore.join(self._generation(number)))
-            except StoreError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(POLL_S)
+        with self._as_store_error("be written"):
+            self._decided_path(number, opened=opened).touch(mode=PRIVATE)
 
-    def tell(self, number: int, *, opened: bool) -> None:
-        """Let the other processes of the host know whether a generation is stored. Raises `StoreError`."""
-        path = self._generation(number)
-        with self._told("be written"):
-            path.mkdir(mode=0o700, exist_ok=True)
-            (path / VERDICTS[opened]).touch(mode=PRIVATE)
-
-    def verdict(self, number: int) -> bool | None:
-        """Return what the process that decides on a generation has told; None where it has not yet."""
-        path = self._generation(number)
-        return next((opened for opened, name in VERDICTS.items() if (path / name).exists()), None)
+    def published(self, number: int) -> bool | None:
+        """Return what the process that decides on a generation has published; None where it has not yet."""
+        return next((opened for opened in DECIDED if self._decided_path(number, opened=opened).exists()), None)
 
     def close(self) -> None:
         """Close the stores and leave; the last process of the run removes its directory."""
@@ -142,58 +148,167 @@ class CacheDirectory:
         self._stores.clear()
         self._finalizer()
 
-    def _generation(self, number: int) -> Path:
-        return self.path / GENERATIONS.replace("*", f"{number:04d}")
+    def _store_path(self, number: int) -> Path:
+        return self.path / f"generation-{number:04d}"
+
+    def _decided_path(self, number: int, *, opened: bool) -> Path:
+        return self.path / f"{self._store_path(number).name}{DECIDED[opened]}"
 
     def _keep(self, store: DiskStore) -> DiskStore:
         self._stores.add(store)
         return store
 
     @contextlib.contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _as_store_error(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise StoreError(f"The cache directory {self.path} cannot {what}: {error}.") from error
 
 
-def runs(root: Path) -> list[Path]:
-    """Return the directories of runs in a cache directory. Raises `OSError`."""
-    return sorted(path for path in root.iterdir() if RUN_NAME.fullmatch(path.name) and _is_directory(path))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundStore:
+    """One store of a run."""
+
+    path: Path
+    size_bytes: int
+    boundary: str = ""
+    capacity: int = 0
+    num_stored: int = 0
+    num_damaged: int | None = None
+    """Stored rows with a wrong checksum; None where nobody looked."""
+    problem: str = ""
+    """Why it cannot be opened; empty where it can."""
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something is wrong with it."""
+        return bool(self.problem or self.num_damaged)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRun:
+    """What a run keeps in a cache directory, or left there."""
+
+    path: Path
+    is_live: bool
+    size_bytes: int
+    note: dict[str, Any]
+    """Who began it: 'pid', 'boot_id' and 'created'; empty where that cannot be read."""
+    stores: tuple[FoundStore, ...]
+
+
+def survey(root: Path, *, verify: bool = False) -> list[FoundRun]:
+    """Return the runs in a cache directory; nothing is changed.
+
+    Args:
+        root: the cache directory.
+        verify: whether to read every stored row and compare its checksum.
+
+    Raises:
+        StoreError: the directory cannot be read.
+    """
+    try:
+        found = _runs(root)
+    except OSError as error:
+        raise StoreError(f"The cache directory {root} cannot be read: {error}.") from error
+    return [
+        FoundRun(
+            path=path,
+            is_live=_is_live(path),
+            size_bytes=size_bytes(path),
+            note=_read_note(path),
+            stores=tuple(_found_store(store, verify) for store in sorted(path.iterdir()) if _is_store(store)),
+        )
+        for path in found
+    ]
 
 
 def sweep(root: Path) -> tuple[int, int]:
     """Remove the runs that have no process any more; return how many they were and their bytes. Raises `OSError`."""
     num_runs = num_bytes = 0
-    for path in runs(root):
+    for path in _runs(root):
         with contextlib.suppress(OSError):  # somebody else's, or already gone
-            lock = RunLock.alone(path)
-            if lock is not None:
-                found = size_bytes(path)
-                remove_run(path, lock)
-                num_runs, num_bytes = num_runs + 1, num_bytes + found
+            if (lock := RunLock.take(path, alone=True)) is not None:
+                num_runs, num_bytes = num_runs + 1, num_bytes + size_bytes(path)
+                _remove_run(path, lock)
     return num_runs, num_bytes
 
 
+class RunLock:
+    """A lock on the directory of a run: shared by its processes, alone by who removes it.
+
+    It belongs to the open file, which forked children inherit: `release` frees it for all of them.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._pid = os.getpid()
+
+    @classmethod
+    def take(cls, directory: Path, *, alone: bool) -> RunLock | None:
+        """Return the lock of a run's directory; None if it cannot be had, or the directory is gone.
+
+        Args:
+            directory: of the run.
+            alone: whether to hold it alone, which only works where the run has no process any more; else as one of
+                its processes, unless the directory is being removed.
+
+        Raises:
+            OSError: files cannot be made or locked there.
+        """
+        if fcntl is None:
+            raise OSError("files cannot be locked on this system")
+        path = directory / LOCK_NAME
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), os.fstat(descriptor)):  # another may have removed it in between
+                    return cls(descriptor)
+        except BlockingIOError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
+
+    def release(self) -> None:
+        """Release the lock; in a forked child only close the child's own copy of the file."""
+        if self.descriptor < 0:
+            return
+        descriptor, self.descriptor = self.descriptor, -1
+        with contextlib.suppress(OSError):
+            if os.getpid() == self._pid:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
 def size_bytes(path: Path) -> int:
-    """Return what the files under a directory take; those that go away meanwhile take nothing."""
+    """Return what the files under a directory take, or a file; those that go away meanwhile take nothing."""
     total = 0
     with contextlib.suppress(OSError):
-        for entry in path.rglob("*"):
+        for entry in (path, *path.rglob("*")):
             with contextlib.suppress(OSError):
                 total += entry.lstat().st_size if entry.is_file() else 0
     return total
 
 
-def remove_run(path: Path, lock: RunLock) -> None:
-    """Delete our files of a run whose lock is held alone, the lock last; anything else stays."""
-    with contextlib.suppress(OSError):
-        for store in path.glob(GENERATIONS):
-            if _is_directory(store):
-                remove_store(store)
-        (path / LOCK_NAME).unlink()
-        path.rmdir()
-    lock.release()
+def _runs(root: Path) -> list[Path]:
+    """Return the directories of runs in a cache directory; a link could lead to anything."""
+    return sorted(path for path in root.iterdir() if RUN_NAME.fullmatch(path.name) and _is_directory(path))
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_store(path: Path) -> bool:
+    return bool(STORE_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
 
 
 def _begin(root: Path) -> tuple[Path, RunLock]:
@@ -201,12 +316,12 @@ def _begin(root: Path) -> tuple[Path, RunLock]:
     for _ in range(ATTEMPTS):
         path = root / f"run-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        lock = RunLock.share(path)
+        lock = RunLock.take(path, alone=False)
         if lock is not None:
             try:
-                lock.sign()
+                os.pwrite(lock.descriptor, json.dumps(_note()).encode(), 0)
             except BaseException:  # such as a full disk
-                remove_run(path, lock)
+                _remove_run(path, lock)
                 raise
             return path, lock
         time.sleep(POLL_S)
@@ -216,7 +331,7 @@ def _begin(root: Path) -> tuple[Path, RunLock]:
 def _join(root: Path, token: str, timeout_s: float) -> tuple[Path, RunLock]:
     path, deadline = root / f"run-{token}", time.monotonic() + timeout_s
     while RUN_NAME.fullmatch(path.name):
-        lock = RunLock.share(path) if path.is_dir() else None
+        lock = RunLock.take(path, alone=False) if path.is_dir() else None
         if lock is not None:
             return path, lock
         if time.monotonic() >= deadline:
@@ -226,14 +341,69 @@ def _join(root: Path, token: str, timeout_s: float) -> tuple[Path, RunLock]:
 
 
 def _leave(path: Path, lock: RunLock) -> None:
-    """Let go of a run, and remove it if no other process holds it; in a forked child its parent does."""
+    """Release a run, and remove it if no other process holds it; in a forked child its parent does."""
     lock.release()
     with contextlib.suppress(OSError):
-        last = RunLock.alone(path) if _is_directory(path) else None
-        if last is not None:
-            remove_run(path, last)
+        if _is_directory(path) and (last := RunLock.take(path, alone=True)) is not None:
+            _remove_run(path, last)
 
 
-def _is_directory(path: Path) -> bool:
-    """Tell whether the path is a directory of its own; a link could lead to anything."""
-    return path.is_dir() and not path.is_symlink()
+def _remove_run(path: Path, lock: RunLock) -> None:
+    """Delete our files of a run whose lock is held alone, the lock last; anything else stays."""
+    with contextlib.suppress(OSError):
+        for found in {entry.name.strip(".").partition(".")[0] for entry in path.iterdir()}:
+            if STORE_NAME.fullmatch(found):
+                remove_store(path / found)
+        (path / LOCK_NAME).unlink()
+        path.rmdir()
+    lock.release()
+
+
+def _is_live(directory: Path) -> bool:
+    """Return whether a process of the run may still live; where that cannot be found out, it may."""
+    try:
+        lock = RunLock.take(directory, alone=True)
+    except OSError:
+        return True
+    if lock is not None:
+        lock.release()
+    return lock is None and directory.is_dir()
+
+
+def _note() -> dict[str, Any]:
+    """Return who and when this is, to be read by people; nothing is decided by it."""
+    boot_id = ""
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return {"pid": os.getpid(), "boot_id": boot_id, "created": round(time.time(), 3)}
+
+
+def _read_note(directory: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError), (directory / LOCK_NAME).open("rb") as file:
+        found = json.loads(file.read(LARGEST_NOTE))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _found_store(path: Path, verify: bool) -> FoundStore:
+    size = size_bytes(path)
+    try:
+        store = DiskStore.join(path, read_only=True)
+    except StoreError as error:
+        # One that is gone by now was removed by its run: no damage.
+        return FoundStore(path=path, size_bytes=size, problem=str(error) if path.exists() else "")
+    with contextlib.closing(store):
+        try:
+            num_stored, num_damaged = store.verify() if verify else (store.num_stored, None)
+            problem = ""
+        except StoreError as error:
+            num_stored, num_damaged, problem = store.num_stored, None, str(error)
+        return FoundStore(
+            path=path,
+            size_bytes=size,
+            boundary=store.boundary,
+            capacity=store.capacity,
+            num_stored=num_stored,
+            num_damaged=num_damaged,
+            problem=problem,
+        )
