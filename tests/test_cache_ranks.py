@@ -216,11 +216,20 @@ def test_a_cache_that_is_not_on_in_all_processes_is_declined(ranks):
     assert any("not set in all processes" in entry for entry in ranks[0]["not in all"]["reasons"])
 
 
-def test_layers_that_synchronise_are_declined():
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(small_resnet())  # trains on accelerators only
+class FSDPModule(nn.Linear):
+    """Named like the class that `fully_shard` gives to modules."""
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.SyncBatchNorm.convert_sync_batchnorm(small_resnet()), "SyncBatchNorm"),  # trains on accelerators only
+        (nn.Sequential(FSDPModule(2, 2)), "fully_shard"),
+    ],
+)
+def test_a_model_that_all_processes_must_run_together_is_declined(model, reason):
     handle, ranks = SimpleNamespace(is_compiled=False), SimpleNamespace(is_alone=False)
-    builder = SimpleNamespace(model=model, handle=handle, ranks=ranks)
-    assert "SyncBatchNorm" in skipping._refusal(builder, 1)
+    assert reason in skipping._refusal(SimpleNamespace(model=model, handle=handle, ranks=ranks))
 
 
 # --- the sampler and the outlook, in one process --------------------------------------------------

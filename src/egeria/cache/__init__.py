@@ -2,7 +2,6 @@
 
 from egeria.cache.cache import ActivationCache
 from egeria.cache.decision import Outlook
-from egeria.cache.peers import InStep
 from egeria.cache.samples.feed import NoSamplesError, SampleFeed
 from egeria.cache.samples.shards import ShardSampler
 from egeria.cache.share import Share
@@ -12,7 +11,6 @@ from egeria.cache.store.rows import StoreError
 __all__ = [
     "ActivationCache",
     "CacheDirectory",
-    "InStep",
     "NoSamplesError",
     "Outlook",
     "SampleFeed",

@@ -12,7 +12,6 @@ from torch import nn
 from egeria.cache.decision import Outlook
 from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
 from egeria.cache.opening import Sight, join_generation, open_generation
-from egeria.cache.peers import Alone, OthersStopError, Peers
 from egeria.cache.samples.feed import Drawn, NoSamplesError, SampleFeed
 from egeria.cache.samples.fingerprint import fingerprints
 from egeria.cache.samples.repeats import Repeats
@@ -49,7 +48,6 @@ class ActivationCache:
         spend: takes wall-clock and CPU seconds that were ours and not the user's.
         refusal: why there is no feed.
         share: with whom stores are shared.
-        peers: the processes that must replay the same batches.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class ActivationCache:
         spend: Callable[[float, float], None],
         refusal: str = "",
         share: Share | None = None,
-        peers: Peers | None = None,
     ) -> None:
         self.num_forwards = 0
         """Training forwards so far."""
@@ -74,7 +71,6 @@ class ActivationCache:
         self._teller = teller
         self._spend = spend
         self._share = share or Share()
-        self._peers = peers or Alone(model)
         self._repeats = Repeats()
         self._longest: int | None = None
         self._most_rows = 0
@@ -94,7 +90,6 @@ class ActivationCache:
             outlook: the time to come.
         """
         self._modules, self._outlook, self._number = tuple(modules), outlook, self._share.number_at(self._number)
-        self._peers.restart(is_frozen=bool(modules))
         self._take(self._watching() if modules else Computed())
         if not modules:
             if self._feed is not None:
@@ -110,9 +105,8 @@ class ActivationCache:
             batch: its arguments.
         """
         self.num_forwards += 1
-        watched = Call(call, self._settle)
+        watched = Call(call)
         try:
-            self._peers.begin()
             drawn = self._drawn()
             self._observe(batch, drawn)
             if isinstance(self._way, Watching) and self._way.has_seen_enough(drawn is not None or self._feed is None):
@@ -124,12 +118,11 @@ class ActivationCache:
                 self._undo.note()
             return self._way.forward(watched, batch, drawn)
         except Exception as error:
-            if watched.was_plain or (watched.has_failed and not self._peers.can_run_alone):
-                raise  # the user's own forward failed: with nothing of ours in it, or with others waiting in theirs
+            if watched.was_plain:
+                raise  # the user's own forward failed, with nothing of ours in it
             failure = error.with_traceback(None)  # its frames hold on to activations
         if watched.was_called and self._undo is not None:
             self._undo.undo()
-        self._peers.settle(is_final=not isinstance(failure, ChangedInputsError))
         output = call()  # if that fails too it is not our fault, and nothing has to be given up
         self._fall_back(failure)
         return output
@@ -148,9 +141,6 @@ class ActivationCache:
         if self._directory is not None:
             self._directory.close()
             self._directory = None
-
-    def _settle(self) -> None:
-        self._peers.settle(is_final=not isinstance(self._way, (Watching, Generation)))
 
     def _drawn(self) -> Drawn | None:
         """Return the samples of the batch that the loader handed out last; None if so few that other kernels run."""
@@ -200,8 +190,6 @@ class ActivationCache:
         if not reason and drawn is not None:
             try:
                 reason, numbers = self._try_to_store(batch, drawn, watched)
-            except OthersStopError as error:
-                reason = str(error)
             except UncacheableError as error:
                 reason = str(error)
                 self._teller.decline(f"{WHAT} behind {self._modules[-1].name}", reason)
@@ -215,7 +203,7 @@ class ActivationCache:
     def _try_to_store(self, batch: Batch, drawn: Drawn, watched: Watching) -> tuple[str, dict[str, float]]:
         """Open a generation where it pays; return why not, or an empty reason, and the numbers that decided."""
         assert self._feed is not None
-        what = (self._peers, self._modules, self._feed, self._settings)
+        what = (self._model, self._modules, self._feed, self._settings)
         sight = Sight(batch=batch, drawn=drawn, watched=watched, outlook=self._outlook, longest=self._longest)
         if self._share.leads:
             repeating = self._is_repeating()
@@ -236,7 +224,7 @@ class ActivationCache:
     def _compute(self, batch: Batch, reason: str, numbers: dict[str, float]) -> None:
         """Compute the frozen front, as inference where that gains something."""
         way = None
-        if self._settings.inference and self._modules and self._peers.can_run_alone:
+        if self._settings.inference and self._modules:
             try:
                 way = Inference.build(self._model, self._modules, batch, compile=self._settings.compile)
             except Exception as error:
@@ -252,9 +240,6 @@ class ActivationCache:
             self._repeats.note_random()
             self._take(self._watching())
             self._decided("computed", f"{error}; in case they are augmented at random, that is fixed next")
-            return
-        if isinstance(error, OthersStopError):
-            self._decided("computed", str(error))
             return
         if isinstance(error, (StaleError, StoreError, UncacheableError)):
             self._teller.decline(WHAT, str(error))

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -142,7 +141,6 @@ class Surveyor:
         boundary: str,
         repeating: bool,
         longest: int | None,
-        together: bool,
     ) -> Decision:
         """Return whether to store, with the store open if so.
 
@@ -153,8 +151,6 @@ class Surveyor:
             boundary: name of the last frozen layer module.
             repeating: whether a sample comes with the same input each time.
             longest: the greatest padded length seen so far.
-            together: whether a batch is replayed in all processes of the job or in none: it takes all samples then, and
-                only what a pass of all of them has computed.
 
         Raises:
             StoreError: the disk cannot be used.
@@ -171,20 +167,13 @@ class Surveyor:
             room_bytes=room_bytes,
         )
         verdict = weigh(prospects, self._settings)
-        if together and verdict.pays and prospects.stored_share < 1:
-            reason = f"only {prospects.stored_share:.0%} of the samples fit, and all processes must find all of theirs"
-            verdict = Verdict(pays=False, reason=reason)
         capacity = place.capacity(layouts.stored, wanted)
         if not verdict.pays or capacity < 1:
             reason = verdict.reason if not verdict.pays else f"{place.path.parent} has no room for a single sample"
             return Decision(verdict=Verdict(pays=False, reason=reason), prospects=prospects)
         description = {"boundary": boundary, "num_views": views, "is_viewed": not repeating, "front": self._front}
-        create = partial(place.create, number, layouts.stored, capacity, **description)
-        decision = self._try_out(Opened(store=create(), layouts=layouts, num_views=views), prospects)
-        if decision.opened is None or not together:
-            return decision
-        decision.opened.store.close(remove=True)
-        return replace(decision, opened=replace(decision.opened, store=create()))
+        store = place.create(number, layouts.stored, capacity, **description)
+        return self._try_out(Opened(store=store, layouts=layouts, num_views=views), prospects)
 
     def _try_out(self, opened: Opened, prospects: Prospects) -> Decision:
         """Measure the disk, and close the store again where it is too slow."""

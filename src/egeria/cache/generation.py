@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from egeria.cache.keys import Keys
 from egeria.cache.layout import Layouts
-from egeria.cache.peers import Peers
 from egeria.cache.prefetch.buffers import BufferPool
 from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, Held
 from egeria.cache.prefetch.writer import Writer
@@ -37,8 +35,6 @@ LEAST_ROWS = 16
 """Rows that are computed together at least: a matrix product of very few rows takes another way, to other last bits."""
 STRANGE_BATCHES = 3
 """Batches in a row, most of them stored for other inputs, that end a generation."""
-FRUITLESS_EPOCHS = 3
-"""Without a batch that all processes could replay, where all must: they end a generation."""
 NUM_COMPARED = 3
 """Frozen weights that are compared by value before every forward."""
 
@@ -72,7 +68,6 @@ class Generation:
         verify_batches: batches from the store between two checks.
         iteration_s: what an iteration took before; 0 where that is not known.
         device: of the model.
-        peers: the processes that must replay the same batches.
     """
 
     mode = "stored"
@@ -88,7 +83,6 @@ class Generation:
         verify_batches: int,
         iteration_s: float,
         device: torch.device,
-        peers: Peers,
     ) -> None:
         self.use = Use()
         self.writer = Writer(store)
@@ -105,13 +99,10 @@ class Generation:
         self._number = number
         self._verify_batches = verify_batches
         self._device = device
-        self._peers = peers
         self._sources = Sources(prefix.weights(), num_compared=NUM_COMPARED)
         self._failure: Exception | None = None
         self._payback = Payback(iteration_s)
         self._until_check = 0
-        self._fruitless = 0
-        """Batches since one was replayed."""
         self._strange_in_a_row = 0
 
     def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
@@ -137,15 +128,13 @@ class Generation:
         fits = bool(hits.any()) and self._can_replay(batch, held, hits)
         is_whole = fits and bool(hits.all())
         replaying = self._prepare(batch, held, hits, keys) if fits else None
-        replays = self._peers.agree(is_ready=replaying is not None)  # what may fail in one process alone is done by now
-        self._payback.note(replays and is_whole)
-        if replaying is None or not replays:
-            return self._record(call, batch, keys, held, hits, fits=fits)
+        self._payback.note(is_whole)
+        if replaying is None:
+            return self._record(call, batch, keys)
         self._until_check -= 1
-        self._fruitless = 0
         self.use.hits += int(hits.sum())
         self.use.misses += int((~hits).sum())
-        with self._confirming(call), replaying:
+        with replaying:
             return call()
 
     @property
@@ -155,8 +144,6 @@ class Generation:
 
     def why_it_does_not_pay(self) -> str:
         """Return why the store is not worth its while, by the iterations that it served; empty if it is."""
-        if not self._peers.can_run_alone and self._fruitless > FRUITLESS_EPOCHS * (self._feed.num_batches or math.inf):
-            return f"in {FRUITLESS_EPOCHS} epochs there was no batch of which all processes found all samples"
         return self._payback.complaint()
 
     def positions(self, drawn: Drawn) -> Integers:
@@ -200,18 +187,16 @@ class Generation:
         return np.asarray(held.mask & same)
 
     def _can_replay(self, batch: Batch, held: Held, hits: Mask) -> bool:
-        """Tell whether this process has what it takes: all rows, where it cannot run the front alone."""
-        if not hits.all() and not (self._prefix.can_split and self._peers.can_run_alone):
+        """Tell whether the rows fit this batch, and missing ones can be computed."""
+        if not hits.all() and not self._prefix.can_split:
             return False
         if not self._prefix.knows(batch):
-            self._prefix.on(self._peers.whole()).learn(batch)
+            self._prefix.learn(batch)
         return self._prefix.fits(batch, self._layouts.from_store(held.rows))
 
-    def _prepare(self, batch: Batch, held: Held, hits: Mask, keys: Keys) -> AbstractContextManager[Replay] | None:
-        """Return a block in which the front is skipped; None where a computed pass is to check what is stored."""
+    def _prepare(self, batch: Batch, held: Held, hits: Mask, keys: Keys) -> AbstractContextManager[Replay]:
+        """Return a block in which the front is skipped."""
         is_due = self._until_check <= 0 and bool(hits.all())
-        if is_due and not self._peers.can_run_alone:
-            return None
         self._complete(held, hits, batch, keys)
         if is_due:
             self._check_rows(batch, self._prefix.compute(batch), held.rows, keys.lengths)
@@ -228,46 +213,19 @@ class Generation:
             held.fill(missing, computed)
             self._store_rows(keys.take(missing), computed)
 
-    @contextmanager
-    def _confirming(self, call: Call) -> Iterator[None]:
-        """Have a forward made again without the store in all processes, if something is wrong with it in one."""
-        try:
-            yield
-        except Exception:
-            if not call.has_failed:  # others have finished theirs
-                self._peers.confirm(went_well=False)
-            raise
-        self._peers.confirm(went_well=True)
-
-    def _record(self, call: Call, batch: Batch, keys: Keys, held: Held, hits: Mask, *, fits: bool) -> Any:
-        """Let the user's forward run as it is; store what it computed, or check with it now and then what is stored.
-
-        The latter where all rows are there, and `fits` the batch: it is another process then that needs the pass.
-        """
+    def _record(self, call: Call, batch: Batch, keys: Keys) -> Any:
+        """Let the user's forward run as it is, and store what it computed."""
         self.use.misses += len(keys.positions)
-        self._fruitless += 1
         with self._prefix.recording() as recording:
             output = call(plain=True)
         try:
-            computed = recording.rows()
-            if not (fits and hits.all()):
-                self._store_computed(self._layouts.to_store(computed), keys, hits)
-            elif self._until_check <= 0:
-                self._check_rows(batch, computed, held.rows, keys.lengths)
+            rows = self._layouts.to_store(recording.rows())
+            if self._layouts.fits_store(rows):
+                self._store_rows(keys, rows)
+                self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)
         except Exception as error:  # the forward is done and right; the next one will not be recorded
             self._failure = error
         return output
-
-    def _store_computed(self, rows: Sequence[Tensor], keys: Keys, hits: Mask) -> None:
-        """Store the rows of a pass; where the front cannot be run for some rows alone, those that were not there."""
-        if not self._layouts.fits_store(rows):
-            return
-        missing = np.flatnonzero(~hits)
-        if self._peers.can_run_alone or len(missing) == len(hits):
-            self._store_rows(keys, rows)
-        elif len(missing):
-            self._store_rows(keys.take(missing), [row[torch.from_numpy(missing)] for row in rows])
-        self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)
 
     def _store_rows(self, keys: Keys, rows: Sequence[Tensor]) -> None:
         self.fetcher.invalidate(keys.positions)

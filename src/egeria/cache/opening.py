@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from egeria.cache.decision import Outlook, Surveyor, foresee, weigh
 from egeria.cache.gate import Prospects
 from egeria.cache.generation import Generation
 from egeria.cache.layout import Layouts
-from egeria.cache.peers import Peers
 from egeria.cache.samples.feed import Drawn, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.disk import DiskStore
@@ -51,7 +52,7 @@ class Opening:
 
 
 def open_generation(
-    peers: Peers,
+    model: nn.Module,
     modules: Sequence[LayerModule],
     feed: SampleFeed,
     settings: CacheConfig,
@@ -64,7 +65,7 @@ def open_generation(
     """Return a generation for the frozen layer modules where storing pays.
 
     Args:
-        peers: the processes that must replay the same batches, and their model.
+        model: the model in training.
         modules: its frozen layer modules, front to back.
         feed: the loader.
         settings: of the cache.
@@ -82,7 +83,7 @@ def open_generation(
     verdict = weigh(prospects, settings)
     if not verdict.pays:
         return Opening(generation=None, reason=verdict.reason, numbers=prospects.to_dict())
-    prefix = Prefix.find(peers.whole(), modules, batch, len(drawn.samples))
+    prefix = Prefix.find(model, modules, batch, len(drawn.samples))
     boundary = modules[-1].name
     decision = Surveyor(prefix, batch, drawn, feed, settings).survey(
         place(),
@@ -91,7 +92,6 @@ def open_generation(
         boundary=boundary,
         repeating=repeating,
         longest=sight.longest,
-        together=not peers.can_run_alone,
     )
     reason, opened = decision.verdict.reason, decision.opened
     if opened is not None and not repeating and not feed.use_views(opened.num_views):
@@ -101,12 +101,12 @@ def open_generation(
     if opened is None:
         return Opening(generation=None, reason=reason, numbers=numbers)
     what = (opened.layouts, opened.store, feed, settings)
-    generation = _generation(prefix.on(peers.model), *what, sight=sight, number=number, peers=peers)
+    generation = _generation(prefix, *what, sight=sight, number=number)
     return Opening(generation=generation, reason=reason, numbers=numbers)
 
 
 def join_generation(
-    peers: Peers,
+    model: nn.Module,
     modules: Sequence[LayerModule],
     feed: SampleFeed,
     settings: CacheConfig,
@@ -118,7 +118,7 @@ def join_generation(
     """Return a generation on the store that another process of the host has opened, if it has.
 
     Args:
-        peers: the processes that must replay the same batches, and their model.
+        model: the model in training.
         modules: its frozen layer modules, front to back.
         feed: the loader.
         settings: of the cache.
@@ -131,7 +131,7 @@ def join_generation(
         StoreError: the disk cannot be used.
     """
     batch, boundary = sight.batch, modules[-1].name
-    prefix = Prefix.find(peers.whole(), modules, batch, len(sight.drawn.samples))
+    prefix = Prefix.find(model, modules, batch, len(sight.drawn.samples))
     rows = prefix.compute(batch, None)
     if not place.published(number):
         return Opening(generation=None, reason="the first process of this host stores nothing", numbers={})
@@ -148,9 +148,7 @@ def join_generation(
     if layouts is None or reason:
         store.close()
         return Opening(generation=None, reason=reason, numbers={})
-    generation = _generation(
-        prefix.on(peers.model), layouts, store, feed, settings, sight=sight, number=number, peers=peers
-    )
+    generation = _generation(prefix, layouts, store, feed, settings, sight=sight, number=number)
     return Opening(generation=generation, reason="the first process of this host has opened the store", numbers={})
 
 
@@ -163,7 +161,6 @@ def _generation(
     *,
     sight: Sight,
     number: int,
-    peers: Peers,
 ) -> Generation:
     return Generation(
         prefix,
@@ -174,5 +171,4 @@ def _generation(
         verify_batches=settings.verify_batches,
         iteration_s=sight.watched.iteration_s,
         device=next(prefix.model.parameters()).device,
-        peers=peers,
     )

@@ -35,26 +35,18 @@ class Call:
 
     Args:
         function: makes it.
-        settle: is called ahead of it.
     """
 
-    def __init__(self, function: Callable[[], Any], settle: Callable[[], None]) -> None:
-        self._function, self._settle = function, settle
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
         self.was_called = False
         self.was_plain = False
         """Whether the last call ran the model as it is."""
-        self.has_failed = False
-        """Whether the model itself raised."""
 
     def __call__(self, *, plain: bool = False) -> Any:
         """Make the forward."""
-        self._settle()
         self.was_called, self.was_plain = True, plain
-        try:
-            return self._function()
-        except BaseException:
-            self.has_failed = True
-            raise
+        return self._function()
 
 
 class Undo:

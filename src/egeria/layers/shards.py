@@ -44,23 +44,6 @@ def _num_parts(parameter: nn.Parameter) -> int:
     return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
 
 
-def why_not_alone(model: nn.Module) -> str:
-    """Return why no copy of a model would compute exactly what its parts compute together; empty if one does."""
-    for name, parameter in model.named_parameters():
-        if is_in_parts(parameter) and _num_parts(parameter) < dist.world_size():
-            return "some of its parts are in several processes (a mesh of two dimensions), which need not keep in step"
-        if hasattr(own_part(parameter), "fsdp_pre_all_gather"):
-            return f"{name} is put together in a way of its own (fsdp_pre_all_gather)"
-    for module in model.modules():
-        for group in _groups_of(module):
-            if getattr(getattr(group, "offload_policy", None), "pin_memory", None) is not None:
-                return "its parameters are offloaded to the CPU"
-        ignored = any(not is_in_parts(parameter) for parameter in module.parameters())
-        if ignored and getattr(policy_of(module), "param_dtype", None) is not None:
-            return "some of its parameters are not in parts, and computed with in another number format than the rest"
-    return ""
-
-
 def reshard(model: nn.Module) -> None:
     """Put the parts back in place of whole parameters that a forward pass has left behind."""
     for module in model.modules():
@@ -76,21 +59,6 @@ def choose_dtypes_again(module: nn.Module) -> None:
     for group in _groups_of(module):
         if getattr(group, "_orig_dtype", ...) is None:
             group._init_mp_dtypes()
-
-
-def policy_of(module: nn.Module) -> Any:
-    """Return the mixed-precision policy of a unit; None for what is none."""
-    return getattr(_state_of(module), "_mp_policy", None)
-
-
-def without_gathering(module: nn.Module) -> dict[str, Any]:
-    """Return tables of hooks with which a call of a unit puts no parameters together, by the names of attributes.
-
-    Empty for what is no unit, and for one of several modules, whose hooks count which of them have run.
-    """
-    if len(getattr(_state_of(module), "_modules", ())) != 1:
-        return {}
-    return {name: without_torch(vars(module)[name]) for name in ("_forward_pre_hooks", "_forward_hooks")}
 
 
 def is_in_parts(tensor: Tensor) -> bool:

@@ -30,7 +30,6 @@ class Subject(IntEnum):
     GATE = 5
     CLOSING = 6
     REFRESH = 7
-    VOTE = 8
 
 
 class OutOfStepError(Exception):
@@ -120,23 +119,6 @@ class Ranks:
             raise OutOfStepError(_why(leaving, apart))
         return [found[HEAD : HEAD + len(values)] for found in rows]
 
-    def vote(self, value: float) -> list[float]:
-        """Return what all processes say in the midst of a step, by rank; one that leaves says so at the next meeting.
-
-        Raises:
-            OutOfStepError: one of them is at something else.
-            LostError: they cannot reach each other.
-        """
-        if self.is_lost:
-            raise LostError("the processes of the job could not reach each other")
-        if self.is_alone:
-            return [value]
-        rows = self._exchange(Subject.VOTE, (value,))
-        apart = [rank for rank, found in enumerate(rows) if found[0] != Subject.VOTE]
-        if apart:
-            raise OutOfStepError(_why((), apart))
-        return [found[HEAD] for found in rows]
-
     def from_leader(self, subject: Subject, values: Sequence[float]) -> list[float]:
         """Return the leader's values in place of one's own; there must be as many.
 
@@ -215,8 +197,7 @@ class Ranks:
         row = [float(subject), float(self._step), float(len(values)), *values]
         assert len(row) <= ROW, "what is longer goes in parts"
         try:
-            if subject is not Subject.VOTE:
-                self._parallel.settle()
+            self._parallel.settle()
             return self._parallel.exchange([*row, *[0.0] * (ROW - len(row))])
         except Exception as error:
             self.meets, self.is_lost = False, True

@@ -12,7 +12,6 @@ from torch.utils.data import DistributedSampler
 from egeria.cache import (
     ActivationCache,
     CacheDirectory,
-    InStep,
     NoSamplesError,
     Outlook,
     SampleFeed,
@@ -21,16 +20,20 @@ from egeria.cache import (
 )
 from egeria.config import Config
 from egeria.controller import spare_cores
-from egeria.layers.shards import is_sharded, why_not_alone
+from egeria.layers.shards import is_sharded
 from egeria.policy import Foreseeing, Policy
 from egeria.session.engine import Engine, EngineBuilder
 from egeria.session.handle import ModelHandle
 from egeria.session.hosts import place_of, share_directory
-from egeria.session.ranks import LostError, Subject
 from egeria.session.recorder import Recorder
 
 WHAT = "skipping the frozen forward pass"
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
+SHARDED = (
+    "its parameters are sharded over the processes (fully_shard), which gather them in every forward pass, so that a "
+    "batch could be skipped only where every process has stored all samples of its own; the cache works with "
+    "DistributedDataParallel"
+)
 BASE_SEED = 0
 """Root of the seeds of fixed augmentation: the same for every run, as the paper's."""
 
@@ -121,27 +124,13 @@ def begin_skipping(builder: EngineBuilder, loader: Any, spend: Callable[[float, 
         OutOfStepError: the processes of the job do not agree.
         LostError: they cannot reach each other.
     """
-    begun = None
-    try:
-        begun = _begin(builder, loader, spend)
-    finally:
-        if is_sharded(builder.model):  # the front is run by all processes or by none
-            answers = builder.ranks.gather(Subject.ATTACHING, (float(begun is not None),))
-            if begun is not None and not all(answer for (answer,) in answers):
-                begun.close()
-                begun = None
-                builder.recorder.decline(WHAT, "another process of the job cannot, and all must run the front together")
-    return begun
-
-
-def _begin(builder: EngineBuilder, loader: Any, spend: Callable[[float, float], None]) -> Skipping | None:
     config, recorder = builder.config, builder.recorder
     host, reason = (None, "") if builder.ranks.is_alone else share_directory(builder.ranks, config, recorder)
     if not config.cache.enabled:
         return None
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     num_hosts = 1 if host is None or is_dealt_once else host.num_hosts
-    reason = reason or _refusal(builder, num_hosts)
+    reason = reason or _refusal(builder)
     if reason:
         recorder.decline(WHAT, reason)
         if host is not None:
@@ -157,7 +146,6 @@ def _begin(builder: EngineBuilder, loader: Any, spend: Callable[[float, float], 
         spend=spend,
         refusal=reason,
         share=Share(is_alone=host is None, leads=host is None or host.leads),
-        peers=InStep(builder.model, partial(_vote, builder)) if is_sharded(builder.model) else None,
     )
     if host is not None:
         cache.place()  # so that it is left with the cache, also where nothing was stored
@@ -170,30 +158,12 @@ def _begin(builder: EngineBuilder, loader: Any, spend: Callable[[float, float], 
     )
 
 
-def _vote(builder: EngineBuilder, value: float) -> list[float]:
-    try:
-        return builder.ranks.vote(value)
-    except LostError as error:
-        builder.recorder.decline("freezing and thawing any further", str(error))
-        raise
-
-
-def _refusal(builder: EngineBuilder, num_hosts: int) -> str:
-    """Return why the forward pass of a model is not skipped; empty where it may be.
-
-    Args:
-        builder: what the session is made from.
-        num_hosts: hosts that a sample may come to.
-    """
+def _refusal(builder: EngineBuilder) -> str:
+    """Return why the forward pass of a model is not skipped; empty where it may be."""
     if builder.handle.is_compiled:
         return COMPILED
-    if is_sharded(builder.model) and num_hosts > 1:
-        return (
-            "its parameters are in parts, so that a batch can be skipped only where each host has all samples of its "
-            "own, which are others in each epoch; give the loader egeria.ShardSampler"
-        )
-    if is_sharded(builder.model) and (reason := why_not_alone(builder.model)):
-        return reason
+    if is_sharded(builder.model):
+        return SHARDED
     synchronises = any(isinstance(module, nn.SyncBatchNorm) for module in builder.model.modules())
     if synchronises and not builder.ranks.is_alone:
         return "it has SyncBatchNorm layers, for which all processes must run a batch together"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -94,14 +93,6 @@ class Prefix:
     def model(self) -> nn.Module:
         """The model that it is the front of."""
         return self._probe.model
-
-    def on(self, model: nn.Module) -> Prefix:
-        """Return the same front of another model of the same make; what one learns of batches, the other knows."""
-        if model is self.model:
-            return self
-        other = copy.copy(self)
-        other._look_at(Probe(model, {name: model.get_submodule(name) for name in self._probe.roots}))
-        return other
 
     def weights(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return where the frozen layers keep each of their parameters and buffers: a table, and the name in it."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.errors import UncacheableError
-from egeria.layers.shards import without_gathering
 
 Place = tuple[str, int]
 """A tensor that a root gives: its dotted name, and the index of the tensor among the leaves of its output."""
@@ -162,22 +161,22 @@ def stubbed(model: nn.Module, template: Template, values: Mapping[Place, Tensor]
     """Let stubs answer for the roots of a template; the modules are as before after the block, whatever happens.
 
     The stub is an attribute of the instance, and only for the block: a model that keeps one can neither be
-    saved nor copied (its copy would run the weights of the original). Parameters in parts are not put together.
+    saved nor copied (its copy would run the weights of the original).
     """
     stubs = {root: Stub(template, root, values) for root in template.roots}
-    before: list[tuple[nn.Module, dict[str, Any]]] = []
+    before: list[tuple[nn.Module, Any]] = []
     try:
         for root, stub in stubs.items():
             module = model.get_submodule(root)
-            changed = {"forward": stub, **without_gathering(module)}
-            before.append((module, {name: vars(module).get(name) for name in changed}))
-            vars(module).update(changed)
+            before.append((module, vars(module).get("forward")))
+            vars(module)["forward"] = stub
         yield Replay(stubs)
     finally:
-        for module, attributes in before:
-            vars(module).update(attributes)
-            if attributes["forward"] is None:
+        for module, forward in before:
+            if forward is None:
                 del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
 
 
 @contextmanager
