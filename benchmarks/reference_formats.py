@@ -29,7 +29,7 @@ from benchmarks.cifar10_runs import commit, run_example
 from benchmarks.micro.interleaved import compare
 from egeria.events import FidelityChecked, RungTaken
 from egeria.layers.batch import Batch
-from egeria.reference import LadderReference
+from egeria.reference import QuantizedReference
 from egeria.testing.convnets import cifar_resnet
 
 FORMATS = ("int8", "bf16", "fp32")
@@ -126,10 +126,14 @@ def judge_formats(
     exact = accuracy(lambda inputs: model(*inputs.args))
     found: dict[str, dict[str, float | str]] = {}
     for kind in FORMATS:
-        reference = LadderReference([HEAD], precision=kind)
+        reference = QuantizedReference([HEAD], precision=kind)
         reference.refresh(model, batch(training, 0, 32))
         gap = exact - accuracy(lambda inputs, reference=reference: reference.activation(HEAD, inputs))
-        found[kind] = {"rung": reference.rung, "speed": speed(model, reference, batch(test, 0, 128)), "gap": gap}
+        found[kind] = {
+            "rung": reference.number_format,
+            "speed": speed(model, reference, batch(test, 0, 128)),
+            "gap": gap,
+        }
     return {"exact": exact, **found}
 
 
@@ -140,7 +144,7 @@ def as_imagenet(images: Tensor) -> Tensor:
     return (pixels - mean.view(3, 1, 1)) / deviation.view(3, 1, 1)
 
 
-def speed(model: nn.Module, reference: LadderReference, batch: Batch) -> float:
+def speed(model: nn.Module, reference: QuantizedReference, batch: Batch) -> float:
     """Return how many times faster a format's forward pass is than fp32 eager."""
 
     @torch.no_grad()

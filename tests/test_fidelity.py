@@ -17,7 +17,7 @@ from egeria.policy import harmless_error, with_metric_of_policy
 class WrongBy:
     """A reference that is wrong by a given error, until it takes the next format."""
 
-    rung, builder, is_stale = "int8-static", "made up", False
+    number_format, builder, is_stale = "int8-static", "made up", False
 
     def __init__(self, error):
         self.own_error = error
@@ -26,7 +26,7 @@ class WrongBy:
         return self.own_error
 
     def escalate(self, reason):
-        self.rung = "bf16"
+        self.number_format = "bf16"
         return True
 
     def take_changes(self):

@@ -21,11 +21,11 @@ from egeria.layers.batch import Autocast, Batch
 from egeria.layers.parse import parse_modules
 from egeria.plasticity import sp_loss
 from egeria.reference import (
-    LadderReference,
     Machine,
+    QuantizedReference,
     SnapshotReference,
+    formats,
     int8,
-    machine,
     quantization,
     warm_up,
 )
@@ -88,7 +88,7 @@ def moved(model):
 
 
 def built(model, batch, taps=None, **options):
-    reference = LadderReference(taps or taps_of(model), **options)
+    reference = QuantizedReference(taps or taps_of(model), **options)
     reference.refresh(model, batch)
     return reference
 
@@ -171,16 +171,16 @@ def test_the_machine_decides_the_format(here, conv, linear):
     images, vectors = resnet(), (Mlp(), batch_of(torch.randn(4, 32)))
     for (model, batch), expected in ((images, conv), (vectors, linear)):
         reference = built(model, batch, machine=here)
-        rungs = [reference.rung]
+        rungs = [reference.number_format]
         while reference.escalate("more exact, please"):
-            rungs.append(reference.rung)
+            rungs.append(reference.number_format)
         assert tuple(rungs) == expected
         changes = reference.take_changes()
         assert [change.before for change in changes] == ["", *expected[:-1]]
         assert [change.after for change in changes] == list(expected)
         assert all(change.reason for change in changes)
         assert reference.take_changes() == []
-        assert not reference.escalate("again") and reference.rung == "fp32"
+        assert not reference.escalate("again") and reference.number_format == "fp32"
 
 
 def test_a_precision_can_be_chosen():
@@ -188,7 +188,7 @@ def test_a_precision_can_be_chosen():
     found = {
         precision: built(model, batch, precision=precision, machine=BF16) for precision in ("int8", "bf16", "fp32")
     }
-    assert {name: reference.rung for name, reference in found.items()} == {
+    assert {name: reference.number_format for name, reference in found.items()} == {
         "int8": "int8-static",
         "bf16": "bf16",
         "fp32": "fp32",
@@ -196,9 +196,9 @@ def test_a_precision_can_be_chosen():
     assert found["int8"].builder == "int8 static, x86 engine, 8 of 8 weighted layers"
     assert "'bf16'" in found["bf16"].reason
     words = built(Mlp(), batch_of(torch.randn(4, 32)), precision="int8-dynamic", machine=AMX)
-    assert words.rung == "int8-dynamic" and words.builder == "int8 dynamic, x86 engine, 3 of 3 weighted layers"
+    assert words.number_format == "int8-dynamic" and words.builder == "int8 dynamic, x86 engine, 3 of 3 weighted layers"
     with pytest.raises(ConfigError, match="precision must be one of"):
-        LadderReference(["0"], precision="int4")
+        QuantizedReference(["0"], precision="int4")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_machine_is_what_onednn_may_use(cap, expected, old_torch, monkeypatc
         else:
             monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
     flags = frozenset({"avx512_vnni", "avx512_bf16", "amx_bf16"})
-    monkeypatch.setattr(machine, "_cpuinfo_flags", lambda: flags)
+    monkeypatch.setattr(formats, "_cpuinfo_flags", lambda: flags)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if cap:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
@@ -232,13 +232,13 @@ def test_the_machine_is_what_onednn_may_use(cap, expected, old_torch, monkeypatc
 
 def test_without_a_batch_it_waits_in_float32():
     model, batch = resnet()
-    reference = LadderReference(taps_of(model), machine=BF16)
-    assert reference.rung == "" and reference.builder == ""
+    reference = QuantizedReference(taps_of(model), machine=BF16)
+    assert reference.number_format == "" and reference.builder == ""
     reference.refresh(model)
-    assert reference.rung == "fp32" and "no batch" in reference.reason
+    assert reference.number_format == "fp32" and "no batch" in reference.reason
     assert reference.error("layer1.0", sp_loss) == 0
     reference.refresh(model)
-    assert reference.rung == "fp32"
+    assert reference.number_format == "fp32"
     reference.refresh(model, batch)
     assert [(change.before, change.after) for change in reference.take_changes()] == [
         ("", "fp32"),
@@ -254,7 +254,7 @@ def test_taps_are_named_beforehand():
 
 def test_it_must_be_refreshed_first():
     with pytest.raises(ReferenceModelError, match="Call `refresh` first"):
-        LadderReference(["0"]).activation("0", batch_of(torch.zeros(1, 3)))
+        QuantizedReference(["0"]).activation("0", batch_of(torch.zeros(1, 3)))
 
 
 # How close
@@ -278,7 +278,7 @@ def test_activations_of_convolutions_are_close(build, side, precision):
     images = torch.randn(8, 3, side, side)
     model, batch = trained(build(), images), batch_of(images)
     reference = built(model, batch, precision=precision, machine=BF16)
-    assert reference.rung.startswith(precision), reference.reason
+    assert reference.number_format.startswith(precision), reference.reason
     limit = {"int8": 0.25, "bf16": 0.05, "fp32": 1e-5}[precision]
     for tap in taps_of(model):
         expected = exact(model, tap, batch)
@@ -324,7 +324,7 @@ def test_activations_of_huggingface_models_are_close(name, rung):
     model, kwargs = huggingface(name)
     batch = batch_of(**kwargs)
     reference = built(model, batch, machine=BF16)
-    assert reference.rung == rung, reference.reason
+    assert reference.number_format == rung, reference.reason
     if name == "gpt2":
         assert "int8-dynamic does not work here: ValueError: int8 has kernels for" in reference.reason
     for tap in taps_of(model):
@@ -379,12 +379,12 @@ def test_weights_taken_over_in_place_equal_a_new_build(build, precision):
     kept.refresh(moved(model))
     second = activations(kept, taps, batch)
     assert all(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert kept.is_stale == (kept.rung == "int8-static")
+    assert kept.is_stale == (kept.number_format == "int8-static")
     # A state carries the ranges, and loading builds anew.
-    anew = LadderReference(taps, precision=precision, machine=BF16)
+    anew = QuantizedReference(taps, precision=precision, machine=BF16)
     anew.load_state_dict(kept.state_dict(), moved(model))
     assert all(map(torch.equal, second, activations(anew, taps, batch)))
-    assert anew.rung == kept.rung and anew.builder == kept.builder
+    assert anew.number_format == kept.number_format and anew.builder == kept.builder
 
 
 def test_recalibration_finds_new_ranges():
@@ -410,7 +410,7 @@ def test_new_shapes_are_built_anew():
     images = torch.randn(4, 3, 16, 16)
     reference = built(cifar_resnet(8), batch_of(images), ["layer1", "layer2"], machine=BF16)
     reference.refresh(cifar_resnet(20))
-    assert reference.rung == "int8-static" and not reference.is_stale
+    assert reference.number_format == "int8-static" and not reference.is_stale
     assert reference.builder.endswith("20 of 20 weighted layers")
 
 
@@ -422,22 +422,26 @@ def test_a_saved_reference_goes_on_to_the_bit(build, tmp_path):
     first = built(model, batch, machine=BF16)
     first.refresh(moved(model))
     torch.save(first.state_dict(), tmp_path / "state.pt")
-    second = LadderReference(taps, machine=BF16)
+    second = QuantizedReference(taps, machine=BF16)
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), model)
     while True:
         assert all(map(torch.equal, activations(first, taps, batch), activations(second, taps, batch)))
-        assert (first.rung, first.reason, first.is_stale) == (second.rung, second.reason, second.is_stale)
+        assert (first.number_format, first.reason, first.is_stale) == (
+            second.number_format,
+            second.reason,
+            second.is_stale,
+        )
         assert first.error(taps[0], sp_loss) == second.error(taps[0], sp_loss)
-        if first.rung == "fp32":
+        if first.number_format == "fp32":
             break
         third = moved(moved(model))
         first.refresh(third)
         second.refresh(third)
-        assert first.escalate("on") == second.escalate("on") == (first.rung != "")
-    empty = LadderReference(taps)
+        assert first.escalate("on") == second.escalate("on") == (first.number_format != "")
+    empty = QuantizedReference(taps)
     assert empty.state_dict() == {}
     empty.load_state_dict({}, model)
-    assert empty.rung == ""
+    assert empty.number_format == ""
 
 
 # Failures
@@ -460,10 +464,10 @@ def test_a_torch_without_quantisation_is_no_obstacle(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.ao.nn.quantized", None)
     try:
         reference = built(model, batch, machine=VNNI)
-        assert reference.rung == "fp32" and "int8 needs torch.ao.quantization" in reference.reason
-        resumed = LadderReference(taps_of(model), machine=BF16)
+        assert reference.number_format == "fp32" and "int8 needs torch.ao.quantization" in reference.reason
+        resumed = QuantizedReference(taps_of(model), machine=BF16)
         resumed.load_state_dict(state, model)
-        assert resumed.rung == "bf16" and "int8-static could not go on" in resumed.reason
+        assert resumed.number_format == "bf16" and "int8-static could not go on" in resumed.reason
         assert relative_error(resumed.activation("layer2.0", batch), exact(model, "layer2.0", batch)) < 0.05
     finally:
         quantization.load_toolkit.cache_clear()
@@ -479,12 +483,12 @@ def test_a_torch_without_quantisation_is_no_obstacle(monkeypatch):
 )
 def test_unusable_activations_are_passed_over(damage, message, monkeypatch):
     model, batch = resnet()
-    whole = int8.StaticInt8Rung.readings
+    whole = int8.StaticInt8.readings
     monkeypatch.setattr(
-        int8.StaticInt8Rung, "readings", lambda self, b: {tap: damage(a) for tap, a in whole(self, b).items()}
+        int8.StaticInt8, "readings", lambda self, b: {tap: damage(a) for tap, a in whole(self, b).items()}
     )
     reference = built(model, batch, machine=BF16)
-    assert reference.rung == "bf16" and message in reference.reason
+    assert reference.number_format == "bf16" and message in reference.reason
 
 
 def test_a_failure_while_running_leads_on(monkeypatch):
@@ -492,22 +496,22 @@ def test_a_failure_while_running_leads_on(monkeypatch):
     reference = built(model, batch, machine=BF16)
     with pytest.raises(RuntimeError):  # float32 cannot do this either
         reference.activation("layer1.0", batch_of(torch.zeros(2, 5, 16, 16)))
-    assert reference.rung == "int8-static"
-    monkeypatch.setattr(int8.StaticInt8Rung, "activation", lambda *_: 1 / 0)
+    assert reference.number_format == "int8-static"
+    monkeypatch.setattr(int8.StaticInt8, "activation", lambda *_: 1 / 0)
     assert reference.activation("layer1.0", batch).shape == (8, 16, 16, 16)
-    assert reference.rung == "bf16" and "ZeroDivisionError" in reference.reason
+    assert reference.number_format == "bf16" and "ZeroDivisionError" in reference.reason
 
 
 def test_what_cannot_be_copied_is_refused():
     specimen = next(specimen for specimen in MENAGERIE if specimen.name == "Uncopyable")
     with pytest.raises(ReferenceModelError, match="deep copy"):
-        LadderReference(["parts.0"]).refresh(specimen.build(), batch_of(torch.randn(2, 8)))
+        QuantizedReference(["parts.0"]).refresh(specimen.build(), batch_of(torch.randn(2, 8)))
 
 
 def test_a_batch_that_does_not_run_leaves_the_copy():
     model, _ = resnet()
     reference = built(model, batch_of(torch.zeros(2, 5)), machine=BF16)
-    assert reference.rung == "fp32" and "cannot be run" in reference.reason
+    assert reference.number_format == "fp32" and "cannot be run" in reference.reason
 
 
 # Fidelity
@@ -597,7 +601,7 @@ def test_it_runs_no_further_than_the_tap():
     model, batch = resnet()
     reference = built(model, batch, machine=BF16)
     ran = []
-    graph = reference._rung._model
+    graph = reference._format._model
     for node in graph.graph.nodes:
         if node.op == "call_module":
             module = graph.get_submodule(node.target)
@@ -618,21 +622,21 @@ def test_a_copy_on_the_gpu(precision):
     model.cuda()
     on_gpu = batch_of(batch.args[0].cuda())
     reference = built(model, on_gpu, precision=precision, device="cuda")
-    assert reference.rung == ("bf16" if precision == "auto" else "fp32")
+    assert reference.number_format == ("bf16" if precision == "auto" else "fp32")
     for _ in range(3):
         found = reference.activation("layer2.0", on_gpu)
         assert found.is_cuda and found.dtype == torch.float32
         assert relative_error(found, exact(model, "layer2.0", on_gpu)) < 0.05
         reference.refresh(model, on_gpu)
     on_cpu = built(model, on_gpu)
-    assert on_cpu.rung == "int8-static" and not on_cpu.activation("layer2.0", on_gpu).is_cuda
+    assert on_cpu.number_format == "int8-static" and not on_cpu.activation("layer2.0", on_gpu).is_cuda
 
 
 _FASTEST = """
 import torch
 from benchmarks.micro.reference_speed import SUBJECTS
 torch.set_num_threads(1)
-from egeria.reference import LadderReference, Machine, warm_up
+from egeria.reference import QuantizedReference, Machine, warm_up
 from benchmarks.micro.reference_speed import measure_speed
 from egeria.layers.parse import parse_modules
 warm_up()
@@ -641,12 +645,12 @@ for name in ("resnet20", "minilm"):
     taps = [module.tap for module in parse_modules(subject.model)]
     speeds = {}
     for precision in ("auto", "int8", "bf16", "fp32"):
-        reference = LadderReference(taps, precision=precision)
+        reference = QuantizedReference(taps, precision=precision)
         reference.refresh(subject.model, subject.batch)
         if precision == "auto":
-            chosen = reference.rung
+            chosen = reference.number_format
         else:
-            speeds[reference.rung] = measure_speed(subject, reference, taps[-1], 3)
+            speeds[reference.number_format] = measure_speed(subject, reference, taps[-1], 3)
     print(name, chosen, speeds)
     assert speeds[chosen] >= 0.9 * max(speeds.values())
 """

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from egeria.layers.batch import Autocast, Batch
 from egeria.plasticity import sp_loss
-from egeria.reference import LadderReference, Machine, SnapshotReference, int8
-from egeria.reference.rungs import Runnable
+from egeria.reference import Machine, QuantizedReference, SnapshotReference, int8
+from egeria.reference.formats import RunnableFormat
 
 BF16 = Machine(vnni=True, avx512_bf16=True)
 PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
@@ -37,7 +37,7 @@ def images(seed=0):
 
 
 def built(model, batch, precision, taps=("tail",)):
-    reference = LadderReference(taps, precision=precision, machine=BF16)
+    reference = QuantizedReference(taps, precision=precision, machine=BF16)
     reference.refresh(model, batch)
     return reference
 
@@ -102,7 +102,7 @@ DICE = {
 def test_dice_are_thrown_at_every_call(die, precision):
     model, batch = Branching(DICE[die]), batch_of(images())
     reference = built(model, batch, precision)
-    assert reference.rung.startswith(precision), reference.reason
+    assert reference.number_format.startswith(precision), reference.reason
     for seed in range(6):
         random.seed(seed)
         np.random.seed(seed)
@@ -114,7 +114,7 @@ def test_dice_are_thrown_at_every_call(die, precision):
 def test_dice_that_a_graph_throws_too_stay_in_it(precision):
     model, batch = Noisy(None), batch_of(images())
     reference = built(model, batch, precision)
-    assert reference._rung.found()["parts"].keys() == {""}
+    assert reference._format.found()["parts"].keys() == {""}
     for seed in range(3):
         torch.manual_seed(seed)
         assert_close(reference, model, batch, LIMITS[precision])
@@ -124,7 +124,7 @@ def test_dice_that_a_graph_throws_too_stay_in_it(precision):
 def test_a_generator_of_its_own_keeps_a_module_from_being_traced(precision):
     model, batch = Branching(lambda: True), batch_of(images())
     model.dice = random.Random(0)
-    parts = built(model, batch, precision)._rung.found()["parts"]
+    parts = built(model, batch, precision)._format.found()["parts"]
     assert parts and "" not in parts
 
 
@@ -141,9 +141,9 @@ def test_an_optional_argument_may_come_and_go(first, forgets, precision):
         assert_close(reference, model, other, LIMITS[precision])
         assert_close(reference, model, kept, LIMITS[precision])
     if first == "with":
-        assert reference.rung == "fp32" and reference.builder.startswith("fp32 copy, since a batch")
+        assert reference.number_format == "fp32" and reference.builder.startswith("fp32 copy, since a batch")
         assert reference.error("tail", sp_loss) == 0
-        resumed = LadderReference(["tail"], precision=precision)
+        resumed = QuantizedReference(["tail"], precision=precision)
         resumed.load_state_dict(reference.state_dict(), model)
         assert torch.equal(resumed.activation("tail", other), reference.activation("tail", other))
         assert resumed.builder == "fp32 copy"
@@ -154,7 +154,7 @@ def test_a_new_batch_of_another_form_is_no_obstacle_to_measuring():
     reference = built(model, batch_of(images(), torch.rand(8, 1, 8, 8)), "int8")
     reference.refresh(model, batch_of(images()))
     assert 0 <= reference.error("tail", sp_loss) < 0.1
-    assert reference.rung == "bf16" and "traced with the arguments ['Tensor', 'Tensor']" in reference.reason
+    assert reference.number_format == "bf16" and "traced with the arguments ['Tensor', 'Tensor']" in reference.reason
 
 
 def test_a_batch_that_float32_cannot_run_either_leaves_the_folding():
@@ -170,11 +170,11 @@ def test_a_batch_that_float32_cannot_run_either_leaves_the_folding():
 def test_the_setting_of_whoever_loads_a_state_does_not_count(precision, loader):
     model, batch = Branching(lambda: True), batch_of(images())
     reference = built(model, batch, precision)
-    resumed = LadderReference(["tail"], precision=loader, machine=BF16)
+    resumed = QuantizedReference(["tail"], precision=loader, machine=BF16)
     resumed.load_state_dict(reference.state_dict(), model)
     for each in (reference, resumed):
         each.refresh(model, batch)
-    assert resumed.rung == reference.rung and resumed.builder == reference.builder
+    assert resumed.number_format == reference.number_format and resumed.builder == reference.builder
     assert torch.equal(resumed.activation("tail", batch), reference.activation("tail", batch))
 
 
@@ -216,7 +216,7 @@ def test_a_forward_put_on_an_instance_is_what_runs(name, precision):
     module = model.get_submodule(name)
     module.forward = types.MethodType(PATCHES[name], module)
     reference = built(model, batch, precision, ("1", "2", "3"))
-    assert reference.rung.startswith(precision), reference.reason
+    assert reference.number_format.startswith(precision), reference.reason
     for tap in ("1", "2", "3"):
         assert_close(reference, model, batch, LIMITS[precision], tap)
 
@@ -227,7 +227,7 @@ def test_a_forward_put_on_a_linear_layer_is_what_runs(precision):
     model, batch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), batch_of(torch.rand(8, 8))
     model[0].forward = types.MethodType(_shifted_linear, model[0])
     reference = built(model, batch, precision, ("0", "2"))
-    assert reference.rung == precision, reference.reason
+    assert reference.number_format == precision, reference.reason
     for tap in ("0", "2"):
         assert_close(reference, model, batch, 0.03, tap)
 
@@ -242,7 +242,7 @@ def test_hooks_in_front_of_a_module_keep_working(name, precision):
     model, batch = _convnet(), batch_of(images())
     model.get_submodule(name).register_forward_pre_hook(_add_five)
     reference = built(model, batch, precision, ("1", "2", "3"))
-    assert reference.rung.startswith(precision), reference.reason
+    assert reference.number_format.startswith(precision), reference.reason
     for tap in ("1", "2", "3"):
         assert_close(reference, model, batch, LIMITS[precision], tap)
 
@@ -251,16 +251,16 @@ def test_hooks_in_front_of_a_module_keep_working(name, precision):
 
 
 def _damage(monkeypatch, damage):
-    whole = int8.StaticInt8Rung.readings
+    whole = int8.StaticInt8.readings
     monkeypatch.setattr(
-        int8.StaticInt8Rung, "readings", lambda self, b: {tap: damage(a) for tap, a in whole(self, b).items()}
+        int8.StaticInt8, "readings", lambda self, b: {tap: damage(a) for tap, a in whole(self, b).items()}
     )
 
 
 def test_activations_of_another_model_are_passed_over(monkeypatch):
     _damage(monkeypatch, lambda a: a + 10 * a.std())
     reference = built(_convnet(), batch_of(images()), "int8", ("2", "4"))
-    assert reference.rung == "bf16" and "2 differs from float32 by" in reference.reason
+    assert reference.number_format == "bf16" and "2 differs from float32 by" in reference.reason
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6])
@@ -270,7 +270,7 @@ def test_activations_that_are_all_but_zero_are_not_compared(scale, monkeypatch):
     with torch.no_grad():
         model[4].weight.mul_(scale)
         model[4].bias.zero_()
-    assert built(model, batch_of(images()), "int8", ("2", "4")).rung == "int8-static"
+    assert built(model, batch_of(images()), "int8", ("2", "4")).number_format == "int8-static"
 
 
 # Warnings
@@ -280,7 +280,7 @@ import warnings
 import torch
 from egeria.layers.batch import Batch
 from egeria.layers.parse import parse_modules
-from egeria.reference import LadderReference, Machine
+from egeria.reference import QuantizedReference, Machine
 from egeria.reference.survey import in_fp32
 from egeria.testing import MENAGERIE
 specimen = next(specimen for specimen in MENAGERIE if specimen.name == "SkipConnected")
@@ -290,13 +290,13 @@ args, kwargs = specimen.example(torch.Generator().manual_seed(0))
 batch = Batch(args=args, kwargs=kwargs, autocast=in_fp32("cpu"))
 taps = [module.tap for module in parse_modules(model)]
 warnings.simplefilter("error")
-reference = LadderReference(taps, precision="int8", machine=Machine(vnni=True))
+reference = QuantizedReference(taps, precision="int8", machine=Machine(vnni=True))
 reference.refresh(model, batch)
 for _ in range(3):
     for tap in taps:
         reference.activation(tap, batch)
     reference.refresh(model, batch)
-assert reference.rung == "int8-static", reference.reason
+assert reference.number_format == "int8-static", reference.reason
 # And in one that goes on from a state, without a trial.
 """
 
@@ -328,12 +328,12 @@ def test_kernels_that_complain_at_every_call_are_not_heard(monkeypatch):
         return activation(self, tap, batch)
 
     reference = built(_convnet(), batch := batch_of(images()), "int8", ("2", "3"))
-    assert reference.rung == "int8-static"
-    activation = Runnable.activation
-    monkeypatch.setattr(Runnable, "activation", complaining)
+    assert reference.number_format == "int8-static"
+    activation = RunnableFormat.activation
+    monkeypatch.setattr(RunnableFormat, "activation", complaining)
     for _ in range(2):
         assert reference.activation("3", batch) is not None
-    assert reference.rung == "int8-static"
+    assert reference.number_format == "int8-static"
 
 
 @every_format
@@ -345,7 +345,7 @@ def test_what_a_user_hears_once_is_heard_once(precision):
         warnings.simplefilter("default")
         filters = list(warnings.filters)
         exec(code, user)
-        reference = LadderReference(("2", "3"), precision=precision, machine=BF16)
+        reference = QuantizedReference(("2", "3"), precision=precision, machine=BF16)
         for _ in range(3):
             reference.refresh(copy.deepcopy(model), batch)
             reference.activation("3", batch)

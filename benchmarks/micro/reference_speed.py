@@ -27,7 +27,7 @@ from egeria.layers.parse import parse_modules
 from egeria.layers.taps import capture
 from egeria.layers.undisturbed import undisturbed
 from egeria.plasticity import pool_map, sp_loss
-from egeria.reference import LadderReference, Machine, warm_up
+from egeria.reference import Machine, QuantizedReference, warm_up
 from egeria.testing.convnets import cifar_resnet, mobilenet_v2, resnet50
 
 _LARGEST_MAP = 16
@@ -66,7 +66,7 @@ def _row(subject: Subject, precision: str, rounds: int) -> str:
     few = subject.batch.first_rows(32)
     made, refreshed = [], []
     for _ in range(3):
-        reference = LadderReference(taps, precision=precision)
+        reference = QuantizedReference(taps, precision=precision)
         made.append(_seconds(lambda reference=reference: reference.refresh(subject.model, few)))
         refreshed.append(_seconds(lambda reference=reference: reference.refresh(subject.model)))
     speed = measure_speed(subject, reference, taps[-1], rounds)
@@ -75,7 +75,7 @@ def _row(subject: Subject, precision: str, rounds: int) -> str:
     return f"{reference.builder} | {speed:.1f}x | {times} | {errors}"
 
 
-def measure_speed(subject: Subject, reference: LadderReference, tap: str, rounds: int) -> float:
+def measure_speed(subject: Subject, reference: QuantizedReference, tap: str, rounds: int) -> float:
     """Return how many times as fast as the plain model the reference gives the activation at a tap."""
     subject.model.eval()
 

@@ -72,7 +72,7 @@ def _processor() -> dict[str, str]:
 def _evaluations() -> dict[str, str]:
     """Return what a run would choose here."""
     machine = Machine.here()
-    formats = [f"{' > '.join(machine.ladder(work))} for {work}" for work in ("convolutions", "matrix products")]
+    formats = [f"{' > '.join(machine.fallback_order(work))} for {work}" for work in ("convolutions", "matrix products")]
     choice = choose("auto", "auto", torch.nn.Linear(1, 1))
     return {
         "reference model": f"{'; '.join(formats)} ({machine})",

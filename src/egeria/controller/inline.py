@@ -15,7 +15,7 @@ from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket
 from egeria.events import Declined, FidelityChecked, ReferenceRefreshed
 from egeria.layers.batch import Batch
 from egeria.plasticity import GRAM_FORMS, Metric, flatten_rows, gram, pool_map
-from egeria.reference import LadderReference
+from egeria.reference import QuantizedReference
 
 MOST_UNCHECKED = 3
 """Readings before the reference is checked: fewer than any policy decides by."""
@@ -73,9 +73,9 @@ class Assessor:
     taken anew, and if that does not help the next, more exact number format is taken.
     """
 
-    def __init__(self, plan: EvaluationPlan, reference: LadderReference | None = None) -> None:
+    def __init__(self, plan: EvaluationPlan, reference: QuantizedReference | None = None) -> None:
         self.plan = plan
-        self.reference = reference or LadderReference(plan.taps, precision=plan.precision, device=plan.device)
+        self.reference = reference or QuantizedReference(plan.taps, precision=plan.precision, device=plan.device)
         self.checks_at = min(MOST_UNCHECKED, max(2, plan.window // 2))
         self._readings: dict[str, list[float]] = {}
         self._checked: set[str] = set()
@@ -129,11 +129,11 @@ class Assessor:
         readings = self._readings.setdefault(tap, [])
         if math.isfinite(value):
             readings.append(value)
-        if len(readings) != self.checks_at or self.reference.rung == "fp32" or tap in self._checked:
+        if len(readings) != self.checks_at or self.reference.number_format == "fp32" or tap in self._checked:
             return []
         self._checked.add(tap)
         plasticity = statistics.fmean(readings)
-        rung, error = self.reference.rung, self.reference.error(tap, self._metric)
+        rung, error = self.reference.number_format, self.reference.error(tap, self._metric)
         if error is None:
             return []
         outcome = "kept"

@@ -99,7 +99,8 @@ def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
     """Return a value that changes with every random number that Python, numpy or torch draw."""
     of_numpy: Any = np.random.get_state(legacy=False)
     of_torch = tuple(generator.get_state().numpy().tobytes() for generator in _generators(model))
-    return (random.getstate(), of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], *of_torch)
+    key, position = of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
+    return (random.getstate(), key, position, of_numpy["has_gauss"], of_numpy["gauss"], *of_torch)
 
 
 def generators_of_accelerators(model: nn.Module) -> list[torch.Generator]:

@@ -1,9 +1,7 @@
 """The reference model: a snapshot of the training model that its activations are compared with."""
 
-from egeria.reference.ladder import LadderReference
-from egeria.reference.machine import Machine
-from egeria.reference.protocol import Reference
-from egeria.reference.snapshot import SnapshotReference
-from egeria.reference.warm import warm_up
+from egeria.reference.formats import Machine
+from egeria.reference.quantized import QuantizedReference, warm_up
+from egeria.reference.snapshot import Reference, SnapshotReference
 
-__all__ = ["LadderReference", "Machine", "Reference", "SnapshotReference", "warm_up"]
+__all__ = ["Machine", "QuantizedReference", "Reference", "SnapshotReference", "warm_up"]

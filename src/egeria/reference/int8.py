@@ -10,17 +10,15 @@ from torch import Tensor, nn
 from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import undisturbed
 from egeria.reference import quantization
-from egeria.reference.graphs import is_plain, sharing_copy
-from egeria.reference.machine import RungName
-from egeria.reference.rungs import Plan, Runnable, require_float32
-from egeria.reference.silence import silence
-from egeria.reference.survey import in_bf16, in_fp32
+from egeria.reference.formats import FormatInputs, FormatName, RunnableFormat, in_bf16, require_float32
+from egeria.reference.survey import in_fp32, silence
+from egeria.reference.tracing import is_plain, sharing_copy
 
 _LEAST_SHARE = 0.4
 _CALIBRATION_PRODUCTS = 1.2e10
 
 
-class _Int8(Runnable):
+class _Int8(RunnableFormat):
     """Runs with our engine, whatever the user has chosen, and in silence.
 
     torch warns at every call that joins tensors of different ranges; whether digits are lost is measured.
@@ -37,28 +35,28 @@ class _Int8(Runnable):
             return super().activation(tap, batch)
 
 
-class StaticInt8Rung(_Int8):
+class StaticInt8(_Int8):
     """Weights and activations in int8, with ranges of activations found on a batch."""
 
-    name: RungName = "int8-static"
+    name: FormatName = "int8-static"
 
-    def __init__(self, plan: Plan) -> None:
-        require_float32(plan.snapshot)
+    def __init__(self, inputs: FormatInputs) -> None:
+        require_float32(inputs.snapshot)
         self._toolkit = quantization.load_toolkit()
-        self._folded = plan.fold()
+        self._folded = inputs.fold()
         with quantization.engine():
-            self._build(plan)
-        self.detail = self._describe(plan.snapshot)
+            self._build(inputs)
+        self.detail = self._describe(inputs.snapshot)
         super().__init__(self._folded.model, self._folded.hooks, in_fp32("cpu"))
 
-    def _build(self, plan: Plan) -> None:
+    def _build(self, inputs: FormatInputs) -> None:
         folded, toolkit = self._folded, self._toolkit
         sources = {part.name: part.graph for part in folded.parts}
         if not sources:
             raise ValueError("no part of the model can be traced")
-        prepared = {name: toolkit.prepare(graph, plan.machine.vnni) for name, graph in sources.items()}
+        prepared = {name: toolkit.prepare(graph, inputs.machine.vnni) for name, graph in sources.items()}
         folded.replace_parts(prepared)
-        self._ranges = plan.built.get("ranges") or self._observe(plan, prepared)
+        self._ranges = inputs.built.get("ranges") or self._observe(inputs, prepared)
         for name, part in prepared.items():
             toolkit.set_ranges(part, self._ranges[name])
         converted = {name: toolkit.convert(part) for name, part in prepared.items()}
@@ -69,14 +67,14 @@ class StaticInt8Rung(_Int8):
             for path, layer in toolkit.weighted(part).items()
         ]
 
-    def _observe(self, plan: Plan, prepared: Mapping[str, Any]) -> dict[str, Any]:
-        if plan.survey is None or plan.batch is None:
+    def _observe(self, inputs: FormatInputs, prepared: Mapping[str, Any]) -> dict[str, Any]:
+        if inputs.survey is None or inputs.batch is None:
             raise ValueError("there is no batch to find the ranges of activations on")
         # One float32 pass is most of a build: a ResNet-50 at 224 pixels gets 4 images, a CIFAR net 32.
-        rows = int(_CALIBRATION_PRODUCTS / max(plan.survey.products_per_row, 1))
-        batch = plan.batch.first_rows(min(max(rows, 4), 32))
+        rows = int(_CALIBRATION_PRODUCTS / max(inputs.survey.products_per_row, 1))
+        batch = inputs.batch.first_rows(min(max(rows, 4), 32))
         # Ranges need no more digits than bf16 has, and the pass takes half the time where bf16 is fast.
-        autocast = in_bf16("cpu") if plan.machine.fast_bf16 else in_fp32("cpu")
+        autocast = in_bf16("cpu") if inputs.machine.fast_bf16 else in_fp32("cpu")
         with undisturbed(self._folded.model), autocast.context():
             self._folded.model(*batch.args, **batch.kwargs)
             return {name: self._toolkit.ranges(part) for name, part in prepared.items()}
@@ -98,21 +96,21 @@ class StaticInt8Rung(_Int8):
         return {"parts": self._folded.part_forms, "ranges": self._ranges}
 
 
-class DynamicInt8Rung(_Int8):
+class DynamicInt8(_Int8):
     """Linear layers in int8 that find the range of their input at every call."""
 
-    name: RungName = "int8-dynamic"
+    name: FormatName = "int8-dynamic"
 
-    def __init__(self, plan: Plan) -> None:
-        require_float32(plan.snapshot)
+    def __init__(self, inputs: FormatInputs) -> None:
+        require_float32(inputs.snapshot)
         quantization.load_toolkit()
-        model = sharing_copy(plan.snapshot)
+        model = sharing_copy(inputs.snapshot)
         with quantization.engine():
-            self._layers = _replace_linear(model, plan.machine.vnni)
-        _require_share([source for _, source in self._layers], plan.snapshot)
-        count = f"{len(self._layers)} of {_num_weighted(plan.snapshot)} weighted layers"
+            self._layers = _replace_linear(model, inputs.machine.vnni)
+        _require_share([source for _, source in self._layers], inputs.snapshot)
+        count = f"{len(self._layers)} of {_num_weighted(inputs.snapshot)} weighted layers"
         self.detail = f"int8 dynamic, {quantization.ENGINE} engine, {count}"
-        super().__init__(model, {tap: tap for tap in plan.taps}, in_fp32("cpu"))
+        super().__init__(model, {tap: tap for tap in inputs.taps}, in_fp32("cpu"))
 
     def update(self) -> None:
         """Quantise the weights of the snapshot again."""

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from egeria.errors import ReferenceModelError
-from egeria.reference.graphs import CONVOLUTIONS, is_altered, is_plain
-from egeria.reference.silence import silence
+from egeria.reference.survey import silence
+from egeria.reference.tracing import CONVOLUTIONS, is_altered, is_plain
 
 ENGINE = "x86"
 _WEIGHTED = (*CONVOLUTIONS, nn.Linear)

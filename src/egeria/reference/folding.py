@@ -12,16 +12,24 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from egeria.layers.undisturbed import undisturbed
-from egeria.reference.forms import accept_only
-from egeria.reference.graphs import CONVOLUTIONS, OUTLETS, Part, find_parts, is_plain, sharing_copy, trace_parts
 from egeria.reference.survey import Survey
+from egeria.reference.tracing import (
+    CONVOLUTIONS,
+    OUTLETS,
+    TracedPart,
+    accept_only,
+    find_parts,
+    is_plain,
+    sharing_copy,
+    trace_parts,
+)
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Outlet(nn.Module):
-    """Hands on what it is given; a hook on `plain` reads it in float32."""
+    """Returns what it is given; a hook on `plain` reads it in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +42,12 @@ class Outlet(nn.Module):
         return x
 
 
-class Folded:
+class FoldedModel:
     """The model, where in it taps are read, and what is to be folded again when weights change."""
 
-    def __init__(self, model: nn.Module, taps: Sequence[str], parts: Sequence[Part], folds: Sequence[Fold]) -> None:
+    def __init__(
+        self, model: nn.Module, taps: Sequence[str], parts: Sequence[TracedPart], folds: Sequence[FoldedConvolution]
+    ) -> None:
         self.model = model
         self.hooks = {tap: tap for tap in taps}
         self.parts = tuple(parts)
@@ -66,14 +76,14 @@ class Folded:
                 self.model = graph
 
     def update(self) -> None:
-        """Fold again; all other tensors are the snapshot's."""
+        """FoldedConvolution again; all other tensors are the snapshot's."""
         for fold in self.folds:
             fold.update()
 
 
 def fold_model(
     snapshot: nn.Module, taps: Sequence[str], survey: Survey | None, forms: Mapping[str, list[str]] | None = None
-) -> Folded:
+) -> FoldedModel:
     """Copy the snapshot, sharing its tensors, and fold what can be traced.
 
     Args:
@@ -90,11 +100,11 @@ def fold_model(
             assert survey is not None
             parts = find_parts(model, taps, survey)
     folds = [fold for part in parts for fold in fold_norms(part.graph)]
-    return Folded(model, taps, parts, folds)
+    return FoldedModel(model, taps, parts, folds)
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class FoldedConvolution:
     """A convolution with tensors of its own, channels last, that also does the work of the norm behind it."""
 
     folded: Any
@@ -126,7 +136,7 @@ class Fold:
         )
 
 
-def fold_norms(graph: fx.GraphModule) -> list[Fold]:
+def fold_norms(graph: fx.GraphModule) -> list[FoldedConvolution]:
     """Fold, in place, each batch norm that alone reads a convolution; return every convolution, folded or not."""
     folds = []
     modules = dict(graph.named_modules())
@@ -137,7 +147,7 @@ def fold_norms(graph: fx.GraphModule) -> list[Fold]:
             continue
         norm_node = _norm_behind(node, modules, targets)
         norm = None if norm_node is None else modules[str(norm_node.target)]
-        fold = Fold(_own(module, norm), module, norm)
+        fold = FoldedConvolution(_own(module, norm), module, norm)
         fold.update()
         graph.set_submodule(str(node.target), fold.folded)
         folds.append(fold)

@@ -1,9 +1,10 @@
-"""The reference in the cheapest number format that works, and the way to more exact ones."""
+"""The reference model in the cheapest number format that works, with a fallback to more exact ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,31 +12,25 @@ from torch import Tensor, nn
 
 from egeria.errors import ConfigError, ReferenceModelError
 from egeria.events import RungTaken
-from egeria.layers.batch import Batch
-from egeria.layers.taps import capture
-from egeria.layers.undisturbed import kept_random_state, undisturbed
-from egeria.reference import saved
-from egeria.reference.cuda import SideStreamRung
-from egeria.reference.int8 import DynamicInt8Rung, StaticInt8Rung
-from egeria.reference.machine import Machine, RungName
-from egeria.reference.rungs import BFloat16Rung, Float32Rung, Plan, Rung
-from egeria.reference.silence import silence
+from egeria.layers.batch import Autocast, Batch
+from egeria.layers.undisturbed import kept_random_state
+from egeria.reference.formats import BFloat16, Float32, FormatInputs, FormatName, Machine, NumberFormat, OnSideStream
+from egeria.reference.int8 import DynamicInt8, StaticInt8
 from egeria.reference.snapshot import SnapshotReference
-from egeria.reference.survey import Survey, in_fp32, on_device, survey_model
-from egeria.reference.trial import brief, check_rung
+from egeria.reference.survey import Survey, brief, check_readings, in_fp32, on_device, silence, survey_model
 
-_BUILDERS: dict[str, Callable[[Plan], Rung]] = {
-    "int8-static": StaticInt8Rung,
-    "int8-dynamic": DynamicInt8Rung,
-    "bf16": BFloat16Rung,
-    "fp32": Float32Rung,
+_BUILDERS: dict[str, Callable[[FormatInputs], NumberFormat]] = {
+    "int8-static": StaticInt8,
+    "int8-dynamic": DynamicInt8,
+    "bf16": BFloat16,
+    "fp32": Float32,
 }
 _PRECISIONS = ("auto", "int8", "int8-dynamic", "bf16", "fp32")
 _MOST_ROWS = 32
 
 
-class LadderReference:
-    """A snapshot of the model in a cheap number format, each of its formats more exact than the one before.
+class QuantizedReference:
+    """A snapshot of the model in a cheap number format, with a fallback order of ever more exact ones.
 
     The model, the batch and the machine alone decide, never a clock, so that every process chooses
     the same. A format that does not work is passed over; at the end stands float32.
@@ -61,22 +56,22 @@ class LadderReference:
         self._machine = machine or Machine.here()
         self._device = torch.device(device)
         self._snapshot = SnapshotReference(device)
-        self._formats: tuple[RungName, ...] = ()
-        self._rung: Rung | None = None
+        self._formats: tuple[FormatName, ...] = ()
+        self._format: NumberFormat | None = None
         self._batch: Batch | None = None
         self._waits_for_batch = False
         self._has_old_ranges = False
         self._changes: list[RungTaken] = []
 
     @property
-    def rung(self) -> str:
+    def number_format(self) -> str:
         """The format in use, "" before the first refresh."""
-        return "" if self._rung is None else self._rung.name
+        return "" if self._format is None else self._format.name
 
     @property
     def builder(self) -> str:
         """How it is made, for the journal."""
-        return "" if self._rung is None else self._rung.detail
+        return "" if self._format is None else self._format.detail
 
     @property
     def is_stale(self) -> bool:
@@ -104,12 +99,12 @@ class LadderReference:
         if batch is not None:
             self._batch = on_device(batch, str(self._device)).first_rows(_MOST_ROWS)
         with self._aside():
-            if self._rung is None or (self._waits_for_batch and batch is not None):
+            if self._format is None or (self._waits_for_batch and batch is not None):
                 self._choose()
             elif self._snapshot.model is not before:
-                self._build(self._formats.index(self._rung.name), "the shapes of the weights have changed")
+                self._build(self._formats.index(self._format.name), "the shapes of the weights have changed")
             else:
-                self._update(self._rung)
+                self._update(self._format)
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
         """Return the output of submodule `tap` for the batch [B, ...] in float32, None if it gives no tensor.
@@ -117,17 +112,17 @@ class LadderReference:
         Raises:
             ReferenceModelError: there was no refresh yet.
         """
-        rung = self._require_rung()
+        built = self._require_format()
         if tap not in self._taps:
             raise ReferenceModelError(
                 f"A reference is built for the taps {list(self._taps)}, found {tap!r}. Name it when building one."
             )
         batch = on_device(batch, str(self._device))
         try:
-            return rung.activation(tap, batch)
+            return built.activation(tap, batch)
         except Exception as error:
             self._exact(tap, batch)  # what fails in float32 too is no fault of the format
-            if not self.escalate(f"{rung.name} failed at {tap}: {brief(error)}"):
+            if not self.escalate(f"{built.name} failed at {tap}: {brief(error)}"):
                 raise
             return self.activation(tap, batch)
 
@@ -141,13 +136,13 @@ class LadderReference:
         Returns:
             0 in float32; None without a batch, or without a tensor at the tap.
         """
-        rung = self._require_rung()
-        if rung.name == "fp32":
+        built = self._require_format()
+        if built.name == "fp32":
             return 0.0
         if self._batch is None:
             return None
         exact, found = self._exact(tap, self._batch), self.activation(tap, self._batch)
-        if self.rung == "fp32":  # the format could not run this batch
+        if self.number_format == "fp32":  # the format could not run this batch
             return 0.0
         return None if exact is None or found is None else float(metric(exact, found))
 
@@ -156,16 +151,16 @@ class LadderReference:
         if not self._has_old_ranges:
             return False
         with self._aside():
-            self._build(self._formats.index(self._require_rung().name), "its ranges were out of date")
+            self._build(self._formats.index(self._require_format().name), "its ranges were out of date")
         return True
 
     def escalate(self, reason: str) -> bool:
-        """Go on in the next, more exact format; False if this is the last.
+        """Change to the next, more exact format; False if this is the last.
 
         Args:
             reason: why this one is not good enough.
         """
-        index = self._formats.index(self._require_rung().name) + 1
+        index = self._formats.index(self._require_format().name) + 1
         if index == len(self._formats):
             return False
         with self._aside():
@@ -173,32 +168,32 @@ class LadderReference:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on, empty before the first refresh."""
-        if self._rung is None:
+        """Return what it takes to continue, empty before the first refresh."""
+        if self._format is None:
             return {}
         return {
             "snapshot": self._snapshot.state_dict(),
             "formats": list(self._formats),
-            "rung": self.rung,
+            "rung": self.number_format,
             "reason": self.reason,
-            "found": self._rung.found(),
-            "batch": saved.pack(self._batch),
+            "found": self._format.found(),
+            "batch": _batch_to_dict(self._batch),
             "waits_for_batch": self._waits_for_batch,
             "has_old_ranges": self._has_old_ranges,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Go on from a saved state; activations are the same to the bit."""
+        """Continue from a saved state; activations are the same to the bit."""
         self._snapshot.load_state_dict(state.get("snapshot", {}), model)
-        self._rung = None
+        self._format = None
         if not state:
             return
-        self._batch = saved.unpack(state["batch"], str(self._device))
+        self._batch = _batch_from_dict(state["batch"], str(self._device))
         self._formats, self.reason = tuple(state["formats"]), state["reason"]
         self._waits_for_batch, self._has_old_ranges = state["waits_for_batch"], state["has_old_ranges"]
         with self._aside():
             try:
-                self._rung = self._make(state["rung"], None, state["found"])
+                self._format = self._make(state["rung"], None, state["found"])
             except Exception as error:  # another machine, or another torch
                 self._build(self._formats.index(state["rung"]), f"{state['rung']} could not go on: {brief(error)}")
 
@@ -212,13 +207,13 @@ class LadderReference:
             self._build(0, f"the batch cannot be run in float32: {failure}")
             return
         self._waits_for_batch = False
-        self._formats = self._ladder(survey)
+        self._formats = self._fallback_order(survey)
         self._build(0, self._why(survey), survey)
 
-    def _ladder(self, survey: Survey) -> tuple[RungName, ...]:
+    def _fallback_order(self, survey: Survey) -> tuple[FormatName, ...]:
         if self._device.type != "cpu":
             return ("fp32",) if self._precision == "fp32" else ("bf16", "fp32")
-        return self._machine.ladder(survey.workload, self._precision)
+        return self._machine.fallback_order(survey.workload, self._precision)
 
     def _why(self, survey: Survey) -> str:
         if self._precision != "auto":
@@ -228,26 +223,27 @@ class LadderReference:
 
     def _build(self, index: int, reason: str, survey: Survey | None = None) -> None:
         """Build the first format from `index` on that works, and note the change."""
-        before, reasons = self.rung, [reason]
+        before, reasons = self.number_format, [reason]
         survey = survey or self._survey()[0]
         for name in self._formats[index:]:
             try:
-                self._rung = self._make(name, survey, {})
+                self._format = self._make(name, survey, {})
                 with silence():  # torch warns of kernels on their way out at their first use
-                    check_rung(self._rung, survey)
+                    if survey is not None:
+                        check_readings(self._format.readings(survey.batch), survey, is_fp32=name == "fp32")
                 break
             except Exception as error:
                 if name == self._formats[-1]:
                     raise
                 reasons.append(f"{name} does not work here: {brief(error)}")
         self._has_old_ranges = False
-        if self.rung != before:
+        if self.number_format != before:
             self.reason = "; ".join(reasons)
-            self._changes.append(RungTaken(step=0, before=before, after=self.rung, reason=self.reason))
+            self._changes.append(RungTaken(step=0, before=before, after=self.number_format, reason=self.reason))
 
-    def _make(self, name: str, survey: Survey | None, found: Mapping[str, Any]) -> Rung:
+    def _make(self, name: str, survey: Survey | None, found: Mapping[str, Any]) -> NumberFormat:
         assert self._snapshot.model is not None
-        plan = Plan(
+        inputs = FormatInputs(
             snapshot=self._snapshot.model,
             taps=self._taps,
             machine=self._machine,
@@ -256,16 +252,16 @@ class LadderReference:
             batch=self._batch,
             built=found,
         )
-        with silence(), kept_random_state(plan.snapshot):  # what tries the rung finds the dice as the survey did
-            rung = _BUILDERS[name](plan)
-        return rung if self._device.type != "cuda" else SideStreamRung(rung, self._device)
+        with silence(), kept_random_state(inputs.snapshot):  # as it was for the survey
+            built = _BUILDERS[name](inputs)
+        return built if self._device.type != "cuda" else OnSideStream(built, self._device)
 
-    def _update(self, rung: Rung) -> None:
+    def _update(self, built: NumberFormat) -> None:
         try:
-            rung.update()
-            self._has_old_ranges = rung.name == "int8-static"
+            built.update()
+            self._has_old_ranges = built.name == "int8-static"
         except Exception as error:
-            self._build(self._formats.index(rung.name), f"taking over weights failed: {brief(error)}")
+            self._build(self._formats.index(built.name), f"taking over weights failed: {brief(error)}")
 
     def _survey(self) -> tuple[Survey | None, str]:
         if self._batch is None:
@@ -277,15 +273,13 @@ class LadderReference:
             return None, brief(error)
 
     def _exact(self, tap: str, batch: Batch) -> Tensor | None:
-        model = self._snapshot.model
-        assert model is not None
-        with undisturbed(model):
-            return capture(model, tap, saved.copied(batch, in_fp32(self._device.type)))
+        copied = replace(batch.first_rows(None), autocast=in_fp32(self._device.type))  # a model may overwrite its input
+        return self._snapshot.activation(tap, copied)
 
-    def _require_rung(self) -> Rung:
-        if self._rung is None:
+    def _require_format(self) -> NumberFormat:
+        if self._format is None:
             raise ReferenceModelError("A reference is refreshed before it is asked, found none. Call `refresh` first.")
-        return self._rung
+        return self._format
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -293,3 +287,39 @@ class LadderReference:
         assert self._snapshot.model is not None
         with torch.no_grad(), kept_random_state(self._snapshot.model), in_fp32(self._device.type).context():
             yield
+
+
+def _batch_to_dict(batch: Batch | None) -> dict[str, Any] | None:
+    """Return the batch as plain values and tensors, for a checkpoint."""
+    if batch is None:
+        return None
+    autocast = batch.autocast
+    return {
+        "args": batch.args,
+        "kwargs": dict(batch.kwargs),
+        "device_type": autocast.device_type,
+        "enabled": autocast.enabled,
+        "dtype": str(autocast.dtype).removeprefix("torch."),
+    }
+
+
+def _batch_from_dict(entry: dict[str, Any] | None, device: str) -> Batch | None:
+    """Return the batch that `_batch_to_dict` was given, on a device."""
+    if entry is None:
+        return None
+    dtype = getattr(torch, entry["dtype"])
+    autocast = Autocast(device_type=entry["device_type"], enabled=entry["enabled"], dtype=dtype)
+    return on_device(Batch(args=entry["args"], kwargs=entry["kwargs"], autocast=autocast), device)
+
+
+def warm_up() -> None:
+    """Import and use once whatever building a reference on the CPU needs."""
+    with torch.random.fork_rng(devices=[]):
+        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)]
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 4), nn.Linear(4, 4))
+        for precision in ("int8", "int8-dynamic", "bf16"):
+            reference = QuantizedReference(["0", "2", "3"], precision=precision)
+            batch = Batch(args=(torch.zeros(2, 3, 8, 8),), kwargs={}, autocast=in_fp32("cpu"))
+            reference.refresh(model, batch)
+            reference.refresh(model)
+            reference.activation("3", batch)
