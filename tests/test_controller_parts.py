@@ -19,8 +19,7 @@ from egeria.controller.worker import HYSTERESIS, SAMPLE_S, LoadGate, RestOfMachi
 from egeria.layers.batch import Batch
 from egeria.layers.freezer import Freezer
 from egeria.layers.parse import parse_modules
-from egeria.session.budget import Budget, count_iterations
-from egeria.session.clock import IntervalClock
+from egeria.session.timing import Budget, IntervalClock, count_iterations
 from egeria.testing import MENAGERIE
 
 OPEN_FILES = Path("/proc/self/fd")
@@ -400,6 +399,5 @@ def test_an_interval_that_grows_begins_where_the_last_one_ended():
             ends.append(clock.num_steps)
             clock.interval_steps = 4 if clock.num_steps >= 4 else 2
     assert ends == [2, 4, 8, 12] and clock.evaluation == 4
-    again = IntervalClock(1)
-    again.load_state_dict(clock.state_dict())
+    again = IntervalClock.from_state(clock.state_dict())
     assert again.state_dict() == clock.state_dict()

@@ -27,7 +27,7 @@ from egeria.events import (
     Thawed,
 )
 from egeria.layers.freezer import Freezer
-from egeria.session.evaluator import Evaluator
+from egeria.session import evaluation
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences, outside
 
@@ -412,8 +412,8 @@ def test_gradient_accumulation(tmp_path):
 
 def first_change_of_the_interval(directory, *, passes=1, slower_s=0.0, monkeypatch):
     """Train with evaluations that take longer, or on batches in parts; return `n` after the first look at a module."""
-    plain = Evaluator.evaluate
-    monkeypatch.setattr(Evaluator, "evaluate", lambda *args: (time.sleep(slower_s), plain(*args))[1])
+    plain = evaluation.capture
+    monkeypatch.setattr(evaluation, "capture", lambda *args: (time.sleep(slower_s), plain(*args))[1])
     model, optimizer = model_and_optimizer()
     config = {**FAST, "controller": {"budget_share": 0.02, "kind": "inline"}, "freezing": {"enabled": False}}
     run = attach(model, optimizer, config=config, directory=directory)

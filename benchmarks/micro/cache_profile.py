@@ -11,7 +11,7 @@ from unittest import mock
 
 WHOLE = "whole forward, the user's included"
 PARTS = {
-    WHOLE: "egeria.session.handle:ModelHandle.forward",
+    WHOLE: "egeria.session.following:ModelHandle.forward",
     "of it: the user's forward": "egeria.cache.ways:Call.__call__",
     "description of the batch": "egeria.layers.batch:Batch.of_call",
     "noting what can be undone": "egeria.cache.ways:Undo.note",

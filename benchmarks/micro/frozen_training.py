@@ -27,7 +27,7 @@ from egeria.events import CacheDecided, CacheUsed
 from egeria.layers.freezer import Freezer
 from egeria.layers.modules import LayerModule
 from egeria.layers.parse import parse_modules
-from egeria.session.handle import ModelHandle
+from egeria.session.following import ModelHandle
 from egeria.session.recorder import Recorder
 from egeria.testing.convnets import cifar_resnet
 

@@ -1,4 +1,4 @@
-"""Reading the arguments of `attach`: each is checked, and refused with a way out."""
+"""Checking the arguments of `attach`, and that the processes of a job attach alike."""
 
 from __future__ import annotations
 
@@ -12,28 +12,89 @@ from torch.optim import Optimizer
 
 from egeria.config import Config
 from egeria.errors import ConfigError
+from egeria.layers.shards import is_sharded
+from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.policy import UnfreezeRule, find_policy, find_rule, rule_for_schedule, with_metric_of_policy
+from egeria.session.following import Cut, ModelHandle, Training
+from egeria.session.ranks import Ranks, Subject, fingerprint
+
+DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "freezing", "unfreezing")
+"""Groups of settings that decisions depend on."""
 
 
-def check_model(model: Any) -> nn.Module:
-    """Return the model.
+def check_training(
+    model: Any,
+    optimizer: Any,
+    total_steps: Any,
+    *,
+    config: Any,
+    controller: Any,
+    policy: Any,
+    parallel: ParallelStrategy | None,
+) -> tuple[Training, ParallelStrategy]:
+    """Return what is to be trained, and how several processes do that together.
+
+    Args:
+        model: a module, with or without a wrapper.
+        optimizer: one, or a list or tuple of them.
+        total_steps: None or a whole number above 0.
+        config: a configuration in any of its forms.
+        controller: the name of one, which replaces that of the configuration; anything else is passed over.
+        policy: the name or the maker of one, which replaces that of the configuration; or None.
+        parallel: how several processes train together; None takes that from the wrapper and the job.
 
     Raises:
-        ConfigError: it is no module.
+        ConfigError: one of them is outside its contract.
     """
+    settings = read_config(config)
+    if policy is not None:
+        settings = dataclasses.replace(settings, policy=dataclasses.replace(settings.policy, name=policy))
+    if isinstance(controller, str):
+        settings = dataclasses.replace(settings, controller=dataclasses.replace(settings.controller, kind=controller))
+    settings = with_metric_of_policy(settings)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the model itself."
         )
-    return model
+    parallel = parallel or choose_parallel(model)
+    model = parallel.take(model)
+    if is_sharded(model):
+        settings = _for_sharded(settings)
+    optimizers = _check_optimizers(model, optimizer)
+    is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
+    if total_steps is not None and not (is_whole and total_steps > 0):
+        raise ConfigError(
+            f"total_steps is the number of optimizer steps of the whole run, a whole number above 0, "
+            f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
+        )
+    training = Training(
+        model=model, handle=ModelHandle(model), optimizers=optimizers, config=settings, total_steps=total_steps
+    )
+    return training, parallel
 
 
-def check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers as a list.
+def read_config(config: Any) -> Config:
+    """Return the configuration, whatever form it came in.
 
     Raises:
-        ConfigError: one is no optimizer, or none of them trains the model.
+        ConfigError: it is malformed, or of an unknown form.
     """
+    if config is None:
+        return Config()
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Mapping):
+        return Config.from_dict(config)
+    if isinstance(config, (str, Path)):
+        return Config.load(config)
+    raise ConfigError(
+        f"config is an egeria.Config, a dictionary or the path of a TOML file, found {type(config).__name__}. "
+        f"Build one with egeria.Config(...)."
+    )
+
+
+def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers as a list."""
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for entry in optimizers:
         if not hasattr(entry, "param_groups"):
@@ -51,36 +112,8 @@ def check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     return optimizers
 
 
-def check_total_steps(total_steps: Any) -> None:
-    """Check the length of the run.
-
-    Raises:
-        ConfigError: it is neither None nor a whole number above 0.
-    """
-    whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
-    if total_steps is not None and not (whole and total_steps > 0):
-        raise ConfigError(
-            f"total_steps is the number of optimizer steps of the whole run, a whole number above 0, "
-            f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
-        )
-
-
-def read_config(config: Any, controller: Any = None, policy: Any = None) -> Config:
-    """Return the configuration, whatever form it came in, with the controller and the policy if they are named apart.
-
-    Raises:
-        ConfigError: it is malformed, or of an unknown form.
-    """
-    settings = _read_config(config)
-    if policy is not None:
-        settings = dataclasses.replace(settings, policy=dataclasses.replace(settings.policy, name=policy))
-    if isinstance(controller, str):
-        settings = dataclasses.replace(settings, controller=dataclasses.replace(settings.controller, kind=controller))
-    return with_metric_of_policy(settings)
-
-
-def for_parts(config: Config) -> Config:
-    """Return the settings for a model in parts.
+def _for_sharded(config: Config) -> Config:
+    """Return the settings for a sharded model.
 
     Plasticity is read in the training pass, the only one that all processes make. The reference has all of the
     weights, for which an accelerator may have no room.
@@ -93,43 +126,26 @@ def for_parts(config: Config) -> Config:
     )
 
 
-def _read_config(config: Any) -> Config:
-    if config is None:
-        return Config()
-    if isinstance(config, Config):
-        return config
-    if isinstance(config, Mapping):
-        return Config.from_dict(config)
-    if isinstance(config, (str, Path)):
-        return Config.load(config)
-    raise ConfigError(
-        f"config is an egeria.Config, a dictionary or the path of a TOML file, found {type(config).__name__}. "
-        f"Build one with egeria.Config(...)."
-    )
+def choose_rule(config: Config, scheduler: Any, total_steps: int | None) -> tuple[str, UnfreezeRule]:
+    """Return the name of the unfreeze rule and the rule, and check that the policy can be made with it.
 
-
-def check_policy(config: Config, rule: UnfreezeRule, total_steps: int | None) -> None:
-    """Check that the policy can be had, before anything is made; one of the user's own is not made for that.
+    Args:
+        config: the settings of the run.
+        scheduler: the learning-rate scheduler, which selects the rule where the setting is 'auto'.
+        total_steps: optimizer steps of the run.
 
     Raises:
-        ConfigError: no policy has that name, or it needs what it was not given.
-    """
-    maker = find_policy(config.policy.name)
-    if isinstance(config.policy.name, str):
-        maker(config, trainable=(True, True), rule=rule, total_steps=total_steps, deepest_freeze=None)
-
-
-def choose_rule(config: Config, scheduler: Any) -> tuple[str, UnfreezeRule]:
-    """Return the name of the unfreeze rule and the rule, by the scheduler where the setting is 'auto'.
-
-    Raises:
-        ConfigError: no rule has that name.
+        ConfigError: no rule or policy has that name, or the policy needs what it was not given.
     """
     rule = config.unfreezing.rule
     if rule == "auto":
         rule = rule_for_schedule(_schedule_names(scheduler))
     name = rule if isinstance(rule, str) else type(rule).__name__
-    return name, find_rule(rule, config.unfreezing.drop_factor)
+    found = find_rule(rule, config.unfreezing.drop_factor)
+    maker = find_policy(config.policy.name)
+    if isinstance(config.policy.name, str):  # one of the user's own is not made just to be checked
+        maker(config, trainable=(True, True), rule=found, total_steps=total_steps, deepest_freeze=None)
+    return name, found
 
 
 def _schedule_names(scheduler: Any) -> list[str]:
@@ -143,3 +159,55 @@ def _schedule_names(scheduler: Any) -> list[str]:
     for part in getattr(scheduler, "_schedulers", ()):
         names += _schedule_names(part)
     return names
+
+
+def agree_on_the_run(
+    ranks: Ranks, training: Training, cut: Cut | None, interval_steps: int, is_apart: bool
+) -> str | None:
+    """Check that all processes attach alike; return why nothing can be frozen, None if it can.
+
+    Args:
+        ranks: the processes of the job; they learn whether the controller of the first is a process of its own.
+        training: what this process trains.
+        cut: its layer modules; None where nothing can be frozen.
+        interval_steps: its `n`.
+        is_apart: whether its controller is a process of its own.
+
+    Raises:
+        ConfigError: they were given other settings, or another number of steps.
+    """
+    config, total_steps, modules = training.config.to_dict(), training.total_steps, cut.modules if cut else ()
+    settings = {name: config[name] for name in DECIDING}
+    steps = -1.0 if total_steps is None else float(total_steps)
+    names = fingerprint(" ".join(module.name for module in modules))
+    row = (
+        steps,
+        fingerprint(str(_plain(settings))),
+        names,
+        float(interval_steps),
+        float(is_apart),
+        float(len(modules)),
+    )
+    rows = ranks.gather(Subject.ATTACHING, row)
+    for column, what in enumerate(("total_steps", "settings")):
+        apart = [rank for rank, found in enumerate(rows) if found[column] != rows[0][column]]
+        if apart:
+            found = f", found {[int(row[0]) for row in rows]}" if what == "total_steps" else ""
+            raise ConfigError(
+                f"All processes of a job attach with the same {what}; rank {apart[0]} has others than rank 0{found}. "
+                f"Give attach the same on every rank; with loaders of different lengths, the number of the first."
+            )
+    ranks.leader_is_apart = bool(rows[0][4])
+    if any(found[5] == 0 for found in rows):
+        return "the model of another process of the job cannot be frozen"
+    if any(found[2:4] != rows[0][2:4] for found in rows):
+        return "the processes of the job cut their models into other layer modules"
+    return None
+
+
+def _plain(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return settings without what is another object in each process."""
+    return {
+        name: {key: value for key, value in group.items() if not str(value).startswith("<")}
+        for name, group in settings.items()
+    }

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from egeria.events import Recompiled
-from egeria.session.handle import ModelHandle
+from egeria.session.following import ModelHandle
 from egeria.session.recorder import Recorder
 
 BACKWARD_SHARE = 2 / 3

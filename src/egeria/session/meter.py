@@ -8,28 +8,27 @@ from typing import Any
 from egeria.events import IntervalMeasured
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
-from egeria.session.clock import IntervalClock
 from egeria.session.losses import Losses
 from egeria.session.measures import Measures
-from egeria.session.pace import Pace
 from egeria.session.ranks import Ranks, Subject, fingerprint, from_number, to_number
 from egeria.session.recorder import Recorder
+from egeria.session.timing import IntervalClock, IterationTimer
 
 
 class IntervalMeter:
     """Gathers over an interval, and journals what came of it.
 
     Args:
-        pace: measures the iterations.
+        timer: times the iterations.
         measures: what the policy needs beside the loss.
         ranks: the processes of the job, which all see the same interval.
         recorder: where intervals are told.
     """
 
-    def __init__(self, pace: Pace, measures: Measures, ranks: Ranks, recorder: Recorder) -> None:
+    def __init__(self, timer: IterationTimer, measures: Measures, ranks: Ranks, recorder: Recorder) -> None:
         self.iteration_s = 0.0
         """Median seconds of an iteration in the newest interval with nothing frozen."""
-        self._pace = pace
+        self._timer = timer
         self._measures = measures
         self._ranks = ranks
         self._recorder = recorder
@@ -51,7 +50,7 @@ class IntervalMeter:
             LostError: they cannot reach each other.
         """
         loss, num_bad = self._losses.take_mean()
-        wall_s, cpu_s = self._pace.take_medians()
+        wall_s, cpu_s = self._timer.take_medians()
         if not num_frozen:  # what evaluations may cost is measured against training without egeria
             self.iteration_s = wall_s
         measured: dict[str, Any] = self._measures.take(clock.num_steps, rate, modules, num_frozen)

@@ -11,8 +11,8 @@ from typing import Any
 from egeria.errors import StateError
 from egeria.events import MetricLogged, Resumed, RunClosed
 from egeria.layers.modules import LayerModule
-from egeria.session.driver import Driver
-from egeria.session.handle import ModelHandle
+from egeria.session.following import ModelHandle
+from egeria.session.loop import Session
 from egeria.session.packed import Packed
 from egeria.session.recorder import Recorder
 
@@ -27,29 +27,29 @@ class Run:
         directory: where the journal and the report live; None if nothing is written.
     """
 
-    def __init__(self, handle: ModelHandle, driver: Driver, recorder: Recorder) -> None:
+    def __init__(self, handle: ModelHandle, session: Session, recorder: Recorder) -> None:
         self.model = handle
         self.directory: Path | None = recorder.journal.directory
-        self._driver = driver
+        self._session = session
         self._recorder = recorder
         self._closed = False
         # A run that is dropped without `close` must not leave a frozen model or an open file behind.
-        self._finalizer = weakref.finalize(self, _release, driver, recorder)
+        self._finalizer = weakref.finalize(self, _release, session, recorder)
 
     @property
     def frozen(self) -> int:
         """How many front layer modules are frozen now."""
-        return self._driver.frozen
+        return self._session.frozen
 
     @property
     def modules(self) -> tuple[LayerModule, ...]:
         """The layer modules, front to back; empty where the model could not be cut."""
-        return self._driver.modules
+        return self._session.modules
 
     @property
     def stage(self) -> str:
         """Either 'bootstrapping' or 'knowledge-guided'."""
-        return self._driver.stage
+        return self._session.stage
 
     def step(self, loss: Any) -> None:
         """Count one optimizer step; call it after the optimizer's.
@@ -63,16 +63,16 @@ class Run:
         """
         if self._closed:
             return
-        self._driver.pace.enter()
+        self._session.timer.enter()
         try:
-            self._driver.step(loss)
+            self._session.step(loss)
         finally:
-            self._driver.pace.leave()
+            self._session.timer.leave()
 
     def log(self, **metrics: float) -> None:
         """Put numbers into the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._recorder.write(MetricLogged(step=self._driver.num_steps, values=values))
+        self._recorder.write(MetricLogged(step=self._session.num_steps, values=values))
 
     @property
     def packed(self) -> Packed:
@@ -84,7 +84,7 @@ class Run:
 
         Plain values and tensors; save it beside the states of the model and the optimizer.
         """
-        return {"schema": STATE_SCHEMA, **self._driver.state_dict()}
+        return {"schema": STATE_SCHEMA, **self._session.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; load the model and the optimizer first.
@@ -99,7 +99,7 @@ class Run:
                 f"Load it with the egeria that wrote it, or a newer one."
             )
         try:
-            self._driver.load_state_dict(state)
+            self._session.load_state_dict(state)
         except StateError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -107,7 +107,7 @@ class Run:
                 f"A run's state is what run.state_dict() returned; this one is damaged "
                 f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without loading it."
             ) from error
-        self._recorder.write(Resumed(step=self._driver.num_steps, frozen=self.frozen, stage=self.stage))
+        self._recorder.write(Resumed(step=self._session.num_steps, frozen=self.frozen, stage=self.stage))
 
     def close(self) -> None:
         """End the run and leave the model as it was found: thawed, without hooks. Safe to call twice."""
@@ -115,14 +115,14 @@ class Run:
             return
         self._closed = True
         frozen = self.frozen
-        self._driver.close()
+        self._session.close()
         self._recorder.write(
             RunClosed(
-                step=self._driver.num_steps,
+                step=self._session.num_steps,
                 frozen=frozen,
-                overhead_wall_s=self._driver.pace.overhead_wall_s,
-                overhead_cpu_s=self._driver.pace.overhead_cpu_s,
-                controller_cpu_s=self._driver.controller_cpu_s,
+                overhead_wall_s=self._session.timer.overhead_wall_s,
+                overhead_cpu_s=self._session.timer.overhead_cpu_s,
+                controller_cpu_s=self._session.controller_cpu_s,
             )
         )
         self._finalizer()
@@ -136,6 +136,6 @@ class Run:
         self.close()
 
 
-def _release(driver: Driver, recorder: Recorder) -> None:
-    driver.close()
+def _release(session: Session, recorder: Recorder) -> None:
+    session.close()
     recorder.journal.close()

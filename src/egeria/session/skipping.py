@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,11 @@ from egeria.cache import (
 )
 from egeria.config import Config
 from egeria.controller import spare_cores
-from egeria.layers.shards import is_sharded
+from egeria.layers.modules import LayerModule
 from egeria.policy import Foreseeing, Policy
-from egeria.session.engine import Engine, EngineBuilder
-from egeria.session.handle import ModelHandle
+from egeria.session.following import ModelHandle, Training
 from egeria.session.hosts import place_of, share_directory
+from egeria.session.ranks import Ranks
 from egeria.session.recorder import Recorder
 
 WHAT = "skipping the frozen forward pass"
@@ -66,16 +66,23 @@ class Skipping:
         self._depth = 0
         handle.skip_with(cache.forward)
 
-    def follow(self, engine: Engine, num_steps: int, interval_steps: int) -> None:
-        """Tell the cache if the boundary has moved since the last call."""
-        depth = engine.applier.freezer.depth
+    def follow(self, frozen: Sequence[LayerModule], policy: Policy, num_steps: int, interval_steps: int) -> None:
+        """Move the boundary of the cache if layers were frozen or thawed since the last call.
+
+        Args:
+            frozen: the frozen layer modules.
+            policy: decides how long they stay frozen.
+            num_steps: optimizer steps done.
+            interval_steps: `n`.
+        """
+        depth = len(frozen)
         if depth != self._depth:
             self._depth = depth
             outlook = Outlook(steps_ahead=None)
             try:
-                outlook = self._outlook(engine, num_steps, interval_steps)
+                outlook = self._outlook(policy, num_steps, interval_steps)
             finally:  # it moves in all processes, whatever fails in one
-                self._cache.move_boundary(engine.modules[:depth], outlook)
+                self._cache.move_boundary(tuple(frozen), outlook)
 
     def rest(self) -> None:
         """Leave the forward pass as it is, until a boundary is followed again; everything is about to thaw."""
@@ -88,10 +95,10 @@ class Skipping:
         self._handle.skip_with(None)
         self._cache.close()
 
-    def _outlook(self, engine: Engine, num_steps: int, interval_steps: int) -> Outlook:
+    def _outlook(self, policy: Policy, num_steps: int, interval_steps: int) -> Outlook:
         """Return when the boundary can move at the earliest, by the policy's own rule."""
         ahead = None if self._total_steps is None else float(self._total_steps - num_steps)
-        soonest = _steady_steps(engine.policy, num_steps, interval_steps)
+        soonest = _steady_steps(policy, num_steps, interval_steps)
         if soonest is not None:
             ahead = soonest if ahead is None else min(ahead, soonest)
         return Outlook(
@@ -109,28 +116,32 @@ def _steady_steps(policy: Policy, num_steps: int, interval_steps: int) -> float 
     return None if policy.monitored is None else float((2 * policy.window - 1) * interval_steps)
 
 
-def begin_skipping(builder: EngineBuilder, loader: Any, spend: Callable[[float, float], None]) -> Skipping | None:
+def begin_skipping(
+    training: Training, loader: Any, ranks: Ranks, recorder: Recorder, spend: Callable[[float, float], None]
+) -> Skipping | None:
     """Make the cache of a run; None where it has none, or where nothing can be skipped, which is said then.
 
     Where samples cannot be told apart nothing is stored, which is said once too; the frozen front may
     still run as inference. All processes of a job call this.
 
     Args:
-        builder: what the session is made from.
+        training: what the user trains.
         loader: where batches come from.
+        ranks: the processes of the job.
+        recorder: writes the journal.
         spend: counts seconds in the midst of the user's iteration.
 
     Raises:
         OutOfStepError: the processes of the job do not agree.
         LostError: they cannot reach each other.
     """
-    config, recorder = builder.config, builder.recorder
-    host, reason = (None, "") if builder.ranks.is_alone else share_directory(builder.ranks, config, recorder)
+    config = training.config
+    host, reason = (None, "") if ranks.is_alone else share_directory(ranks, config, recorder)
     if not config.cache.enabled:
         return None
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     num_hosts = 1 if host is None or is_dealt_once else host.num_hosts
-    reason = reason or _refusal(builder)
+    reason = reason or _refusal(training, ranks)
     if reason:
         recorder.decline(WHAT, reason)
         if host is not None:
@@ -138,7 +149,7 @@ def begin_skipping(builder: EngineBuilder, loader: Any, spend: Callable[[float, 
         return None
     feed, reason = _follow(loader, config.cache.id_column, recorder, is_shared=host is not None)
     cache = ActivationCache(
-        builder.model,
+        training.model,
         feed,
         directory=partial(_directory, config, recorder) if host is None else partial(getattr, host, "directory"),
         settings=config.cache,
@@ -151,21 +162,21 @@ def begin_skipping(builder: EngineBuilder, loader: Any, spend: Callable[[float, 
         cache.place()  # so that it is left with the cache, also where nothing was stored
     return Skipping(
         cache,
-        builder.handle,
-        total_steps=builder.total_steps,
+        training.handle,
+        total_steps=training.total_steps,
         spare_core=spare_cores(loader) >= 1,
         num_hosts=num_hosts,
     )
 
 
-def _refusal(builder: EngineBuilder) -> str:
+def _refusal(training: Training, ranks: Ranks) -> str:
     """Return why the forward pass of a model is not skipped; empty where it may be."""
-    if builder.handle.is_compiled:
+    if training.handle.is_compiled:
         return COMPILED
-    if is_sharded(builder.model):
+    if training.is_sharded:
         return SHARDED
-    synchronises = any(isinstance(module, nn.SyncBatchNorm) for module in builder.model.modules())
-    if synchronises and not builder.ranks.is_alone:
+    synchronises = any(isinstance(module, nn.SyncBatchNorm) for module in training.model.modules())
+    if synchronises and not ranks.is_alone:
         return "it has SyncBatchNorm layers, for which all processes must run a batch together"
     return ""
 

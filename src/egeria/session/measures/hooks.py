@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from egeria.session.pace import Stopwatch
 from egeria.session.recorder import Recorder
+from egeria.session.timing import Stopwatch
 
 FAULTS_BEFORE_GIVING_UP = 3
 

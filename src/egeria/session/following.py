@@ -1,0 +1,336 @@
+"""Following a model in training: the handle that the loop calls, its cut into layer modules, its execution order."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from egeria.config import Config
+from egeria.errors import StateError
+from egeria.layers.batch import Batch
+from egeria.layers.compiled import compiling_callback, is_compiled, without_wrapper
+from egeria.layers.modules import LayerModule
+from egeria.layers.order import OrderOfBatch, OrderRecorder
+from egeria.layers.parse import parse_modules
+from egeria.layers.shards import is_sharded
+from egeria.session.recorder import Recorder
+
+
+class ModelHandle(nn.Module):
+    """Stands for a model: same parameters, submodules, state and attributes, one call in between.
+
+    The handle holds no tensors and no copy of anything: it shares the tables of the model itself, so
+    that names, `state_dict` and `.to()` are the model's own. What it adds is a look at the arguments
+    of a training forward when an evaluation is due.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.__dict__["_bare"] = self
+        super().__init__()
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = model.__dict__[table]
+        self.__dict__["_bare"] = model
+        self.__dict__["_target"] = model
+        self.__dict__["_keep"] = None
+        self.__dict__["_skip"] = None
+        self.__dict__["_before"] = None
+        self.__dict__["_notice"] = None
+        self.__dict__["is_compiled"] = is_compiled(model)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the model."""
+        return bool(self.__dict__["_bare"].training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if self.__dict__["_bare"] is not self:  # nn.Module's own constructor sets it first
+            self.__dict__["_bare"].training = mode
+
+    def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
+        """Hand the arguments of coming training forwards to `keep`; None stops that."""
+        self.__dict__["_keep"] = keep
+
+    def skip_with(self, skip: Callable[[Callable[[], Any], Batch], Any] | None) -> None:
+        """Let `skip` make the training forwards: it is given the call and its arguments; None stops that."""
+        self.__dict__["_skip"] = skip
+
+    def call_before(self, before: Callable[[], None] | None) -> None:
+        """Call `before` ahead of each training forward; None stops that."""
+        self.__dict__["_before"] = before
+
+    def call_instead(self, target: nn.Module) -> None:
+        """Forward calls to `target` from now on: the model, or a wrapper around it."""
+        self.__dict__["_target"] = target
+        if without_wrapper(target) is not target:
+            self.note_compiled()
+
+    def when_compiled(self, notice: Callable[[], None]) -> None:
+        """Call a method once calls turn out to be compiled, before the first of them is, if its owner still lives."""
+        self.__dict__["_notice"] = weakref.WeakMethod(notice)
+
+    def note_compiled(self) -> None:
+        """Take note that calls are compiled from now on."""
+        if not self.__dict__["is_compiled"]:
+            self.__dict__["is_compiled"] = True
+            notice = self.__dict__["_notice"]() if self.__dict__["_notice"] else None
+            if notice is not None:
+                notice()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        if torch.compiler.is_compiling():  # only in this very function does that leave the handle out
+            torch._dynamo.skip_frame("egeria: a handle is called as it is, and what it calls is compiled")
+        is_called_compiled = compiling_callback() not in (None, False)
+        disable: Any = torch.compiler.disable
+        prepare = disable(self._prepare) if is_called_compiled else self._prepare
+        batch = prepare(args, kwargs, is_called_compiled)
+        target, skip = self.__dict__["_target"], self.__dict__["_skip"]
+        if batch is None or skip is None:
+            return target(*args, **kwargs)
+        return skip(partial(target, *args, **kwargs), batch)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> Batch | None:
+        """Do what is to be done ahead of a call; return its arguments where somebody needs them."""
+        bare: nn.Module = self.__dict__["_bare"]
+        if not self.__dict__["is_compiled"] and (is_called_compiled or bare._compiled_call_impl is not None):
+            self.note_compiled()
+        keep, skip, before = self.__dict__["_keep"], self.__dict__["_skip"], self.__dict__["_before"]
+        is_idle = keep is None and skip is None and before is None
+        if is_idle or not bare.training or not torch.is_grad_enabled():
+            return None
+        if before is not None:
+            before()
+        if keep is None and skip is None:
+            return None
+        device = next((parameter.device.type for parameter in bare.parameters()), "cpu")
+        batch = Batch.of_call(args, kwargs, device)
+        if keep is not None:
+            keep(batch)
+        return batch
+
+    def train(self, mode: bool = True) -> ModelHandle:
+        """Set the mode of the model."""
+        self.__dict__["_target"].train(mode)
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model in place."""
+        self.__dict__["_bare"].compile(*args, **kwargs)
+        self.note_compiled()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the model, under its own names."""
+        return self.__dict__["_bare"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state of the model."""
+        return self.__dict__["_bare"].load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self.__dict__["_bare"], name)
+        except AttributeError:
+            if self.__dict__["_target"] is self.__dict__["_bare"]:
+                raise
+            return getattr(self.__dict__["_target"], name)  # what a wrapper has, such as `no_sync`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_bare"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["_bare"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "run.model is a handle on the attached model and is not copied itself. Copy the model you gave to attach."
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "run.model is a handle on the attached model and is not pickled itself. "
+            "Save run.model.state_dict(), or the model you gave to attach."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What the user trains, as `attach` was given it."""
+
+    model: nn.Module
+    """Without any wrapper."""
+    handle: ModelHandle
+    optimizers: Sequence[Optimizer]
+    config: Config
+    total_steps: int | None
+
+    @property
+    def policy_name(self) -> str:
+        """The name of the policy, or of what makes it."""
+        name = self.config.policy.name
+        return name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__name__)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process has a part of the parameters only."""
+        return is_sharded(self.model)
+
+    def parse(self, order: Sequence[str] | None = None) -> tuple[LayerModule, ...]:
+        """Return the layer modules, in the order of execution where that is known.
+
+        Raises:
+            UnsupportedModelError: the model cannot be cut.
+        """
+        settings = self.config.modules
+        shares = {"target_share": settings.target_share, "minimum_share": settings.minimum_share}
+        return parse_modules(self.model, pattern=settings.pattern, order=order, **shares)
+
+    def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
+        """Check that a saved state is of this model and policy.
+
+        Args:
+            policy_name: of the saved run.
+            modules: its layer modules; None for a run without any.
+
+        Raises:
+            StateError: it is of another.
+        """
+        if policy_name != self.policy_name:
+            raise StateError(
+                f"A run goes on under the policy it began with; this state is of {policy_name!r}, and the run has "
+                f"{self.policy_name!r}. Attach with policy={policy_name!r}, or go on without loading the state."
+            )
+        ours = {name for name, _ in self.model.named_parameters()}
+        theirs = ours if modules is None else {name for module in modules for name in module.parameters}
+        if theirs != ours:
+            raise StateError(
+                f"A run's state fits the model it was saved from; this state is of another model, which differs in "
+                f"{', '.join(sorted(theirs ^ ours)[:3])}. Attach the model that the state was saved from."
+            )
+
+    def learning_rate(self, modules: Sequence[LayerModule]) -> float:
+        """Return the largest rate of the groups that train what may freeze; of all groups where there are none."""
+        own = {id(self.model.get_parameter(name)) for module in modules[:-1] for name in module.parameters}
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        fitting = [group for group in groups if any(id(parameter) in own for parameter in group["params"])]
+        return max(float(group["lr"]) for group in fitting or groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The layer modules of a model, and how many of them may freeze."""
+
+    modules: tuple[LayerModule, ...]
+    trainable: tuple[bool, ...]
+    """Whether each has any parameter to train."""
+    deepest_freeze: int
+    """The largest number of front modules that may be frozen."""
+
+    @classmethod
+    def of(cls, training: Training, modules: Sequence[LayerModule], returned_to: Collection[str] = ()) -> Cut:
+        """Return the cut of a model into these layer modules.
+
+        Args:
+            training: the model and its optimizers.
+            modules: the layer modules, front to back.
+            returned_to: submodules that were called again after others. To freeze one that is called again behind
+                active modules saves nothing: the backward pass runs through it.
+        """
+        model = training.model
+        chain = next((index for index, m in enumerate(modules) if m.tap in returned_to), len(modules) - 1)
+        return cls(
+            modules=tuple(modules),
+            trainable=tuple(any(model.get_parameter(n).requires_grad for n in m.parameters) for m in modules),
+            deepest_freeze=min(chain, _deepest_with_busy_optimizers(training, modules)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of journal events about a cut."""
+        modules = [module.to_dict() for module in self.modules]
+        return {"modules": modules, "trainable": list(self.trainable), "deepest_freeze": self.deepest_freeze}
+
+
+def _deepest_with_busy_optimizers(training: Training, modules: Sequence[LayerModule]) -> int:
+    """Return how many front modules may freeze such that every optimizer keeps something to train.
+
+    An optimizer without any gradient is an error to `GradScaler.step` ("No inf checks were recorded").
+    """
+    owner = {id(training.model.get_parameter(n)): index for index, m in enumerate(modules) for n in m.parameters}
+    deepest = last = len(modules) - 1
+    for optimizer in training.optimizers:
+        parameters = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
+        deepest = min(deepest, max((owner.get(id(entry), last) for entry in parameters), default=last))
+    return deepest
+
+
+class HarmfulFreezeError(Exception):
+    """A freeze would break the training, or has; it was undone."""
+
+
+class ExecutionOrder:
+    """Watches the first forward pass of the loop for the order in which the layers run.
+
+    Args:
+        training: what the user trains.
+        modules: the layer modules in the order of their definition.
+        recorder: writes the journal.
+    """
+
+    def __init__(self, training: Training, modules: Sequence[LayerModule], recorder: Recorder) -> None:
+        self._training = training
+        self._names = [name for module in modules for name in module.submodules]
+        self._recorder = recorder
+        self.is_open = True
+        """Whether the order is still to be seen."""
+        self._watching: OrderRecorder | OrderOfBatch | None = None
+        self.watch()
+
+    def watch(self) -> None:
+        """Record the coming forward pass, unless the order is known.
+
+        In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there.
+        """
+        if not self.is_open:
+            return
+        if self._watching is not None:
+            self._watching.close()
+        model, handle = self._training.model, self._training.handle
+        is_compiled = handle.is_compiled
+        self._watching = (
+            OrderOfBatch(model, self._names, handle.keep_next) if is_compiled else OrderRecorder(model, self._names)
+        )
+
+    def record(self) -> Cut | None:
+        """Return the cut in the order that was seen; None if there was no forward pass yet.
+
+        Raises:
+            HarmfulFreezeError: no gradient would come through a frozen layer.
+        """
+        seen = self._watching.record() if self._watching else None
+        if seen is None:
+            return None
+        self.is_open = False
+        if seen.without_grad:
+            raise HarmfulFreezeError(
+                f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
+                f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
+            )
+        cut = Cut.of(self._training, self._training.parse(seen.order), seen.returned_to)
+        limit = cut.modules[cut.deepest_freeze]
+        if limit.tap in seen.returned_to:
+            reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
+            self._recorder.decline(f"freezing {limit.name} and what follows", reason)
+        return cut
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.is_open = False
+        if self._watching is not None:
+            self._watching.close()

@@ -1,0 +1,248 @@
+"""Counting steps, timing iterations, and keeping evaluations within their share of the training time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class IntervalClock:
+    """Counts steps and evaluation intervals; their length `n` may change during a run.
+
+    Args:
+        interval_steps: `n` to begin with.
+    """
+
+    def __init__(self, interval_steps: int) -> None:
+        self.num_steps = 0
+        self.interval_steps = interval_steps
+        self.evaluation = 0
+        """The number of the newest interval that ended."""
+        self._began = 0
+
+    @property
+    def next_step_ends(self) -> bool:
+        """Whether the interval ends with the next step."""
+        return self.num_steps + 1 >= self._began + self.interval_steps
+
+    def is_at_part(self, count: int) -> bool:
+        """Return whether the newest step ended the interval, or one of `count` parts of it."""
+        return (self.num_steps - self._began) % max(1, self.interval_steps // count) == 0
+
+    def tick(self) -> bool:
+        """Count a step; return whether an interval ended with it."""
+        self.num_steps += 1
+        if self.num_steps < self._began + self.interval_steps:
+            return False
+        self._began = self.num_steps
+        self.evaluation += 1
+        return True
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts."""
+        return {
+            "step": self.num_steps,
+            "interval_steps": self.interval_steps,
+            "evaluation": self.evaluation,
+            "interval_began": self._began,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> IntervalClock:
+        """Return a clock with saved counts."""
+        clock = cls(int(state["interval_steps"]))
+        clock.num_steps, clock.evaluation = int(state["step"]), int(state["evaluation"])
+        clock._began = int(state["interval_began"])
+        return clock
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Wall-clock and CPU seconds since it was made."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    cpu: float = field(default_factory=time.process_time)
+
+    def read(self) -> tuple[float, float]:
+        """Return wall-clock and CPU seconds so far."""
+        return time.perf_counter() - self.wall, time.process_time() - self.cpu
+
+
+class IterationTimer:
+    """Times the user's iterations without a device synchronisation, and what egeria adds to them.
+
+    An iteration lasts from the end of one `run.step` to the start of the next, so that our own work is not counted as
+    the user's. The median of an interval leaves out the long ones with a validation or a checkpoint. On an accelerator
+    work is queued, so a single duration means little and the median of many is what the queue lets through.
+    """
+
+    def __init__(self) -> None:
+        self.overhead_wall_s = 0.0
+        self.overhead_cpu_s = 0.0
+        self._walls: list[float] = []
+        self._cpus: list[float] = []
+        self._outside: Stopwatch | None = None
+        self._inside: Stopwatch | None = None
+
+    def enter(self) -> None:
+        """Record that `run.step` has begun."""
+        if self._outside is not None:
+            wall, cpu = self._outside.read()
+            self._walls.append(wall)
+            self._cpus.append(cpu)
+        self._inside = Stopwatch()
+
+    def leave(self) -> None:
+        """Record that `run.step` is about to return."""
+        if self._inside is not None:
+            self.add_overhead(*self._inside.read())
+        self._inside = None
+        self._outside = Stopwatch()
+
+    def add_overhead(self, wall_s: float, cpu_s: float) -> None:
+        """Count seconds that egeria took."""
+        self.overhead_wall_s += wall_s
+        self.overhead_cpu_s += cpu_s
+
+    def take_out(self, wall_s: float, cpu_s: float) -> None:
+        """Count seconds that egeria took within the user's iteration, and subtract them from that."""
+        self.add_overhead(wall_s, cpu_s)
+        if self._outside is not None:
+            self._outside.wall += wall_s
+            self._outside.cpu += cpu_s
+
+    def take_medians(self) -> tuple[float, float]:
+        """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for none."""
+        walls, self._walls = self._walls, []
+        cpus, self._cpus = self._cpus, []
+        return (statistics.median(walls), statistics.median(cpus)) if walls else (0.0, 0.0)
+
+
+FIRST_REVIEW = 3
+TOLERATED = 1.25
+TOLERATED_WHERE_COUNTED = 1.5
+LARGEST_GROWTH = 10
+
+PASS_SHARE, READING_SHARE = 1 / 6, 1 / 20
+
+
+def count_iterations(front_share: float, share_of_samples: float) -> float:
+    """Return how many iterations an evaluation takes by its operations.
+
+    A pass of the model without gradients and in a cheaper number format takes about half of a pass of the training,
+    and that a third of an iteration; activations are to be pooled and compared besides. A rough guide: measured on
+    one core, evaluations took 0.6 to 1.3 times that in transformers, and about twice in convolutional nets.
+
+    Args:
+        front_share: the part of the forward pass up to the layer module, 0 to 1.
+        share_of_samples: samples that go through it, over all passes, as a share of the iteration's.
+    """
+    return share_of_samples * (READING_SHARE + PASS_SHARE * front_share)
+
+
+class Budget:
+    """Compares the cost of evaluations in the training process with that of the training.
+
+    Where the operations of an evaluation can be counted, `n` follows the count, anew for each layer module, so that
+    what a run decides does not depend on how busy the machine is. Time is measured as well, and acts only where a
+    window of evaluations and the next one both took half as long again as the budget allows. Where nothing can be
+    counted only time acts: the first review comes after three evaluations, before any slope is known, then one after
+    every window, of which two in a row must agree.
+
+    Costs are in iterations measured at the same time, so that a busy machine, which slows both, changes little. What
+    measuring adds to `n` stays, and `n` never exceeds ten times its first value: a slope is a movement per evaluation,
+    so a change of `n` within a history bends it, towards freezing later where `n` grows and earlier where it shrinks.
+    Only `n` changes, not the probe batch: plasticity changes its scale with the number of samples.
+
+    Args:
+        share: of the training time.
+        window: evaluations between reviews.
+    """
+
+    def __init__(self, share: float, window: int) -> None:
+        self._share = share
+        self._window = window
+        self._evaluations: list[float] = []
+        self._refreshes: list[float] = []
+        self._next_review = FIRST_REVIEW
+        self._first_interval_steps: int | None = None
+        self._is_warned = True  # the first review acts at once
+        self._counted: float | None = None
+        """Iterations that an evaluation takes by its operations."""
+        self._unforeseen = 0.0
+        """Iterations that evaluations turned out to take beyond what was counted."""
+
+    def note_evaluation(self, iterations: float) -> None:
+        """Record the cost of one evaluation."""
+        self._evaluations.append(iterations)
+
+    def note_refresh(self, iterations: float, period: int) -> None:
+        """Record the cost of a refresh of the reference, which `period` evaluations share."""
+        self._refreshes = [*self._refreshes, iterations / period][-self._window :]
+
+    def expect(self, counted: float, interval_steps: int) -> tuple[int, str] | None:
+        """Return the interval that fits coming evaluations, and the reason for it; None where that is the present one.
+
+        Args:
+            counted: iterations that one takes by its operations.
+            interval_steps: `n` as it is.
+        """
+        if counted == self._counted:
+            return None
+        first = self._note_first(interval_steps)
+        self._counted = counted
+        self._evaluations, self._next_review, self._is_warned = [], self._window, False
+        fitting = max(first, self._fit(counted + self._unforeseen))
+        if fitting == interval_steps:
+            return None
+        unforeseen = f", and {self._unforeseen:.2g} were measured besides" if self._unforeseen else ""
+        reason = f"the operations of an evaluation are those of {counted:.2g} iterations{unforeseen}"
+        return fitting, f"{reason}; the budget is {self._share:.1%}"
+
+    def review(self, interval_steps: int) -> tuple[int, str] | None:
+        """Return a longer interval and the reason for it; None where the present one will do, or it is too early.
+
+        Args:
+            interval_steps: `n` as it is.
+        """
+        if len(self._evaluations) < self._next_review:
+            return None
+        self._note_first(interval_steps)
+        cost = statistics.median(self._evaluations)
+        cost += statistics.median(self._refreshes) if self._refreshes else 0.0
+        self._evaluations, self._next_review = [], self._window
+        share, longer = cost / interval_steps, self._fit(cost)
+        tolerated = TOLERATED if self._counted is None else TOLERATED_WHERE_COUNTED
+        is_over = share > self._share * tolerated and longer > interval_steps
+        acts, self._is_warned = is_over and self._is_warned, is_over
+        if not acts:
+            return None
+        if self._counted:
+            self._unforeseen = max(self._unforeseen, cost - self._counted)
+        reason = f"an evaluation takes as long as {cost:.2g} iterations, {share:.1%} of {interval_steps} of them"
+        return longer, f"{reason}; the budget is {self._share:.1%}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the settings."""
+        return {
+            name.removeprefix("_"): value for name, value in vars(self).items() if name not in ("_share", "_window")
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        for name in self.state_dict().keys() & state.keys():  # one saved by an earlier version has fewer entries
+            value = state[name]
+            setattr(self, f"_{name}", list(value) if isinstance(value, list) else value)
+
+    def _note_first(self, interval_steps: int) -> int:
+        if self._first_interval_steps is None:
+            self._first_interval_steps = interval_steps
+        return self._first_interval_steps
+
+    def _fit(self, cost: float) -> int:
+        """Return the shortest interval in which an evaluation keeps to the budget, within the limit of growth."""
+        return min(math.ceil(round(cost / self._share, 6)), LARGEST_GROWTH * (self._first_interval_steps or 1))
