@@ -45,7 +45,7 @@ class PolicyConfig:
     limit: float = 0.01
     """'forecast': relative SP loss that a layer module may still come to by the end of the run and yet freeze: the
     share of the similarities between samples that would still change. That of an average module; see
-    `egeria.policy.law.limit_for`. Ours, from the bench."""
+    `egeria.policy.Forecast`. Ours, from the bench."""
     loss_limit: float = 0.0025
     """'forecast': share of the training loss, or of its fall since the critical period where that is more, that the
     frozen modules may keep from falling when the rate falls, all together, as the noise of steps tells; behind a fall

@@ -1,8 +1,8 @@
 """Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
 
-`protocol` is the interface of a policy, `values` what goes in and out. `forecast` is the default policy (with `rates`,
-`law` and `guard`), `paper` the paper's, whose thaws `schedules` decides; both are built on `base`. `rivals` holds the
-policies of others, and `catalogue` names all.
+`protocol` is the interface of a policy and what goes in and out. `forecast` is the default policy (with `law` and
+`guard`), `paper` the paper's, whose thaws `schedules` decides; both are built on `base`. `rivals` holds the policies of
+others, and `catalogue` names all.
 """
 
 from egeria.policy.catalogue import (
@@ -15,15 +15,24 @@ from egeria.policy.catalogue import (
 )
 from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import (
+    BOOTSTRAPPING,
     FORESIGHT,
     GRADIENTS,
+    KNOWLEDGE_GUIDED,
     NOISE,
     PLASTICITY,
     WEIGHTS,
     Annealing,
+    Decision,
+    EndBootstrapping,
     Foreseeing,
+    Freeze,
+    Interval,
+    Judgement,
     Policy,
     PolicyMaker,
+    Reading,
+    Thaw,
 )
 from egeria.policy.schedules import (
     RULES,
@@ -33,17 +42,6 @@ from egeria.policy.schedules import (
     UnfreezeRule,
     find_rule,
     rule_for_schedule,
-)
-from egeria.policy.values import (
-    BOOTSTRAPPING,
-    KNOWLEDGE_GUIDED,
-    Decision,
-    EndBootstrapping,
-    Freeze,
-    Interval,
-    Judgement,
-    Reading,
-    Thaw,
 )
 
 __all__ = [

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from typing import Any, ClassVar
 
 from egeria.config import Config
-from egeria.policy.schedules import UnfreezeRule
-from egeria.policy.values import (
+from egeria.policy.protocol import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
     Decision,
@@ -20,8 +19,7 @@ from egeria.policy.values import (
     Reading,
     Thaw,
 )
-
-State = TypeVar("State")
+from egeria.policy.schedules import UnfreezeRule
 
 
 class FrontPolicy(ABC):
@@ -38,6 +36,12 @@ class FrontPolicy(ABC):
     needs: frozenset[str] = frozenset()
     has_bootstrapping = False
     """Whether a run begins in the bootstrapping stage."""
+    _saved: ClassVar[Mapping[str, str]] = {
+        "frozen": "_frozen",
+        "trainable": "_trainable",
+        "deepest_freeze": "_deepest",
+    }
+    """Attributes that make the state, by their keys in it."""
 
     def __init__(
         self,
@@ -90,13 +94,12 @@ class FrontPolicy(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values."""
-        return {"frozen": self._frozen, "trainable": list(self._trainable), "deepest_freeze": self._deepest}
+        return {key: _plain(getattr(self, name)) for key, name in self._saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
-        self._frozen = state["frozen"]
-        self._trainable = tuple(state["trainable"])
-        self._deepest = state["deepest_freeze"]
+        for key, name in self._saved.items():
+            setattr(self, name, _restored(state[key], getattr(self, name)))
 
     def _move_to(self, depth: int, reason: str) -> tuple[Decision, ...]:
         """Return the decisions that make the first `depth` layer modules the frozen ones, as far as allowed."""
@@ -149,6 +152,7 @@ class BootstrappedPolicy(FrontPolicy):
     """A policy whose run begins with the bootstrapping stage."""
 
     has_bootstrapping = True
+    _saved: ClassVar[Mapping[str, str]] = {**FrontPolicy._saved, "bootstrap": "_bootstrap"}
 
     def _prepare(self) -> None:
         self._bootstrap = Bootstrap(change_threshold=self._config.bootstrapping.change_threshold)
@@ -157,15 +161,6 @@ class BootstrappedPolicy(FrontPolicy):
     def stage(self) -> str:
         """Either 'bootstrapping' or 'knowledge-guided'."""
         return KNOWLEDGE_GUIDED if self._bootstrap.is_over else BOOTSTRAPPING
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain values."""
-        return {**super().state_dict(), "bootstrap": asdict(self._bootstrap)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
-        super().load_state_dict(state)
-        self._bootstrap = Bootstrap(**state["bootstrap"])
 
     def _observe_bootstrapping(self, loss: float | None) -> tuple[Decision, ...]:
         """Return the decisions that end the stage where the loss of an interval does, else none."""
@@ -177,18 +172,20 @@ class BootstrappedPolicy(FrontPolicy):
         return (ended, *self._pass_over_untrainable())
 
 
-def restored(kind: type[State], state: Mapping[str, Any]) -> State:
-    """Return a record of immutable values from what `dataclasses.asdict` made of one.
-
-    Args:
-        kind: the class of the record.
-        state: its fields; lists, as JSON has them, count as tuples.
-    """
-    return kind(**{name: _as_tuples(value) for name, value in state.items()})
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return list(map(_plain, value)) if isinstance(value, tuple) else value
 
 
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+def _restored(value: Any, present: Any) -> Any:
+    """Return what `_plain` made a value of, by the value that the attribute has now; lists count as tuples."""
+    if is_dataclass(present) and not isinstance(present, type):
+        return type(present)(**{name: _restored(entry, None) for name, entry in value.items()})
+    if isinstance(value, (list, tuple)):
+        entry_now = present[0] if isinstance(present, tuple) and present else None
+        return tuple(_restored(entry, entry_now) for entry in value)
+    return value
 
 
 def _relative_change(before: float, after: float) -> float:

@@ -9,7 +9,7 @@ from egeria.config import Config
 from egeria.errors import ConfigError
 from egeria.policy.forecast import Forecast
 from egeria.policy.paper import EgeriaPolicy
-from egeria.policy.protocol import PolicyMaker
+from egeria.policy.protocol import BOOTSTRAPPING, KNOWLEDGE_GUIDED, PolicyMaker
 from egeria.policy.rivals import (
     AutoFreeze,
     FreezeOut,
@@ -19,7 +19,6 @@ from egeria.policy.rivals import (
     StaticSchedule,
     WeightChange,
 )
-from egeria.policy.values import BOOTSTRAPPING, KNOWLEDGE_GUIDED
 
 POLICIES: dict[str, PolicyMaker] = {
     "egeria": EgeriaPolicy,

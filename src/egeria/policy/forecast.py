@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from egeria.config.checks import require
-from egeria.policy.base import BootstrappedPolicy, restored
+from egeria.policy.base import BootstrappedPolicy
 from egeria.policy.guard import LossGuard, NoiseHistory
-from egeria.policy.law import LEAST_READINGS, STRICTER, Movement, PowerLaw, limit_for
-from egeria.policy.protocol import FORESIGHT, NOISE, PLASTICITY
-from egeria.policy.rates import LearningRateHistory, longest_memory
-from egeria.policy.values import BOOTSTRAPPING, Decision, Interval, Judgement, Reading
+from egeria.policy.law import LEAST_READINGS, LearningRateHistory, Movement, PowerLaw, longest_memory
+from egeria.policy.protocol import (
+    BOOTSTRAPPING,
+    FORESIGHT,
+    NOISE,
+    PLASTICITY,
+    Decision,
+    Interval,
+    Judgement,
+    Reading,
+)
 
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is evaluated any more: it could not repay the evaluations."""
@@ -23,6 +30,18 @@ FAR = 10.0
 """Times the limit from which a predicted change is far from it."""
 LONGEST_PAUSE = 0.08
 """Share of the training that a pause takes at most: a short one has few evaluations, and its windows are long."""
+STRICTER = 0.25
+"""Factor on the limit after an alarm of the guard, and where the noise of steps cannot be measured."""
+STILL_LEARNING = 0.1
+"""Factor where the rate stays high to the end: what moves is still learning. In a short translation run modules that
+would have changed by 1 % of the similarities took 1 to 2 % of the loss with them."""
+LARGEST_WEIGHT = 2.0
+"""Largest factor for a module with much work."""
+LARGEST_EASE = 4.0
+"""Largest factor for a module whose steps hardly affect the loss, once the rate has fallen. In a segmentation run four
+of five modules could be frozen with 3 % to change, and nothing was lost: their noise was 0.3 % of the loss. At a high
+rate small noise means that a module has hardly begun to learn: 0.002 % where ResNet-50 stood still at a seventh of its
+training, and lost two points by the freeze."""
 
 
 class Forecast(BootstrappedPolicy):
@@ -55,6 +74,18 @@ class Forecast(BootstrappedPolicy):
     """
 
     needs = frozenset({PLASTICITY, NOISE, FORESIGHT})
+    _saved: ClassVar[Mapping[str, str]] = {
+        **BootstrappedPolicy._saved,
+        "guard": "_guard",
+        "movement": "_movement",
+        "noise": "_noise",
+        "rest": "_pause",
+        "strictness": "_strictness",
+        "snapshot": "_snapshot",
+        "num_under": "_num_under",
+        "loss_given": "_frozen_loss_share",
+        "bearing_given": "_frozen_noise_share",
+    }
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -160,39 +191,28 @@ class Forecast(BootstrappedPolicy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values."""
-        return {
-            **super().state_dict(),
-            "guard": asdict(self._guard),
-            "movement": asdict(self._movement),
-            "noise": asdict(self._noise),
-            "rest": asdict(self._pause),
-            "laws": [[law.state_dict(), limit] for law, limit in self._laws],
-            "course": self._rates.state_dict(),
-            **{key: getattr(self, name) for key, name in _SAVED_AS_THEY_ARE.items()},
-        }
+        laws = [[law.state_dict(), limit] for law, limit in self._laws]
+        return {**super().state_dict(), "laws": laws, "course": self._rates.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         super().load_state_dict(state)
-        self._guard = restored(LossGuard, state["guard"])
-        self._movement = restored(Movement, state["movement"])
-        self._noise = restored(NoiseHistory, state["noise"])
-        self._pause = restored(EvaluationPause, state["rest"])
         self._laws = tuple((PowerLaw.from_state(law), limit) for law, limit in state["laws"])
         self._rates.load_state_dict(state["course"])
-        for key, name in _SAVED_AS_THEY_ARE.items():
-            setattr(self, name, state[key])
 
     def _limit_for(self, reading: Reading) -> float:
-        own = self._noise_share()
-        return limit_for(
-            self.limit,
-            work=None if reading.work_share is None else reading.work_share * len(self._trainable),
-            noise_share=None if own is None else self._frozen_noise_share + own,
-            loss_limit=self._config.policy.loss_limit,
-            has_fallen=self._rates.has_fallen,
-            ends_low=self._rates.ends_low,
-        )
+        """Return the plasticity that the module of a reading may still reach, and yet freeze."""
+        limit, own = self.limit, self._noise_share()
+        if reading.work_share is not None:
+            # A module with more work than the average saves more by the same change. One with less has no stricter
+            # limit, since it also keeps those after it from freezing.
+            limit *= min(LARGEST_WEIGHT, max(1.0, reading.work_share * len(self._trainable)))
+        noise_share = None if own is None else self._frozen_noise_share + own
+        if noise_share is None:
+            limit *= STRICTER
+        elif noise_share > 0 and self._rates.has_fallen:  # 0 where steps went up their own gradients: it shows nothing
+            limit *= min(LARGEST_EASE, max(1.0, self._config.policy.loss_limit / noise_share))
+        return limit if self._rates.ends_low else STILL_LEARNING * limit
 
     def _noise_share(self) -> float | None:
         """Return the share of the loss that is noise of the next module to freeze."""
@@ -256,13 +276,3 @@ class EvaluationPause:
     """Such readings in a row."""
     until: float = 0.0
     """Step from which the module is evaluated again."""
-
-
-_SAVED_AS_THEY_ARE = {
-    "strictness": "_strictness",
-    "snapshot": "_snapshot",
-    "num_under": "_num_under",
-    "loss_given": "_frozen_loss_share",
-    "bearing_given": "_frozen_noise_share",
-}
-"""Attributes by their keys in saved states."""

@@ -1,11 +1,14 @@
-"""How far the activations of a layer module move, how far they would still move, and how much of that is little."""
+"""How far the activations of a layer module move with the learning rate, and how far they would still move."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from egeria.config import Config
+from egeria.policy.protocol import Interval, Reading
 
 LEAST_READINGS = 4
 """Readings from which a law can be fitted."""
@@ -24,18 +27,14 @@ SMALLEST_SPREAD = 1e-9
 """Under which all readings have the same distance from their snapshots."""
 LARGEST_LOGARITHM = 100.0
 """Of growth: more is as good as infinite, and stays a number."""
-STRICTER = 0.25
-"""Factor on the limit after an alarm of the guard, and where the noise of steps cannot be measured."""
-STILL_LEARNING = 0.1
-"""Factor where the rate stays high to the end: what moves is still learning. In a short translation run modules that
-would have changed by 1 % of the similarities took 1 to 2 % of the loss with them."""
-LARGEST_WEIGHT = 2.0
-"""Largest factor for a module with much work."""
-LARGEST_EASE = 4.0
-"""Largest factor for a module whose steps hardly affect the loss, once the rate has fallen. In a segmentation run four
-of five modules could be frozen with 3 % to change, and nothing was lost: their noise was 0.3 % of the loss. At a high
-rate small noise means that a module has hardly begun to learn: 0.002 % where ResNet-50 stood still at a seventh of its
-training, and lost two points by the freeze."""
+ERA_FALL = 4.0
+"""Fall of the learning rate that begins a new era: movement at the higher rate does not predict that to come."""
+IN_SIGHT = 20.0
+"""Times the longest rate sum that was seen up to which a law predicts whether a module is far from freezing."""
+SETTLING = 3
+"""Evaluations at the beginning of an era in which the modules fall to where the lower rate lets them."""
+_SAVED_AS = {"remaining_rate_sum": "way_ahead", "rate_sums": "ways"}
+"""Keys in saved states that differ from the names here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,30 +134,128 @@ class Movement:
         )
 
 
-def limit_for(
-    limit: float,
-    *,
-    work: float | None,
-    noise_share: float | None,
-    loss_limit: float,
-    has_fallen: bool,
-    ends_low: bool,
-) -> float:
-    """Return the plasticity that one module may still reach, and yet freeze.
+@dataclass(kw_only=True, slots=True)
+class LearningRateHistory:
+    """The learning rate so far and to come. An *era* is a stretch of training that ends where the rate falls far.
 
     Args:
-        limit: of an average module.
-        work: of the module, times the average; None where unknown. A module with more saves more by the same change.
-            One with less has no stricter limit, since it also keeps those after it from freezing.
-        noise_share: share of the loss that the noise of its steps makes, with that of all in front; None where
-            unknown, 0 where steps went up their own gradients, which also shows nothing of it.
-        loss_limit: the noise share from which the limit holds as it is.
-        has_fallen: whether the rate is far below its peak.
-        ends_low: whether the rate will have fallen far at the end.
+        memory: evaluations that a reading can reach back, to its snapshot and by coming late.
+        total_steps: of the run; None where unknown.
     """
-    limit *= 1.0 if work is None else min(LARGEST_WEIGHT, max(1.0, work))
-    if noise_share is None:
-        limit *= STRICTER
-    elif noise_share > 0 and has_fallen:
-        limit *= min(LARGEST_EASE, max(1.0, loss_limit / noise_share))
-    return limit if ends_low else STILL_LEARNING * limit
+
+    memory: int
+    total_steps: int | None = None
+    step: int = 0
+    interval_steps: int = 0
+    """Of the newest interval."""
+    rate: float = 0.0
+    """The learning rate now."""
+    rose: bool = False
+    """Whether it rose in the newest interval."""
+    era_rate: float = 0.0
+    """Largest rate of this era."""
+    largest_rate: float = 0.0
+    """Of the run so far."""
+    settling: int = 0
+    """Evaluations until the modules have settled in this era."""
+    remaining_rate_sum: float | None = None
+    """Sum of the learning rate over the steps still to come; None where unknown."""
+    last_rate: float | None = None
+    """Rate of the last step; None where unknown."""
+    rate_sums: dict[int, float] = field(default_factory=dict)
+    """By evaluation of this era, the sum of the learning rate since the evaluation before."""
+
+    def update(self, interval: Interval) -> bool:
+        """Add an interval; return whether an era began with it."""
+        rate = interval.learning_rate
+        begins = rate * ERA_FALL < self.era_rate
+        self.settling = SETTLING if begins else max(0, self.settling - 1)
+        self.era_rate = rate if begins else max(self.era_rate, rate)
+        self.largest_rate = max(self.largest_rate, rate)
+        self.interval_steps = interval.step - self.step
+        sums = {**self.rate_sums, interval.evaluation: rate * self.interval_steps}
+        oldest = interval.evaluation - self.memory
+        self.rate_sums = {} if self.settling else {at: rate_sum for at, rate_sum in sums.items() if at > oldest}
+        self.step, self.rose, self.rate = interval.step, rate > self.rate, rate
+        self.remaining_rate_sum, self.last_rate = interval.remaining_rate_sum, interval.last_rate
+        return begins
+
+    def forget(self) -> None:
+        """Drop the past, so that the next reading used is one against a new snapshot."""
+        self.rate_sums = {}
+
+    def settle(self) -> None:
+        """Begin to settle, as after a thaw: a snapshot from before would not show what moves again."""
+        self.settling, self.rate_sums = SETTLING, {}
+
+    def rate_sum_since_snapshot(self, reading: Reading) -> float | None:
+        """Return the rate sum from the snapshot to the reading; None where unknown or begun in an older era."""
+        if reading.age is None:
+            return None
+        since = [self.rate_sums.get(reading.evaluation - back) for back in range(reading.age)]
+        rate_sum = math.fsum(part for part in since if part is not None)
+        return rate_sum if rate_sum > 0 and None not in since else None
+
+    def change_ahead(self, law: PowerLaw | None) -> float | None:
+        """Return the plasticity against now that a module would reach by the end; None where that is unknown."""
+        if law is None or self.remaining_rate_sum is None or self.remaining_rate_sum > FARTHEST * law.longest:
+            return None
+        return self.rough_change_ahead(law)
+
+    def rough_change_ahead(self, law: PowerLaw) -> float | None:
+        """Return roughly what it would reach, at most `IN_SIGHT` times as far as was seen; None where unknown."""
+        if self.remaining_rate_sum is None or self.last_rate is None:
+            return None
+        rate_sum = min(self.remaining_rate_sum, IN_SIGHT * law.longest)
+        return law.change_ahead(rate_sum, self.last_rate / self.rate if self.rate > 0 else 1.0)
+
+    def exceeds(self, law: PowerLaw, limit: float) -> bool:
+        """Return whether a module would change by more than a limit, or the end is farther than its law predicts.
+
+        Args:
+            law: of the module.
+            limit: largest plasticity against now.
+        """
+        change = self.rough_change_ahead(law)
+        return change is None or change > limit or (self.remaining_rate_sum or 0.0) > IN_SIGHT * law.longest
+
+    @property
+    def ends_low(self) -> bool:
+        """Whether the rate will have fallen far at the end; else the run ends while it still learns.
+
+        A rate that stays to the last step and then is zero is no schedule: it is assumed where none is known.
+        """
+        if self.last_rate is None or self.remaining_rate_sum is None or self.total_steps is None:
+            return False
+        constant = math.isclose(self.remaining_rate_sum, self.rate * (self.total_steps - self.step), rel_tol=1e-3)
+        return (self.rate if constant and not self.last_rate else self.last_rate) * ERA_FALL <= self.largest_rate
+
+    @property
+    def has_fallen(self) -> bool:
+        """Whether the rate is far below its peak."""
+        return self.rate * ERA_FALL <= self.largest_rate
+
+    @property
+    def remaining_fall(self) -> float:
+        """How far the rate will have fallen at the end, as a share of the one now; 1 where that is unknown."""
+        if self.last_rate is None or self.rate <= 0:
+            return 1.0
+        return 1 - min(1.0, max(0.0, self.last_rate / self.rate))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history as plain values, without the arguments."""
+        state = {_SAVED_AS.get(name, name): value for name, value in asdict(self).items()}
+        del state["memory"], state["total_steps"]
+        return {**state, "ways": list(self.rate_sums.items())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
+        names = {key: name for name, key in _SAVED_AS.items()}
+        for key, value in state.items():
+            setattr(self, names.get(key, key), {int(at): part for at, part in value} if key == "ways" else value)
+
+
+def longest_memory(config: Config) -> int:
+    """Return the evaluations that a reading can reach back, to the snapshot and by coming late."""
+    kept = config.reference.refresh_evaluations or max(config.plasticity.window, 2 * LEAST_READINGS)
+    return 2 * kept + config.controller.queue_length

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from egeria.policy.base import BootstrappedPolicy, restored
-from egeria.policy.protocol import PLASTICITY
+from egeria.policy.base import BootstrappedPolicy
+from egeria.policy.protocol import BOOTSTRAPPING, PLASTICITY, Decision, Interval, Judgement, Reading, Thaw
 from egeria.policy.schedules import Moment, UnfreezeAction
-from egeria.policy.values import BOOTSTRAPPING, Decision, Interval, Judgement, Reading, Thaw
 
 
 class EgeriaPolicy(BootstrappedPolicy):
@@ -21,6 +20,14 @@ class EgeriaPolicy(BootstrappedPolicy):
     """
 
     needs = frozenset({PLASTICITY})
+    _saved: ClassVar[Mapping[str, str]] = {
+        **BootstrappedPolicy._saved,
+        "window": "_window",
+        "histories": "_histories",
+        "learning_rate": "_learning_rate",
+        "freeze_learning_rate": "_freeze_learning_rate",
+        "on_hold": "_on_hold",
+    }
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -64,27 +71,6 @@ class EgeriaPolicy(BootstrappedPolicy):
     def observe_reading(self, reading: Reading) -> Judgement:
         """Update the history of the monitored module; readings of another module change nothing."""
         return self._judge(reading) if reading.module == self.monitored else Judgement(smoothed=reading.value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain values."""
-        return {
-            **super().state_dict(),
-            "stage": self.stage,
-            "window": self._window,
-            "histories": list(map(asdict, self._histories)),
-            "learning_rate": self._learning_rate,
-            "freeze_learning_rate": self._freeze_learning_rate,
-            "on_hold": self._on_hold,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
-        super().load_state_dict(state)
-        self._window = state["window"]
-        self._histories = tuple(restored(ModuleHistory, history) for history in state["histories"])
-        self._learning_rate = state["learning_rate"]
-        self._freeze_learning_rate = state["freeze_learning_rate"]
-        self._on_hold = state["on_hold"]
 
     def _judge(self, reading: Reading) -> Judgement:
         module = reading.module

@@ -7,14 +7,13 @@ import random
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 from egeria.config.checks import read_timetable
 from egeria.errors import ConfigError
 from egeria.policy.base import FrontPolicy
 from egeria.policy.paper import EgeriaPolicy
-from egeria.policy.protocol import GRADIENTS, WEIGHTS
-from egeria.policy.values import Decision, Freeze, Interval, Reading
+from egeria.policy.protocol import GRADIENTS, WEIGHTS, Decision, Freeze, Interval, Reading
 
 ROUNDING = 1e-9
 """Shares are sums in floating point: the smallest error must not put a move off by an interval."""
@@ -189,6 +188,7 @@ class AutoFreeze(FrontPolicy):
     """
 
     needs = frozenset({GRADIENTS})
+    _saved: ClassVar[Mapping[str, str]] = {**FrontPolicy._saved, "previous": "_previous"}
 
     def _prepare(self) -> None:
         self._previous: tuple[float | None, ...] | None = None
@@ -213,15 +213,6 @@ class AutoFreeze(FrontPolicy):
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the steps to the next evaluation; None where nothing is left to freeze."""
         return float(interval_steps) if self._frozen < self._deepest else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain values."""
-        return {**super().state_dict(), "previous": None if self._previous is None else list(self._previous)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
-        super().load_state_dict(state)
-        self._previous = None if state["previous"] is None else tuple(state["previous"])
 
 
 class WeightChange(EgeriaPolicy):
