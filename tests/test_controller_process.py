@@ -67,6 +67,30 @@ def patient(monkeypatch):
     monkeypatch.setattr(ProcessController, "poll", wait)
 
 
+@pytest.fixture(scope="module")
+def started():
+    controller = ProcessController(plan_for(()), ControllerConfig(load_limit=1.0))
+    yield controller
+    controller.close()
+
+
+@pytest.fixture
+def lent(started, patient, monkeypatch):
+    """One process for many runs: it takes another model as it does when the shapes of a model change."""
+
+    def lend(plan, config):
+        started._plan, started._precision, started._shapes = plan, plan.precision, []
+        return started
+
+    monkeypatch.setattr("egeria.controller.choice.ProcessController", lend)
+    monkeypatch.setattr(started, "close", started.poll)
+
+
+def plan_for(taps, precision="auto"):
+    settings = {"largest_map": 16, "window": 4, "device": "cpu", "fidelity_share": 0.1}
+    return EvaluationPlan(taps=taps, metric=sp_loss, precision=precision, **settings)
+
+
 def told(directory, *kinds):
     return [event for event in read_journal(directory).events if isinstance(event, kinds)]
 
@@ -76,15 +100,13 @@ def decisions(directory):
 
 
 @pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
-def test_law_2_inline_and_process_read_and_decide_alike(specimen, tmp_path, patient):
+def test_law_2_inline_and_process_read_and_decide_alike(specimen, tmp_path, lent):
     loops = {}
-    with nothing_left_behind():
-        for kind in ("process", "inline"):
-            attach = {"config": settings(), "directory": tmp_path / kind, "controller": kind}
-            loops[kind] = Loop(specimen, attach)
-        for loop in loops.values():
-            loop.step(40)
-            loop.run.close()
+    for kind in ("process", "inline"):
+        attach = {"config": settings(), "directory": tmp_path / kind, "controller": kind}
+        loops[kind] = Loop(specimen, attach)
+        loops[kind].step(40)
+        loops[kind].run.close()
     assert differences(loops["inline"].everything(), loops["process"].everything()) == []
     inline, process = (told(tmp_path / kind, PlasticityRead) for kind in ("inline", "process"))
     assert len(inline) >= 4, "the law is empty without evaluations"
@@ -105,7 +127,7 @@ def test_law_2_inline_and_process_read_and_decide_alike(specimen, tmp_path, pati
 
 @pytest.mark.parametrize("metric", ["l2", "cka", lambda first, second: (first - second).abs().max()])
 @pytest.mark.parametrize("mode", ["eval", "train"])
-def test_law_2_for_metrics_that_need_the_activation_itself(metric, mode, tmp_path, patient):
+def test_law_2_for_metrics_that_need_the_activation_itself(metric, mode, tmp_path, lent):
     config = settings(plasticity={**FAST["plasticity"], "metric": metric, "mode": mode})
     for kind in ("inline", "process"):
         loop = Loop(SPECIMENS["residual"], {"config": config, "directory": tmp_path / kind, "controller": kind})
@@ -171,10 +193,7 @@ def _by_snapshot(directory):
 
 def test_a_snapshot_that_finds_no_room_is_asked_for_again(tmp_path):
     model = SPECIMENS["residual"].build()
-    plan = EvaluationPlan(
-        taps=("blocks.0",), metric=sp_loss, largest_map=16, window=4, precision="fp32", device="cpu", fidelity_share=0.1
-    )
-    controller = ProcessController(plan, ControllerConfig(load_limit=1.0))
+    controller = ProcessController(plan_for(("blocks.0",), "fp32"), ControllerConfig(load_limit=1.0))
     with nothing_left_behind():
         assert [controller.refresh(number, model, None) for number in range(4)] == [True, True, False, False]
         reports, deadline = [], time.monotonic() + LONGEST_WAIT_S
@@ -188,10 +207,7 @@ def test_a_snapshot_that_finds_no_room_is_asked_for_again(tmp_path):
 def test_a_process_that_had_no_batch_to_try_formats_on_does_not_stay_with_the_last_one(tmp_path):
     model = SPECIMENS["residual"].build()
     args, kwargs = SPECIMENS["residual"].example(torch.Generator().manual_seed(0))
-    plan = EvaluationPlan(
-        taps=("blocks.0",), metric=sp_loss, largest_map=16, window=4, precision="auto", device="cpu", fidelity_share=0.1
-    )
-    controller = ProcessController(plan, ControllerConfig(load_limit=1.0))
+    controller = ProcessController(plan_for(("blocks.0",)), ControllerConfig(load_limit=1.0))
     try:
         rungs = []
         for batch in (None, Batch.of_call(args, kwargs, "cpu")):
@@ -344,7 +360,13 @@ run.close()
 """
 
 
-@pytest.mark.parametrize("how", ["a script without a __main__ guard", "a notebook, whose code is in no file"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a script without a __main__ guard",
+        pytest.param("a notebook, whose code is in no file", marks=pytest.mark.slow),
+    ],
+)
 def test_the_user_s_code_is_never_run_again(how, tmp_path):
     if "script" in how:
         path = tmp_path / "train.py"
