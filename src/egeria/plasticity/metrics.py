@@ -1,7 +1,7 @@
 """The metrics: callables of the training and the reference activation, [B, ...] each, to one scalar.
 
-Shape legend: B samples, C channels, H and W pixels, D features. Every metric is 0 for equal activations and grows with the
-difference; all arithmetic is float32.
+Shape legend: B samples, C channels, H and W pixels, D features. Every metric is 0 for equal activations and
+grows with the difference; all arithmetic is float32.
 """
 
 from __future__ import annotations
