@@ -208,7 +208,7 @@ def assert_turned_off(training: Training, reason: str) -> None:
     """The cache was given up, for a reason that the user was told once, and that the journal has."""
     assert len(training.warnings) == 1, training.warnings
     assert reason in training.warnings[0]
-    assert "Training goes on" in training.warnings[0]
+    assert "Training continues" in training.warnings[0]
     assert len(training.complaints) == 1 and reason in training.complaints[0]
     decided = [event for event in training.journal(CacheDecided) if reason in event.reason]
     assert [event.mode for event in decided] == ["computed"]

@@ -1,4 +1,4 @@
-"""Disks, files and threads that fail under the activation cache: training goes on, and comes out the same."""
+"""Disks, files and threads that fail under the activation cache: training continues, and comes out the same."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ class PolicyConfig:
     share of the similarities between samples that would still change. That of an average module; see
     `egeria.policy.Forecast`. Ours, from the bench."""
     loss_limit: float = 0.0025
-    """'forecast': share of the training loss, or of its fall since the critical period where that is more, that the
-    frozen modules may keep from falling when the rate falls, all together, as the noise of steps tells; behind a fall
-    of the rate, a module far under it may change by more. Ours, from the bench: freezes that were to keep 0.5 % of the
-    loss kept 1.5 %, and cost an image classifier a point."""
+    """'forecast': share of the training loss, or of its fall since the critical period where that is more, that all
+    frozen modules together may keep up as noise of steps when the rate falls; after a fall of the rate, a module far
+    under it may change by more. Ours, from the bench: freezes predicted to keep 0.5 % of the loss kept 1.5 %, and cost
+    an image classifier a point."""
     patience: int = 2
     """'forecast': readings in a row under the limit that freeze. Our choice."""
 

@@ -70,7 +70,7 @@ class Assessor:
     Once in the life of a snapshot, after `checks_at` readings of a tap, its error is compared with
     what it is there to show: the metric between the full-precision snapshot and its quantized form
     may be at most `fidelity_share` of the mean of those readings, or harmless. Above that the activation ranges are
-    taken anew, and if that does not help the next, more exact number format is taken.
+    taken again, and if that does not help the next, more exact number format is taken.
     """
 
     def __init__(self, plan: EvaluationPlan, reference: QuantizedReference | None = None) -> None:

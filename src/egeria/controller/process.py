@@ -1,4 +1,4 @@
-"""The controller in a process of its own: training hands over, polls, and never waits."""
+"""The controller in a separate process: training hands over, polls, and never waits."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class ProcessController:
         return self._status()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number format; the reference itself starts anew from the weights of the resumed model."""
+        """Return the number format; the reference itself starts again from the weights of the resumed model."""
         return {"precision": self._precision} if self._inline is None else self._inline.state_dict()
 
     def _status(self) -> ControllerStatus:

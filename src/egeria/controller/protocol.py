@@ -77,7 +77,7 @@ class ControllerStatus:
     `ReadingDropped` stands for an evaluation that was not made, `EvaluationFailed` for one that raised, and
     `FaultCaught` for a reference that could not be refreshed."""
     is_asynchronous: bool = False
-    """Whether reports come at any time, so that it is to be polled after every step."""
+    """Whether reports come at any time, so that it must be polled after every step."""
     has_ended: bool = False
     """Whether no evaluation will be made any more."""
     cpu_s: float = 0.0

@@ -2,7 +2,7 @@
 
 Models, batches and activations are packed into segments of memory that have no name, so that nothing is left
 behind however the two processes end. A packed object is a pickle in which tensors are replaced by where their
-values lie behind it: they are copied once, from whatever device they are on. Classes of the user's script or
+values lie after it: they are copied once, from whatever device they are on. Classes of the user's script or
 notebook travel by value (cloudpickle), so the other process never runs the script again.
 """
 
@@ -146,10 +146,10 @@ def _anonymous_file() -> int:
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor's values lie behind the pickle, and what it is."""
+    """Where a tensor's values lie after the pickle, and what it is."""
 
     begin: int | None
-    """Bytes behind the pickle; None for one that comes without its values."""
+    """Bytes after the pickle; None for one that comes without its values."""
     shape: tuple[int, ...]
     """In the order of memory."""
     order: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The controller process: runs the reference and compares, while the training goes on beside it."""
+"""The controller process: runs the reference and compares, while the training continues beside it."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class LoadGate:
         self._waiting_since: float | None = None
 
     def lets_through(self) -> bool:
-        """Tell whether an evaluation that is waiting may run now."""
+        """Return whether an evaluation that is waiting may run now."""
         if self._limit >= 1:
             return True
         now = self._clock()

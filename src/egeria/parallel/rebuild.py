@@ -1,4 +1,4 @@
-"""Making the buckets of a `DistributedDataParallel` anew, in place: everything that reaches into its inside."""
+"""Making the buckets of a `DistributedDataParallel` again, in place: everything that reaches into its inside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 FIRST_ITERATIONS = 2
-"""Iterations after which buckets are laid out for good: they are ordered anew behind the first backward pass."""
+"""Iterations after which buckets are laid out for good: they are ordered again after the first backward pass."""
 
 
 def rebuild(wrapper: DistributedDataParallel, *, idle_before: frozenset[str], idle: frozenset[str]) -> None:
@@ -40,7 +40,7 @@ def rebuild(wrapper: DistributedDataParallel, *, idle_before: frozenset[str], id
 
 
 def _forget_buckets(state: Any) -> None:
-    """Let PowerSGD begin anew where the buckets are others: it keeps errors and factors by bucket."""
+    """Restart PowerSGD where the buckets are others: it keeps errors and factors by bucket."""
     if not hasattr(state, "start_powerSGD_iter"):
         return
     for name in ("error_dict", "p_memory_dict", "q_memory_dict"):

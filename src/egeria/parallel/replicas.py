@@ -18,7 +18,7 @@ class Replicas:
     """Replicas of the model under `DistributedDataParallel`.
 
     The wrapper stays the same object, so that what the loop holds goes on being what it calls; the buckets
-    in it are made anew whenever layers freeze or thaw. Its options and communication hooks stay.
+    in it are rebuilt whenever layers freeze or thaw. Its options and communication hooks stay.
 
     Args:
         options: of `DistributedDataParallel`, for a bare model, which is wrapped here.
@@ -63,7 +63,7 @@ class Replicas:
         """Nothing is in another form."""
 
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
-        """Return the wrapper, its buckets made anew if other parameters train than before."""
+        """Return the wrapper, its buckets rebuilt if other parameters train than before."""
         trained, idle = self._trainable(), frozenset(_buffers_of(self._wrapper.module, frozen))
         if (trained, idle) != (self._trained, self._idle):
             rebuild(self._wrapper, idle_before=self._idle, idle=idle)

@@ -15,8 +15,8 @@ from egeria.parallel.refusals import refuse_model, refuse_shards
 class Sharded:
     """Processes that hold a part of each parameter, and put them together for each forward and backward pass.
 
-    A parameter without a gradient has none to reduce, and behind the frozen front nothing is put together a second
-    time, so that there is nothing to wrap anew. All processes of the job take part.
+    A parameter without a gradient has none to reduce, and after the frozen front nothing is put together a second
+    time, so that there is nothing to wrap again. All processes of the job take part.
     """
 
     def __init__(self) -> None:

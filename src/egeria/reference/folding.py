@@ -43,7 +43,7 @@ class Outlet(nn.Module):
 
 
 class FoldedModel:
-    """The model, where in it taps are read, and what is to be folded again when weights change."""
+    """The model, where in it taps are read, and what must be folded again when weights change."""
 
     def __init__(
         self, model: nn.Module, taps: Sequence[str], parts: Sequence[TracedPart], folds: Sequence[FoldedConvolution]
@@ -105,7 +105,7 @@ def fold_model(
 
 @dataclass(frozen=True, slots=True)
 class FoldedConvolution:
-    """A convolution with tensors of its own, channels last, that also does the work of the norm behind it."""
+    """A convolution with its own tensors, channels last, that also does the work of the norm after it."""
 
     folded: Any
     convolution: Any

@@ -79,7 +79,7 @@ class Machine:
             return ("bf16", "fp32")
         if precision == "fp32":
             return ("fp32",)
-        # With AMX, bf16 outruns quantising every activation anew, and is far more exact.
+        # With AMX, bf16 outruns quantising every activation again, and is far more exact.
         return exact if self.amx and int8 == "int8-dynamic" else (int8, *exact)
 
     def __str__(self) -> str:
@@ -326,7 +326,7 @@ def require_float32(model: nn.Module) -> None:
 
 
 class OnSideStream:
-    """Lets the kernels of a number format wait for what was queued before, and what comes behind wait for them."""
+    """Lets the kernels of a number format wait for what was queued before, and what comes after wait for them."""
 
     def __init__(self, rung: NumberFormat, device: torch.device) -> None:
         self.name: FormatName = rung.name

@@ -25,7 +25,7 @@ from egeria.reference.tracing import CONVOLUTIONS, is_altered, is_plain
 ENGINE = "x86"
 _WEIGHTED = (*CONVOLUTIONS, nn.Linear)
 # What stays in float32: all that has weights, but for the layers above, since only they are quantised
-# anew when weights change; and `mean`, whose int8 kernel refuses maps of one pixel.
+# again when weights change; and `mean`, whose int8 kernel refuses maps of one pixel.
 _IN_FLOAT32 = re.compile(
     r"(Batch|Layer|Instance|Group)Norm.*|(batch|layer|instance|group)_norm|.*(LSTM|GRU|RNN).*|Embedding.*|embedding.*"
     r"|PReLU|Conv.*d.*BatchNorm.*|ConvTranspose.*|conv.*d|linear|BN.*|.*Bn.*|mean"
@@ -49,7 +49,7 @@ def _no_stack_traces() -> Iterator[None]:
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """Use our kernels for the block, and the user's choice of engine again behind it."""
+    """Use our kernels for the block, and the user's choice of engine again after it."""
     before = torch.backends.quantized.engine
     try:
         torch.backends.quantized.engine = ENGINE

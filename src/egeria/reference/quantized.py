@@ -147,7 +147,7 @@ class QuantizedReference:
         return None if exact is None or found is None else float(metric(exact, found))
 
     def recalibrate(self) -> bool:
-        """Build this format anew, with fresh ranges of activations; False if they are not stale."""
+        """Build this format again, with fresh ranges of activations; False if they are not stale."""
         if not self._has_old_ranges:
             return False
         with self._aside():

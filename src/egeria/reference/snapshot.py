@@ -43,7 +43,7 @@ class Reference(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Go on from a saved state, giving the same activations to the bit; `model` gives the architecture."""
+        """Restore a saved state, giving the same activations to the bit; `model` gives the architecture."""
         ...
 
 
@@ -118,7 +118,7 @@ class SnapshotReference:
 
 
 def _fits(copied: nn.Module, model: nn.Module) -> bool:
-    """Tell whether both hold tensors of the same shapes; a buffer may grow while training."""
+    """Return whether both hold tensors of the same shapes; a buffer may grow while training."""
     return [tensor.shape for tensor in _tensors(copied)] == [tensor.shape for tensor in _tensors(model)]
 
 
@@ -127,7 +127,7 @@ def _copied(model: nn.Module) -> nn.Module:
     computed = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)) if not tensor.is_leaf)
     memo = {id(tensor): tensor.detach().clone() for tensor in computed}
     try:
-        with kept_random_state(model):  # a model's own `__deepcopy__` may build itself anew
+        with kept_random_state(model):  # a model's own `__deepcopy__` may rebuild itself
             copied = copy.deepcopy(model, memo).requires_grad_(False)
     except Exception as error:
         raise ReferenceModelError(

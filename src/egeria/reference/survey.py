@@ -117,7 +117,7 @@ def read_taps(model: nn.Module, taps: Mapping[str, str], batch: Batch) -> dict[s
 
 
 class _EnoughError(BaseException):
-    """Ends a forward pass behind the last tap; a BaseException, so that no handler in a model swallows it."""
+    """Ends a forward pass after the last tap; a BaseException, so that no handler in a model swallows it."""
 
 
 def _read(

@@ -36,7 +36,7 @@ def is_altered(module: nn.Module) -> bool:
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """Return a copy with modules and attributes of its own that shares every tensor."""
+    """Return a copy with its own modules and attributes that shares every tensor."""
     attributes = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *attributes)}
     with kept_random_state(model):
@@ -76,7 +76,7 @@ class TracedPart:
 
 
 class _Tracer(fx.Tracer):
-    """Puts an outlet behind every tap, so that the tap survives when its module is fused away."""
+    """Puts an outlet after every tap, so that the tap survives when its module is fused away."""
 
     def __init__(self, outlets: Mapping[nn.Module, str]) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _descend(model: nn.Module, name: str, taps: Sequence[str], call: _Call, foun
 
 def _try_part(model: nn.Module, name: str, taps: Sequence[str], call: _Call) -> TracedPart | None:
     module = model.get_submodule(name)
-    # Tracing starts behind what has been put on the module from outside, and draws its random numbers once and for all.
+    # Tracing starts after what has been put on the module from outside, and draws its random numbers once and for all.
     if is_altered(module) or _has_own_generator(module):
         return None
     try:
@@ -229,7 +229,7 @@ def _draw_once(model: nn.Module) -> None:
 
 
 def _has_own_generator(model: nn.Module) -> bool:
-    """Return whether a submodule keeps a random generator of its own."""
+    """Return whether a submodule keeps its own random generator."""
     return any(isinstance(value, _GENERATORS) for module in model.modules() for value in vars(module).values())
 
 

@@ -53,7 +53,7 @@ class Applier:
         self._compiling = compiling
         self._recorder = recorder
         self.waiting: list[int] = []
-        """Layer modules that were decided to freeze, and train on until compiling anew repays itself."""
+        """Layer modules that were decided to freeze, and train on until compiling again repays itself."""
         self._depth_in_force = 0
         self._was_overruled = False
 
@@ -154,7 +154,7 @@ class Applier:
         return f"{self.depth} {' '.join(names)}"
 
     def _reason_to_wait(self, saved_s: float | None) -> str | None:
-        """Return why a freeze is to wait: compiling the model anew would take longer than it saves."""
+        """Return why a freeze has to wait: compiling the model again would take longer than it saves."""
         if not self._compiling.is_on:
             return None
         reason = self._compiling.reason_to_wait(saved_s)

@@ -72,7 +72,7 @@ def attach(
     """Watch a training run and freeze its front layers as they converge; `run.close()` undoes everything.
 
     Nothing about the model, the optimizer or the loader changes until the first layer module freezes. A model that
-    cannot be cut, or a directory that cannot be written, is no error: the run goes on without, with a warning.
+    cannot be cut, or a directory that cannot be written, is no error: the run continues without, with a warning.
 
     Args:
         model: the model in training; call `run.model` in its place.

@@ -32,7 +32,7 @@ def check_training(
     policy: Any,
     parallel: ParallelStrategy | None,
 ) -> tuple[Training, ParallelStrategy]:
-    """Return what is to be trained, and how several processes do that together.
+    """Return what to train, and how several processes do that together.
 
     Args:
         model: a module, with or without a wrapper.
@@ -167,11 +167,11 @@ def agree_on_the_run(
     """Check that all processes attach alike; return why nothing can be frozen, None if it can.
 
     Args:
-        ranks: the processes of the job; they learn whether the controller of the first is a process of its own.
+        ranks: the processes of the job; they learn whether the controller of the first is a separate process.
         training: what this process trains.
         cut: its layer modules; None where nothing can be frozen.
         interval_steps: its `n`.
-        is_apart: whether its controller is a process of its own.
+        is_apart: whether its controller is a separate process.
 
     Raises:
         ConfigError: they were given other settings, or another number of steps.

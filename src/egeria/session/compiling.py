@@ -18,13 +18,13 @@ GRAPHS_PER_FREEZE = 2
 class Compiling:
     """Watches what a compiled model costs; where nothing is compiled it does nothing.
 
-    A freeze changes what needs a gradient, so that the next forward pass is compiled anew. After eight graphs of a
+    A freeze changes what needs a gradient, so that the next forward pass is compiled again. After eight graphs of a
     function torch goes over to running it uncompiled, for good: the limit is raised by what freezing may need, and
     lowered again at the end.
 
     Args:
         handle: what the loop calls, which sees whether it is compiled.
-        recorder: where compiling is told.
+        recorder: records compilations.
     """
 
     def __init__(self, handle: ModelHandle, recorder: Recorder) -> None:
@@ -40,7 +40,7 @@ class Compiling:
 
     @property
     def is_on(self) -> bool:
-        """Tell whether calls of the model are compiled."""
+        """Return whether calls of the model are compiled."""
         return bool(self._handle.is_compiled)
 
     def make_room(self, num_modules: int) -> None:
@@ -74,10 +74,10 @@ class Compiling:
         return spent if is_ours else 0.0
 
     def reason_to_wait(self, saved_s: float | None) -> str | None:
-        """Return why a freeze is to wait, None if it repays what compiling takes.
+        """Return why a freeze has to wait, None if it repays what compiling takes.
 
         Args:
-            saved_s: seconds that it saves to the end of the run; None where that cannot be told.
+            saved_s: seconds that it saves to the end of the run; None where that is unknown.
         """
         if not self.is_on or saved_s is None or saved_s >= self._dearest_s:
             return None

@@ -216,7 +216,7 @@ class Evaluation:
         return changed or self._budget.review(interval_steps)
 
     def profile(self) -> None:
-        """Count the operations of the forward pass, once; where that fails the run goes on without them."""
+        """Count the operations of the forward pass, once; where that fails the run continues without them."""
         if self._is_profiled or self.batch is None:
             return
         self._is_profiled = True
@@ -263,7 +263,7 @@ class Evaluation:
         # One that had given up gets another chance: it may be on another machine now.
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)
         self._refreshed_at = state.get("refreshed_at")
-        # A sharded model cannot be gathered by one process alone: its reference is made anew.
+        # A sharded model cannot be gathered by one process alone: its reference is rebuilt.
         can_go_on = not self._training.is_sharded and self._controller.refresh(
             self._refreshed_at or 0, self._model, None, state["controller"]
         )
@@ -347,7 +347,7 @@ class Evaluation:
         self.drop(result.evaluation, result.module, late if late and not is_lost else reason)
         if late or is_lost:
             return
-        self._recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training goes on.")
+        self._recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training continues.")
         if isinstance(result, EvaluationFailed):
             self._count_failure(f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {reason}")
 
@@ -366,9 +366,9 @@ class Evaluation:
             self._recorder.write(event)
         if isinstance(event, RungTaken) and event.before:
             change = f"the reference model changes from {event.before} to {event.after}"
-            self._recorder.warn(f"rung {event.after}", f"egeria: {change}: {event.reason}. Training goes on.")
+            self._recorder.warn(f"rung {event.after}", f"egeria: {change}: {event.reason}. Training continues.")
         elif isinstance(event, ControllerRestarted):
-            message = f"egeria: the controller process was replaced: {event.reason}. Training goes on."
+            message = f"egeria: the controller process was replaced: {event.reason}. Training continues."
             self._recorder.warn("restarts of the controller", message)
 
     def _count_failure(self, reason: str) -> None:

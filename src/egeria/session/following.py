@@ -98,7 +98,7 @@ class ModelHandle(nn.Module):
         return skip(partial(target, *args, **kwargs), batch)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> Batch | None:
-        """Do what is to be done ahead of a call; return its arguments where somebody needs them."""
+        """Do what must precede a call; return its arguments where somebody needs them."""
         bare: nn.Module = self.__dict__["_bare"]
         if not self.__dict__["is_compiled"] and (is_called_compiled or bare._compiled_call_impl is not None):
             self.note_compiled()
@@ -240,7 +240,7 @@ class Cut:
         Args:
             training: the model and its optimizers.
             modules: the layer modules, front to back.
-            returned_to: submodules that were called again after others. To freeze one that is called again behind
+            returned_to: submodules that were called again after others. To freeze one that is called again after
                 active modules saves nothing: the backward pass runs through it.
         """
         model = training.model

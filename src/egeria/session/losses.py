@@ -39,7 +39,7 @@ class Losses:
             ) from error
 
     def take_mean(self) -> tuple[float | None, int]:
-        """Return the mean of the finite losses (None without any) and the number of the others; start anew."""
+        """Return the mean of the finite losses (None without any) and the number of the others; reset both."""
         values = self.read()
         self._values = []
         finite = [value for value in values if math.isfinite(value)]

@@ -22,7 +22,7 @@ class IntervalMeter:
         timer: times the iterations.
         measures: what the policy needs beside the loss.
         ranks: the processes of the job, which all see the same interval.
-        recorder: where intervals are told.
+        recorder: records intervals.
     """
 
     def __init__(self, timer: IterationTimer, measures: Measures, ranks: Ranks, recorder: Recorder) -> None:
@@ -43,7 +43,7 @@ class IntervalMeter:
         self._losses.add(loss)
 
     def take(self, clock: IntervalClock, modules: Sequence[LayerModule], num_frozen: int, rate: float) -> Interval:
-        """Return the interval that has ended, and start anew.
+        """Return the interval that has ended, and begin the next.
 
         Raises:
             OutOfStepError: the processes of the job do not agree.
@@ -110,7 +110,7 @@ class IntervalMeter:
         return None if is_missing else [from_number(value) for value in sums]
 
     def close(self) -> None:
-        """Stop measuring for the policy, for good; losses and pace go on."""
+        """Stop measuring for the policy, for good; losses and timing continue."""
         self._measures.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class IntervalMeter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self.iteration_s = float(state["iteration_s"])
         self._losses.restore(list(state["losses"]))
         self._measures.load_state_dict(state.get("measures", {}))

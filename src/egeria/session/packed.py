@@ -29,7 +29,7 @@ class Packed:
     `torch.distributed.checkpoint` takes states apart and loads them entry by entry into a state that has the same
     entries; those of a run come and go. In one piece there is one entry, and all processes load the same. It must be
     that of the first: save with `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions,
-    but not the reference model and what was measured since the last evaluation, which are made anew then.
+    but not the reference model and what was measured since the last evaluation, which are made again then.
 
     Args:
         run: whose state.
@@ -45,7 +45,7 @@ class Packed:
         return {"state": file.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Restore a saved state.
 
         Raises:
             StateError: it is of a newer egeria, or of another model. Nothing has changed then.

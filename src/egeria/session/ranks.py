@@ -33,7 +33,7 @@ class Subject(IntEnum):
 
 
 class OutOfStepError(Exception):
-    """The processes do not agree, or one of them cannot go on: all of them learn it in the same exchange."""
+    """The processes do not agree, or one of them cannot continue: all of them learn it in the same exchange."""
 
 
 class LostError(Exception):
@@ -60,18 +60,18 @@ class Ranks:
         self._leaves = False
         self._has_parted = False
         self.leader_is_apart = False
-        """Whether the leader's controller is a process of its own, whose readings come whenever they are ready."""
+        """Whether the leader's controller is a separate process, whose readings come whenever they are ready."""
         self.is_lost = False
         """Whether an exchange has failed; there are no more then."""
 
     @property
     def is_alone(self) -> bool:
-        """Tell whether there is nobody to agree with, or not any more."""
+        """Return whether there is nobody to agree with, or not any more."""
         return self._parallel.num_ranks == 1 or self._has_parted or self.is_lost
 
     @property
     def are_meeting(self) -> bool:
-        """Tell whether others wait for this process to take part in a meeting."""
+        """Return whether others wait for this process to take part in a meeting."""
         return self.meets and not self.is_alone
 
     @property
@@ -81,7 +81,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Tell whether this is the process that evaluates and keeps the journal."""
+        """Return whether this is the process that evaluates and keeps the journal."""
         return self.rank == 0
 
     def meet(self, step: int) -> None:
@@ -93,7 +93,7 @@ class Ranks:
         self.meets, self._has_parted = False, True
 
     def leave(self) -> None:
-        """Tell the others that this process cannot go on: now, if they meet, else at the next meeting.
+        """Report to the others that this process cannot continue: now, if they meet, else at the next meeting.
 
         Raises:
             OutOfStepError: they know.

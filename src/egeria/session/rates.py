@@ -29,7 +29,7 @@ class LayerRates:
         wanted: returns the layer modules and, for the step to come, the rate of each as a share of the initial
             rate; None to scale nothing.
         keeps_tied: a weight that an active module uses too trains on through that; it takes the rate of the last.
-        recorder: where a fault is told.
+        recorder: records faults.
         spend: counts seconds in the midst of the user's iteration.
     """
 
@@ -68,12 +68,12 @@ class LayerRates:
         return {"initial": [list(rates) for rates in self._initial]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self._initial = [list(rates) for rates in state.get("initial", self._initial)]
 
     @torch.no_grad()
     def _note(self, optimizer: Optimizer) -> None:
-        """Keep the parameters whose step is to be scaled."""
+        """Keep the parameters whose step is scaled."""
         self._before = []
         wanted = self._wanted()
         if wanted is None:

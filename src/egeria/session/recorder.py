@@ -11,7 +11,7 @@ from egeria.journal import JournalWriter
 
 
 class EgeriaWarning(UserWarning):
-    """The library stepped back from something; training goes on."""
+    """The library stepped back from something; training continues."""
 
 
 class Recorder:
@@ -53,12 +53,12 @@ class Recorder:
         if what not in self._warned:
             self.write(Declined(step=self.step, what=what, reason=reason))
         if by_this_process or not self._echoes:
-            self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training goes on without it.")
+            self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training continues without it.")
 
     def fault(self, where: str, error: Exception) -> int:
         """Journal a failure of ours, warn the first time, and return how many there were in this place."""
         count = self._faults[where] = self._faults.get(where, 0) + 1
         text = f"{type(error).__name__}: {error}"
         self.write(FaultCaught(step=self.step, where=where, error=text, count=count))
-        self.warn(f"fault in {where}", f"egeria: {where} failed ({text}). Training goes on; see the journal.")
+        self.warn(f"fault in {where}", f"egeria: {where} failed ({text}). Training continues; see the journal.")
         return count

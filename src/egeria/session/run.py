@@ -80,14 +80,14 @@ class Run:
         return Packed(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on as if the run had never stopped.
+        """Return what `load_state_dict` needs to continue as if the run had never stopped.
 
         Plain values and tensors; save it beside the states of the model and the optimizer.
         """
         return {"schema": STATE_SCHEMA, **self._session.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; load the model and the optimizer first.
+        """Restore a saved state; load the model and the optimizer first.
 
         Raises:
             StateError: the state is of a newer egeria, or of another model. Nothing has changed then.

@@ -39,7 +39,7 @@ BASE_SEED = 0
 
 
 class Skipping:
-    """Stands between the session and the cache: tells it when the boundary moves, and what is ahead.
+    """Stands between the session and the cache: informs it when the boundary moves, and what is ahead.
 
     Args:
         cache: makes the training forwards.
@@ -121,7 +121,7 @@ def begin_skipping(
 ) -> Skipping | None:
     """Make the cache of a run; None where it has none, or where nothing can be skipped, which is said then.
 
-    Where samples cannot be told apart nothing is stored, which is said once too; the frozen front may
+    Where samples cannot be distinguished nothing is stored, which is said once too; the frozen front may
     still run as inference. All processes of a job call this.
 
     Args:
@@ -198,7 +198,7 @@ def _follow(
 
 
 def _deals_out_one_dataset(loader: Any) -> bool:
-    """Tell whether all processes draw from the same data set: by their samplers, or by Accelerate's around one."""
+    """Return whether all processes draw from the same data set: by their samplers, or by Accelerate's around one."""
     samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     dealing = (DistributedSampler, ShardSampler)
     return any(isinstance(entry, dealing) or type(entry).__name__ == "BatchSamplerShard" for entry in samplers)

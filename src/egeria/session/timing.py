@@ -147,7 +147,7 @@ def count_iterations(front_share: float, share_of_samples: float) -> float:
 class Budget:
     """Compares the cost of evaluations in the training process with that of the training.
 
-    Where the operations of an evaluation can be counted, `n` follows the count, anew for each layer module, so that
+    Where the operations of an evaluation can be counted, `n` follows the count for each layer module, so that
     what a run decides does not depend on how busy the machine is. Time is measured as well, and acts only where a
     window of evaluations and the next one both took half as long again as the budget allows. Where nothing can be
     counted only time acts: the first review comes after three evaluations, before any slope is known, then one after

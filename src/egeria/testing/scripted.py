@@ -13,7 +13,7 @@ from egeria.layers.batch import Batch
 
 
 class ScriptedController:
-    """Gives the readings it is told to give.
+    """Gives the readings that it is given.
 
     Args:
         readings: called with the number of the evaluation and the layer module; returns the

@@ -17,7 +17,7 @@ POLL_S = 0.2
 
 
 class FetchError(EgeriaError):
-    """Stored activations do not come, or not in time; training goes on without them."""
+    """Stored activations do not come, or not in time; training continues without them."""
 
 
 class Shelf:

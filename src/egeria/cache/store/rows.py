@@ -21,7 +21,7 @@ Floats = NDArray[np.float32]
 
 
 class StoreError(EgeriaError):
-    """The store of activations cannot be made, read or written; training goes on without it."""
+    """The store of activations cannot be made, read or written; training continues without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

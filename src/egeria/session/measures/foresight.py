@@ -67,7 +67,7 @@ class Foresight:
             rate: the learning rate now.
 
         Returns:
-            None where it cannot be told: no `total_steps`, a schedule that depends on the training (plateaus), one
+            None where it is unknown: no `total_steps`, a schedule that depends on the training (plateaus), one
             that has come to zero, or not enough calls seen yet.
         """
         self._observe(step)
@@ -93,7 +93,7 @@ class Foresight:
         return {"calls": self._calls, "changes": [list(change) for change in self._changes]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self._calls = state.get("calls")
         self._changes = [(step, calls) for step, calls in state.get("changes", [])]
 
@@ -101,14 +101,14 @@ class Foresight:
         calls = getattr(self._scheduler, "last_epoch", None)
         if not isinstance(calls, int) or calls == self._calls:
             return
-        if self._calls is not None and calls < self._calls:  # it was begun anew
+        if self._calls is not None and calls < self._calls:  # it was restarted
             self._changes, self._played, self._calls = [], [], None
         if self._calls is not None:
             self._changes = [*self._changes[:1], (step, calls)]
         self._calls = calls
 
     def _shares(self, num_calls: int, rate: float) -> list[float] | None:
-        """Return the rate after each of the next calls, as a share of the rate now; None where it cannot be told.
+        """Return the rate after each of the next calls, as a share of the rate now; None where it is unknown.
 
         Groups of parameters may have schedules of their own: those count that have this rate now.
         """

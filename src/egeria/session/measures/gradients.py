@@ -46,7 +46,7 @@ class GradientSums:
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
-        """Return the L1 norm of each layer module, None for the frozen ones, and start anew; synchronises the device.
+        """Return the L1 norm of each layer module, None for the frozen ones, and reset it; synchronises the device.
 
         A module whose parameters had no gradient has 0. Of parameters in parts it is that of this process' part.
         """

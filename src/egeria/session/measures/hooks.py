@@ -18,7 +18,7 @@ class OptimizerHooks:
 
     Args:
         optimizers: whose steps.
-        recorder: where a fault is told.
+        recorder: records faults.
         spend: counts the seconds that the callbacks take, which lie in the midst of the user's iteration.
         what: what is not done where it fails, in the words of a warning.
         before: called with an optimizer before its step.
@@ -54,7 +54,7 @@ class OptimizerHooks:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether no callback is made any more."""
+        """Return whether no callback is made any more."""
         return self._has_given_up or not self._handles
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Measures:
         needs: what the policy needs; nothing else costs anything.
         foresight: what tells the learning rate to come.
         add_up: returns the sums over all processes of a job, where each has a part of the parameters.
-        recorder: where a fault is told.
+        recorder: records faults.
         spend: counts seconds in the midst of the user's iteration.
     """
 
@@ -102,12 +102,12 @@ class Measures:
         return {name: part.state_dict() for name, part in self._parts().items() if self._is_whole(name)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; what it has nothing on begins anew."""
+        """Restore a saved state; measures that it lacks restart."""
         for name, part in self._parts().items():
             part.load_state_dict(state.get(name, {}) if self._is_whole(name) else {})
 
     def _is_whole(self, name: str) -> bool:
-        """Tell whether a measure is the same in all processes."""
+        """Return whether a measure is the same in all processes."""
         return not self.in_parts or name == FORESIGHT
 
     def _parts(self) -> dict[str, Any]:

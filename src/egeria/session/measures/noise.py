@@ -79,7 +79,7 @@ class StepNoise:
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
-        """Return it for each layer module and start anew; synchronises the device.
+        """Return it for each layer module and reset it; synchronises the device.
 
         None for the frozen ones, and for those of which no step was measured or the numbers are not finite.
         It is below 0 where a step went up its own gradient, as momentum may. Of parameters in parts it is that of
@@ -98,7 +98,7 @@ class StepNoise:
         return dict(self._found)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self._found, self._is_complete = dict(state), bool(state)
 
     def _own(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter, float]]:

@@ -32,7 +32,7 @@ class WeightChanges:
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
-        """Return the change of each layer module and start anew; synchronises the device.
+        """Return the change of each layer module and reset it; synchronises the device.
 
         None for the frozen ones, and for all at the first call.
         """
