@@ -136,7 +136,7 @@ class Training:
     @property
     def way(self) -> Any:
         """How forwards are made now."""
-        return self.run._driver._skipping._cache._way
+        return self.run._session._skipping._cache._way
 
     @property
     def generation(self) -> Generation:

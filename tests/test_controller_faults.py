@@ -78,7 +78,7 @@ class Training:
 
     @property
     def pid(self):
-        return self.loop.run._driver._engine.evaluator._controller.pid
+        return self.loop.run._session._parts.evaluation._controller.pid
 
     def finish(self):
         """Train on, close, and check that it was the plain training all along."""
@@ -154,7 +154,7 @@ def test_a_controller_that_never_says_a_word_is_given_up_sooner(tmp_path, monkey
 def test_a_controller_without_memory_loses_readings_only(tmp_path):
     training = Training(tmp_path, name="residual")
     training.until_read()
-    training.loop.run._driver._engine.evaluator._num_samples = 20_000
+    training.loop.run._session._parts.evaluation._num_samples = 20_000
     training.loop.specimen = _with_batches_of(training.loop.specimen, 20_000)  # for which it finds no memory
     limited = set()
 
@@ -335,7 +335,7 @@ def test_forked_data_workers_neither_hold_nor_end_the_controller(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             run.step(0.0)
-        pids.add(run._driver._engine.evaluator._controller.pid)
+        pids.add(run._session._parts.evaluation._controller.pid)
     assert len(pids - {None}) == 1, "the end of a worker ended the controller"
     assert len(read_journal(tmp_path).of(PlasticityRead)) >= 12
     (pid,) = pids - {None}
@@ -372,7 +372,7 @@ def step():
     time.sleep(0.01)
 while not egeria.read_journal(sys.argv[1]).of(PlasticityRead):
     step()
-controller = run._driver._engine.evaluator._controller
+controller = run._session._parts.evaluation._controller
 print("pid", controller.pid, flush=True)
 """
 

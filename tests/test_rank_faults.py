@@ -75,28 +75,28 @@ def train_disturbed(disturb, steps=STEPS):
 
 def break_policy(job):
     """Let this rank's policy fail in the midst of a meeting."""
-    policy = job.run._driver.engine.policy
+    policy = job.run._session._parts.policy
     policy.observe_interval = lambda interval: 1 / 0
 
 
 def break_measuring(job):
     """Let this rank fail before the others hear of its interval."""
-    job.run._driver._meter._losses.take_mean = lambda: 1 / 0
+    job.run._session._meter._losses.take_mean = lambda: 1 / 0
 
 
 def break_freezing(job):
     """Let this rank fail to freeze what all have decided to freeze."""
-    job.run._driver.engine.applier.freezer.freeze_to = lambda *args, **kwargs: 1 / 0
+    job.run._session._parts.applier._freezer.freeze_to = lambda *args, **kwargs: 1 / 0
 
 
 def break_ordering(job):
     """Let this rank fail outside of meetings, again and again."""
-    job.run._driver._arm = lambda: 1 / 0
+    job.run._session._arm = lambda: 1 / 0
 
 
 def decide_alone(job):
     """Let this rank decide what nobody else does."""
-    policy = job.run._driver.engine.policy
+    policy = job.run._session._parts.policy
     policy.observe_interval = lambda interval: (Freeze(module=policy.frozen, reason="alone"),)
 
 

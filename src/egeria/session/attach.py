@@ -187,7 +187,6 @@ def _make_session(shared: _Shared, cut: Cut | None, interval_steps: int, loader:
         interval_steps=interval_steps,
         ranks=ranks,
         recorder=recorder,
-        timer=timer,
         meter=IntervalMeter(timer, measures, ranks, recorder),
         compiling=shared.compiling,
         budget=shared.budget,

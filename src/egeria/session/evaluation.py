@@ -28,6 +28,7 @@ from egeria.layers.plain import gather, outline
 from egeria.layers.taps import TrainingTap, capture
 from egeria.layers.undisturbed import undisturbed
 from egeria.policy import Reading
+from egeria.session.compiling import BACKWARD_SHARE
 from egeria.session.following import Training
 from egeria.session.ranks import Ranks, Subject
 from egeria.session.recorder import Recorder
@@ -66,7 +67,7 @@ class Evaluation:
         """A copy of the batch of the newest evaluation: the rows that were read."""
         self.iteration_s = 0.0
         """Seconds of an iteration with nothing frozen; 0 where unknown."""
-        self.work_shares: list[float] | None = None
+        self._work_shares: list[float] | None = None
         """Share of the forward pass' operations that each layer module takes; None where they cannot be counted."""
         self._training = training
         self._model = training.model
@@ -166,8 +167,8 @@ class Evaluation:
         if not self.has_given_up:
             self._take_in(self._controller.poll())
             own, self._finished = self._finished, []
-        if self.work_shares is not None:
-            own = [replace(reading, work_share=self.work_shares[reading.module]) for reading in own]
+        if self._work_shares is not None:
+            own = [replace(reading, work_share=self._work_shares[reading.module]) for reading in own]
         shared = own if self._ranks.is_alone else self._ranks.readings(own)
         return own or shared
 
@@ -210,10 +211,23 @@ class Evaluation:
             index: the layer module to be evaluated; None for none.
         """
         changed, looked_at = None, self._share_of_samples()
-        if index is not None and self.work_shares is not None and looked_at is not None:
-            counted = count_iterations(sum(self.work_shares[: index + 1]), looked_at)
+        if index is not None and self._work_shares is not None and looked_at is not None:
+            counted = count_iterations(sum(self._work_shares[: index + 1]), looked_at)
             changed = self._budget.expect(counted, interval_steps)
         return changed or self._budget.review(interval_steps)
+
+    def saved_s(self, frozen: Sequence[int], num_steps: int) -> float | None:
+        """Return the seconds that freezing layer modules saves to the end of the run; None where unknown.
+
+        Args:
+            frozen: the layer modules.
+            num_steps: optimizer steps done.
+        """
+        total_steps = self._training.total_steps
+        if self._work_shares is None or total_steps is None or self.iteration_s <= 0:
+            return None
+        share = BACKWARD_SHARE * sum(self._work_shares[index] for index in frozen)
+        return share * self.iteration_s * (total_steps - num_steps)
 
     def profile(self) -> None:
         """Count the operations of the forward pass, once; where that fails the run continues without them."""
@@ -222,11 +236,11 @@ class Evaluation:
         self._is_profiled = True
         try:
             model, batch = outline(self._model, self.batch)
-            self.work_shares = forward_shares(model, self._modules, batch)
+            self._work_shares = forward_shares(model, self._modules, batch)
         except Exception as error:
             self._recorder.fault("counting operations", error)
-        if self.work_shares is not None:
-            self._recorder.write(ComputeProfiled(step=self._recorder.step, forward_shares=list(self.work_shares)))
+        if self._work_shares is not None:
+            self._recorder.write(ComputeProfiled(step=self._recorder.step, forward_shares=list(self._work_shares)))
 
     def discard_before(self, evaluation: int) -> None:
         """Drop readings requested earlier than this evaluation: they are from before a thaw."""
@@ -381,7 +395,6 @@ class Evaluation:
         """End the controller; what it had not handed over, or not finished, is journaled as dropped."""
         self._status = self._controller.close()
         for report in self._status.reports:
-            if isinstance(report, Reading):
-                self.drop(report.evaluation, report.module, "the run ended before it was judged")
-            elif isinstance(report, ReadingDropped):
-                self.drop(report.evaluation, report.module, report.reason)
+            if isinstance(report, (Reading, ReadingDropped)):
+                reason = "the run ended before it was judged" if isinstance(report, Reading) else report.reason
+                self.drop(report.evaluation, report.module, reason)

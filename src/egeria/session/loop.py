@@ -23,7 +23,7 @@ from egeria.policy import (
     Thaw,
 )
 from egeria.session.applying import Applier
-from egeria.session.compiling import BACKWARD_SHARE, Compiling
+from egeria.session.compiling import Compiling
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import Cut, ExecutionOrder, HarmfulFreezeError, Training
 from egeria.session.meter import IntervalMeter
@@ -31,10 +31,9 @@ from egeria.session.ranks import LostError, OutOfStepError, Ranks
 from egeria.session.rates import LayerRates, Wanted
 from egeria.session.recorder import Recorder
 from egeria.session.skipping import COMPILED, Skipping
-from egeria.session.timing import Budget, IntervalClock, IterationTimer
+from egeria.session.timing import Budget, IntervalClock
 
-POLLS_PER_INTERVAL = 4
-"""How often several processes ask each other for readings of a controller process."""
+POLLS_PER_INTERVAL = 4  # how often several processes ask each other for readings of a controller process
 FAULTS_BEFORE_GIVING_UP = 3
 
 
@@ -51,8 +50,7 @@ class CutParts:
 class Session:
     """Counts the steps of a run, and evaluates, freezes and thaws between them.
 
-    Nothing it does may stop or change the user's training: a failure is journaled and, if it repeats, everything is
-    thawed and the session only measures from then on.
+    None of it may stop or change the user's training: a failure is journaled and, if it repeats, everything thaws.
 
     Args:
         training: what the user trains.
@@ -61,8 +59,7 @@ class Session:
         interval_steps: `n`.
         ranks: the processes of the job, seen from this one.
         recorder: writes the journal.
-        timer: times the iterations.
-        meter: measures intervals.
+        meter: measures intervals, and times their iterations.
         compiling: what freezing costs a compiled model.
         budget: what evaluations may cost.
         skipping: skips the frozen forward pass; None leaves it as it is.
@@ -77,13 +74,12 @@ class Session:
         interval_steps: int,
         ranks: Ranks,
         recorder: Recorder,
-        timer: IterationTimer,
         meter: IntervalMeter,
         compiling: Compiling,
         budget: Budget,
         skipping: Skipping | None,
     ) -> None:
-        self.timer = timer
+        self.timer = meter.timer
         self.modules = parts.modules if parts else ()
         """The layer modules, front to back; kept after `release`."""
         self._training = training
@@ -96,7 +92,9 @@ class Session:
         self._compiling = compiling
         self._budget = budget
         self._skipping = skipping
-        self._rates = self._make_rates()
+        self._rates: LayerRates | None = None
+        if parts is not None and isinstance(parts.policy, Annealing):
+            self._rates = LayerRates(training, self._wanted_rates, recorder, self.timer.take_out)
         self._order = ExecutionOrder(training, self.modules, recorder) if parts else None
         self._past_controller_cpu_s = 0.0
         self._faults_in_a_row: dict[str, int] = {}
@@ -205,8 +203,8 @@ class Session:
         measured = {name: state[name] for name in ("losses", "iteration_s")} | {"measures": state.get("measures", {})}
         clock = IntervalClock.from_state(state)
         modules = None if saved is None else tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
-        policy_name = state.get("policy_name", "egeria")
-        self._training.check_state(policy_name, modules if clock.num_steps and self._parts else None)
+        known = modules if clock.num_steps and self._parts else None
+        self._training.check_state(state.get("policy_name", "egeria"), known)
         if modules is None:
             self.release()
         elif self._parts is None:
@@ -215,7 +213,13 @@ class Session:
                 "not, or its run is closed. Attach the same model with the same configuration, then load."
             )
         elif clock.num_steps:  # before the first step nothing was decided, and the order is still to be recorded
-            self._restore_parts(saved, modules)
+            parts = self._make_parts(Cut.of(self._training, modules))
+            parts.policy.load_state_dict(saved["policy"])
+            parts.evaluation.load_state_dict(saved["evaluator"])
+            self.release(parts)
+            self._parts, self.modules = parts, modules
+            decided = parts.policy.frozen
+            parts.applier.restore(min(decided, int(saved.get("frozen", decided))), decided)
         self._budget.load_state_dict(budget)
         self._clock = clock
         self._recorder.step = clock.num_steps
@@ -224,17 +228,6 @@ class Session:
             self._rates.load_state_dict(state.get("rates", {}))
         self._guard("preparing an evaluation", self._arm)
         self._guard("moving the boundary of the cache", self._move_cache_boundary)
-
-    def _restore_parts(self, saved: Mapping[str, Any], modules: tuple[LayerModule, ...]) -> None:
-        parts = self._make_parts(Cut.of(self._training, modules))
-        parts.policy.load_state_dict(saved["policy"])
-        parts.evaluation.load_state_dict(saved["evaluator"])
-        self.release(parts)
-        self._parts, self.modules = parts, modules
-        decided = parts.policy.frozen
-        parts.applier.restore(min(decided, int(saved.get("frozen", decided))), decided)
-
-    # --- intervals and evaluations -------------------------------------------------------------
 
     @property
     def _may_have_readings(self) -> bool:
@@ -246,8 +239,7 @@ class Session:
         return self._ranks.leader_is_apart and self._clock.is_at_part(POLLS_PER_INTERVAL)
 
     def _end_interval(self) -> None:
-        rate = self._training.learning_rate(self.modules)
-        interval = self._meter.take(self._clock, self.modules, self.frozen, rate)
+        interval = self._meter.take(self._clock, self.modules, self.frozen, self._training.learning_rate(self.modules))
         parts = self._parts
         if parts is None or self._ranks.is_lost:
             return
@@ -276,8 +268,7 @@ class Session:
         clock, evaluation, monitored = self._clock, parts.evaluation, parts.policy.monitored
         if monitored is None:
             return
-        requests = self._ranks.leads and not evaluation.has_given_up
-        if requests:
+        if requests := self._ranks.leads and not evaluation.has_given_up:
             evaluation.request(clock.num_steps, clock.evaluation, monitored)
         self._take_in_readings()
         if requests or self._training.is_sharded:
@@ -285,9 +276,9 @@ class Session:
             evaluation.refresh(clock.evaluation, period)
         changed = evaluation.fit_interval(clock.interval_steps, parts.policy.monitored) if requests else None
         if changed is not None:
-            before, (clock.interval_steps, reason) = clock.interval_steps, changed
-            event = IntervalChanged(step=clock.num_steps, before=before, after=clock.interval_steps, reason=reason)
-            self._recorder.write(event)
+            before, (after, reason) = clock.interval_steps, changed
+            clock.interval_steps = after
+            self._recorder.write(IntervalChanged(step=self.num_steps, before=before, after=after, reason=reason))
 
     def _take_in_readings(self) -> None:
         """Give finished readings to the policy, and apply what it decides."""
@@ -309,21 +300,13 @@ class Session:
         """Carry out decisions in order; `_agree` puts them in force at the end of the step."""
         for decision in decisions:
             if isinstance(decision, Freeze):
-                parts.applier.freeze(decision, batch, self._saved_s(parts, decision.module))
+                together = [*parts.applier.waiting, decision.module]
+                parts.applier.freeze(decision, batch, parts.evaluation.saved_s(together, self.num_steps))
             elif isinstance(decision, Thaw):
                 parts.applier.thaw(decision)
             else:
-                event = StageChanged(step=self.num_steps, stage=KNOWLEDGE_GUIDED, reason=decision.reason)
-                self._recorder.write(event)
-
-    def _saved_s(self, parts: CutParts, module: int) -> float | None:
-        """Return the seconds that a freeze saves to the end of the run, with those that wait; None where unknown."""
-        shares, total_steps = parts.evaluation.work_shares, self._training.total_steps
-        iteration_s = parts.evaluation.iteration_s
-        if shares is None or total_steps is None or iteration_s <= 0:
-            return None
-        share = BACKWARD_SHARE * sum(shares[index] for index in [*parts.applier.waiting, module])
-        return share * iteration_s * (total_steps - self.num_steps)
+                reason = decision.reason
+                self._recorder.write(StageChanged(step=self.num_steps, stage=KNOWLEDGE_GUIDED, reason=reason))
 
     def _agree(self) -> None:
         """Check that all processes have frozen the same, and put it in force."""
@@ -343,8 +326,6 @@ class Session:
         if monitored is not None or parts.policy.stage == BOOTSTRAPPING or PLASTICITY not in parts.policy.needs:
             parts.evaluation.arm(monitored)
 
-    # --- the model as the loop runs it ---------------------------------------------------------
-
     def _settle_order(self) -> None:
         """Cut the model again if its first forward pass ran in another order than it is defined in."""
         cut = self._order.record() if self._order else None
@@ -352,23 +333,10 @@ class Session:
             self._parts, self.modules = self._make_parts(cut), cut.modules
             self._recorder.write(ModulesOrdered(step=self.num_steps, **cut.to_dict()))
 
-    def _make_rates(self) -> LayerRates | None:
-        if self._parts is None or not isinstance(self._parts.policy, Annealing):
-            return None
-        return LayerRates(
-            self._training.model,
-            self._training.optimizers,
-            self._wanted_rates,
-            keeps_tied=self._training.config.freezing.tied == "keep",
-            recorder=self._recorder,
-            spend=self.timer.take_out,
-        )
-
     def _wanted_rates(self) -> Wanted | None:
         """Return the learning rates that the policy wants for the coming step, if it sets them."""
-        if self._parts is None or not isinstance(self._parts.policy, Annealing):
-            return None
-        shares = self._parts.policy.rate_shares(self.num_steps)
+        policy = self._parts.policy if self._parts else None
+        shares = policy.rate_shares(self.num_steps) if isinstance(policy, Annealing) else None
         return None if shares is None else (self.modules, shares)
 
     def _move_cache_boundary(self) -> None:
@@ -376,17 +344,17 @@ class Session:
             frozen = self.modules[: self.frozen]
             self._skipping.follow(frozen, self._parts.policy, self.num_steps, self._clock.interval_steps)
 
-    def _end_skipping(self) -> bool:
+    def _end_skipping(self) -> None:
         skipping, self._skipping = self._skipping, None
         if skipping is not None:
             skipping.close()
-        return skipping is not None
 
     def _note_compiled(self) -> None:
         self._guard("preparing for compiled calls", self._prepare_for_compiled_calls)
 
     def _prepare_for_compiled_calls(self) -> None:
-        if self._end_skipping():
+        if self._skipping is not None:
+            self._end_skipping()
             self._recorder.decline("skipping the frozen forward pass", COMPILED)
         if self._parts is not None and self._training.is_sharded:
             self._stop_freezing(COMPILED_SHARDS)
@@ -394,8 +362,6 @@ class Session:
         self._compiling.make_room(len(self.modules))
         if self._order is not None:
             self._order.watch()
-
-    # --- failures of ours ----------------------------------------------------------------------
 
     def _guard(self, what: str, action: Callable[[], object]) -> None:
         """Run one of our own steps so that nothing it raises reaches the user's loop."""
@@ -427,12 +393,7 @@ class Session:
             self._stop_freezing(f"{what} failed {count} times in a row, last with: {error}")
 
     def _stop_freezing(self, reason: str) -> None:
-        """Thaw for good; among several processes at the same step as the others.
-
-        Raises:
-            OutOfStepError: the others know.
-            LostError: they cannot be reached.
-        """
+        """Thaw for good; among several processes at the same step as the others, by what `leave` raises in all."""
         if self._ranks.is_alone:
             self.release()
         self._recorder.decline("freezing", reason, by_this_process=True)

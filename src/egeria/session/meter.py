@@ -28,7 +28,7 @@ class IntervalMeter:
     def __init__(self, timer: IterationTimer, measures: Measures, ranks: Ranks, recorder: Recorder) -> None:
         self.iteration_s = 0.0
         """Median seconds of an iteration in the newest interval with nothing frozen."""
-        self._timer = timer
+        self.timer = timer
         self._measures = measures
         self._ranks = ranks
         self._recorder = recorder
@@ -50,7 +50,7 @@ class IntervalMeter:
             LostError: they cannot reach each other.
         """
         loss, num_bad = self._losses.take_mean()
-        wall_s, cpu_s = self._timer.take_medians()
+        wall_s, cpu_s = self.timer.take_medians()
         if not num_frozen:  # what evaluations may cost is measured against training without egeria
             self.iteration_s = wall_s
         measured: dict[str, Any] = self._measures.take(clock.num_steps, rate, modules, num_frozen)

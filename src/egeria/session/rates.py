@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
+from egeria.session.following import Training
 from egeria.session.measures.hooks import OptimizerHooks
 from egeria.session.recorder import Recorder
 
@@ -24,29 +25,25 @@ class LayerRates:
     those that are frozen, are left alone; the others are copied before the step.
 
     Args:
-        model: the model in training.
-        optimizers: what trains it; their groups are only read.
+        training: what the user trains.
         wanted: returns the layer modules and, for the step to come, the rate of each as a share of the initial
             rate; None to scale nothing.
-        keeps_tied: a weight that an active module uses too trains on through that; it takes the rate of the last.
         recorder: records faults.
         spend: counts seconds in the midst of the user's iteration.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        training: Training,
         wanted: Callable[[], Wanted | None],
-        *,
-        keeps_tied: bool,
         recorder: Recorder,
         spend: Callable[[float, float], None],
     ) -> None:
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._optimizers = list(optimizers)
+        self._names = {id(parameter): name for name, parameter in training.model.named_parameters()}
+        self._optimizers = list(training.optimizers)
         self._wanted = wanted
-        self._keeps_tied = keeps_tied
+        # A tied weight that an active module uses too trains on through that; it takes the rate of the last.
+        self._keeps_tied = training.config.freezing.tied == "keep"
         self._initial = [[_initial_rate(group) for group in entry.param_groups] for entry in self._optimizers]
         self._before: list[tuple[Tensor, Tensor, float]] = []
         self._hooks = OptimizerHooks(
