@@ -81,7 +81,7 @@ class Training:
         order = torch.Generator().manual_seed(1)
         self.loader = DataLoader(self.dataset, batch_size=self.batch_size, shuffle=True, generator=order)
         self.loader_before = dict(vars(self.loader))
-        cache = {"enabled": self.cached, "gate": "open", "inference": False, **self.settings}
+        cache = {"enabled": self.cached, "gate": "open", **self.settings}
         with self._noting_warnings():
             self.run: Any = egeria.attach(
                 self.model,
@@ -136,7 +136,7 @@ class Training:
     @property
     def way(self) -> Any:
         """How forwards are made now."""
-        return self.run._session._skipping._cache._way
+        return self.run._session._skipping._cache._mode
 
     @property
     def generation(self) -> Generation:

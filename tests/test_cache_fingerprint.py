@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from egeria.cache.samples.fingerprint import agree, fingerprints, true_lengths
+from egeria.cache.fingerprint import agree, fingerprints, true_lengths
 
 
 def prints(*args, rows=None, **kwargs):

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-from egeria.cache import ways
+from egeria.cache import forward_modes
 from egeria.cache.gate import Prospects, judge
 
 GOOD = Prospects(
@@ -96,11 +96,11 @@ def test_the_numbers_are_told():
     assert all(isinstance(value, float) for value in numbers.values())
 
 
-def served(monkeypatch, iteration_s, count=ways.REVIEWED_BATCHES + 1, every=lambda index: True):
+def served(monkeypatch, iteration_s, count=forward_modes.REVIEWED_BATCHES + 1, every=lambda index: True):
     """Iterations of 10 ms; return what is said of them after each."""
     clock = itertools.count(0.0, 0.01)
-    monkeypatch.setattr(ways.time, "perf_counter", lambda: next(clock))
-    payback = ways.Payback(iteration_s)
+    monkeypatch.setattr(forward_modes.time, "perf_counter", lambda: next(clock))
+    payback = forward_modes.PaybackCheck(iteration_s)
     said = []
     for index in range(count):
         payback.note(every(index))

@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader
 import egeria
 from cached import Pictures, freezes_up_to, small_resnet
 from egeria.events import CacheDecided, CacheUsed, Declined
-from egeria.layers.batch import Autocast, Batch
-from egeria.layers.inference.fast_prefix import FastPrefix
 from egeria.session import EgeriaWarning
 from egeria.testing import ScriptedController
 from loops import FAST, differences
@@ -45,7 +43,7 @@ class Trained:
                 self.loader,
                 directory=directory,
                 controller=ScriptedController(freezes_up_to(1)),
-                config={**FAST, "cache": {"enabled": cached, "gate": "open", "inference": False}},
+                config={**FAST, "cache": {"enabled": cached, "gate": "open"}},
             ) as self.run:
                 loop(self)
         self.journal = egeria.read_journal(directory)
@@ -167,13 +165,3 @@ def test_the_decision_of_a_second_run_on_one_loader_has_the_true_reason(tmp_path
     with egeria.attach(model, optimizer, loader, directory=tmp_path / "first", config={"cache": {"enabled": True}}):
         second = Trained(loop, tmp_path / "second", cached=True, loader=loader)
     assert "another run already watches this loader" in second.reasons[0]
-
-
-def test_a_folded_front_is_stale_once_its_weights_were_written_through_data():
-    model = small_resnet().eval().requires_grad_(False)
-    batch = Batch(args=(Pictures().images[:8],), kwargs={}, autocast=Autocast.current("cpu"))
-    fast = FastPrefix.build(model, ["conv1", "bn1"], batch)
-    assert fast is not None and not fast.is_stale()
-    for parameter in model.parameters():
-        parameter.data.mul_(0.9)
-    assert fast.is_stale()

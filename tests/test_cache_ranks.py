@@ -92,7 +92,7 @@ def train(name, folder):
     dataset = Pictures(NUM_SAMPLES)
     sampler = SAMPLERS[case.get("sampler", "dealt anew")](dataset, shuffle=True, seed=0)
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
-    settings = {"enabled": case.get("cached", True), "gate": "open", "inference": False, **case.get("settings", {})}
+    settings = {"enabled": case.get("cached", True), "gate": "open", **case.get("settings", {})}
     settings |= case.get("settings_of_second", {}) if rank == 1 else {}
     losses, begin = [], time.monotonic()
     with mock.patch.object(hosts, "_machine", lambda: machine), faulty(case.get("fault")), warnings.catch_warnings():

@@ -24,7 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from egeria.cache.samples.feed import Drawn, NoSamplesError, SampleFeed
+from egeria.cache.samples import BatchIndices, NoSamplesError, SampleFeed
 
 
 class Numbers(Dataset):
@@ -439,7 +439,7 @@ def test_a_loader_read_by_a_thread():
     thread.start()
     while thread.is_alive():
         for drawn in feed.upcoming(3):
-            assert isinstance(drawn, Drawn)
+            assert isinstance(drawn, BatchIndices)
     thread.join(timeout=60)
     assert sorted(seen) == list(range(400))
 

@@ -123,7 +123,7 @@ def train(make_model, loader, step, directory, enabled, epochs=8):
             loader,
             directory=directory,
             controller=ScriptedController(lambda evaluation, module: 1.0 if module == 0 else 2.0**evaluation),
-            config={**FAST, "cache": {"enabled": enabled, "gate": "open", "inference": False, "verify_batches": 5}},
+            config={**FAST, "cache": {"enabled": enabled, "gate": "open", "verify_batches": 5}},
         )
     with run:
         for _ in range(epochs):

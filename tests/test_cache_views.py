@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 
-from egeria.cache.samples.feed import SampleFeed
-from egeria.cache.samples.fingerprint import agree, fingerprints
-from egeria.cache.samples.generators import held_generators, seed_of
-from egeria.cache.samples.views import Finding, ViewedDataset, ViewedIndex
+from egeria.cache.augmentation import BatchKind, ViewedDataset, ViewedIndex
+from egeria.cache.fingerprint import agree, fingerprints
+from egeria.cache.random_sources import held_generators, seed_of
+from egeria.cache.samples import SampleFeed
 
 COUNT = 12
 GLOBAL = np.random.default_rng(0)
@@ -492,7 +492,7 @@ def test_the_wrapper_passes_for_the_data_set():
             return self.transform
 
     dataset = Rich("nothing")
-    wrapped = ViewedDataset(dataset, 0, Finding())
+    wrapped = ViewedDataset(dataset, 0, BatchKind())
     assert isinstance(wrapped, Rich) and isinstance(wrapped, Dataset)
     assert len(wrapped) == COUNT and wrapped.kind == "rich" and wrapped.label() == "nothing"
     assert not hasattr(wrapped, "__getitems__") and not hasattr(wrapped, "absent")
@@ -501,8 +501,8 @@ def test_the_wrapper_passes_for_the_data_set():
     del wrapped.added
     assert not hasattr(dataset, "added")
     assert repr(wrapped) == repr(dataset)
-    assert hasattr(ViewedDataset(Listed(None), 0, Finding()), "__getitems__")
-    outside = pickle.loads(pickle.dumps(ViewedDataset(Images("t"), 0, Finding())))
+    assert hasattr(ViewedDataset(Listed(None), 0, BatchKind()), "__getitems__")
+    outside = pickle.loads(pickle.dumps(ViewedDataset(Images("t"), 0, BatchKind())))
     assert type(outside) is Images and outside.transform == "t"
 
 

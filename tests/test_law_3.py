@@ -103,7 +103,7 @@ def train(specimen, directory, **cache):
 @pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
 def test_law_3_stored_is_computed(specimen, tmp_path):
     plain = train(specimen, tmp_path / "plain")
-    cached = train(specimen, tmp_path / "cached", enabled=True, gate="open", verify_batches=3, inference=False)
+    cached = train(specimen, tmp_path / "cached", enabled=True, gate="open", verify_batches=3)
     assert differences(plain, cached) == []
     journal = read_journal(tmp_path / "cached")
     decided, used = journal.of(CacheDecided), journal.of(CacheUsed)

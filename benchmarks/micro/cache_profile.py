@@ -12,20 +12,20 @@ from unittest import mock
 WHOLE = "whole forward, the user's included"
 PARTS = {
     WHOLE: "egeria.session.following:ModelHandle.forward",
-    "of it: the user's forward": "egeria.cache.ways:Call.__call__",
+    "of it: the user's forward": "egeria.cache.forward_modes:UserForward.__call__",
     "description of the batch": "egeria.layers.batch:Batch.of_call",
-    "noting what can be undone": "egeria.cache.ways:Undo.note",
-    "fingerprints": "egeria.cache.generation:fingerprints",
-    "true lengths": "egeria.cache.generation:true_lengths",
+    "noting what can be undone": "egeria.cache.forward_modes:Rollback.save",
+    "fingerprints": "egeria.cache.keys:fingerprints",
+    "true lengths": "egeria.cache.keys:true_lengths",
     "take": "egeria.cache.prefetch.fetcher:Fetcher.take",
     "ahead": "egeria.cache.prefetch.fetcher:Fetcher.ahead",
-    "upcoming samples": "egeria.cache.samples.feed:SampleFeed.upcoming",
+    "upcoming samples": "egeria.cache.samples:SampleFeed.upcoming",
     "judging what is held": "egeria.cache.generation:Generation._judge",
     "may be replayed": "egeria.cache.generation:Generation._can_replay",
     "weights unchanged": "egeria.cache.generation:Generation._check",
     "keeping the batch": "egeria.cache.prefetch.fetcher:Fetcher.keep",
     "copies for the model": "egeria.layers.skipping.prefix:Prefix._in_place",
-    "checked against computing": "egeria.cache.generation:Generation._verify",
+    "checked against computing": "egeria.cache.generation:Generation._check_rows",
 }
 """None but the whole holds another. One that has been renamed since counts among the rest."""
 

@@ -9,17 +9,22 @@ from typing import Any
 
 from torch import nn
 
-from egeria.cache.decision import Outlook
+from egeria.cache.decision import GenerationOpener, Outlook, Share
+from egeria.cache.fingerprint import RepeatedInputs, fingerprints
+from egeria.cache.forward_modes import (
+    WATCHED_FORWARDS,
+    ForwardMode,
+    PlainForward,
+    Rollback,
+    StaleError,
+    TimedForward,
+    UserForward,
+)
 from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
-from egeria.cache.opening import Sight, join_generation, open_generation
-from egeria.cache.samples.feed import Drawn, NoSamplesError, SampleFeed
-from egeria.cache.samples.fingerprint import fingerprints
-from egeria.cache.samples.repeats import Repeats
-from egeria.cache.share import Share
+from egeria.cache.samples import BatchIndices, NoSamplesError, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
 from egeria.cache.teller import Teller
-from egeria.cache.ways import WATCHED_FORWARDS, Call, Computed, Inference, StaleError, Undo, Watching, Way
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError
 from egeria.events import CacheDecided
@@ -71,16 +76,16 @@ class ActivationCache:
         self._teller = teller
         self._spend = spend
         self._share = share or Share()
-        self._repeats = Repeats()
+        self._repeats = RepeatedInputs()
         self._longest: int | None = None
         self._most_rows = 0
         self._modules: tuple[LayerModule, ...] = ()
         self._outlook = Outlook(steps_ahead=None)
         self._number = 0
         self._refusal = "cache.views is 0, so augmentation stays free" if settings.views == 0 else refusal
-        self._way: Way = Computed()
-        self._undo: Undo | None = None
-        self._has_told_of_damage = False
+        self._mode: ForwardMode = PlainForward()
+        self._rollback: Rollback | None = None
+        self._has_reported_damage = False
 
     def move_boundary(self, modules: Sequence[LayerModule], outlook: Outlook) -> None:
         """Take note that other layer modules are frozen now; what is stored is of no use any more.
@@ -90,12 +95,12 @@ class ActivationCache:
             outlook: the time to come.
         """
         self._modules, self._outlook, self._number = tuple(modules), outlook, self._share.number_at(self._number)
-        self._take(self._watching() if modules else Computed())
+        self._switch_to(self._timed_forward() if modules else PlainForward())
         if not modules:
             if self._feed is not None:
                 self._feed.use_views(None)
             if self._number:
-                self._decided("computed", "nothing is frozen any more")
+                self._record("computed", "nothing is frozen any more")
 
     def forward(self, call: Callable[[], Any], batch: Batch) -> Any:
         """Make a training forward.
@@ -105,36 +110,38 @@ class ActivationCache:
             batch: its arguments.
         """
         self.num_forwards += 1
-        watched = Call(call)
+        user_forward = UserForward(call)
         try:
-            drawn = self._drawn()
-            self._observe(batch, drawn)
-            if isinstance(self._way, Watching) and self._way.has_seen_enough(drawn is not None or self._feed is None):
-                decide = partial(self._decide, batch, drawn, self._way)
-                self._share.decide(self.place, self._number + 1, decide, lambda: isinstance(self._way, Generation))
-            if isinstance(self._way, Generation) and (reason := self._way.why_it_does_not_pay()):
-                self._compute(batch, reason, {})
-            if self._undo is not None:
-                self._undo.note()
-            return self._way.forward(watched, batch, drawn)
+            indices = self._current_indices()
+            self._observe(batch, indices)
+            if isinstance(self._mode, TimedForward) and self._mode.has_seen_enough(
+                indices is not None or self._feed is None
+            ):
+                decide = partial(self._decide, batch, indices, self._mode)
+                self._share.decide(self.place, self._number + 1, decide, lambda: isinstance(self._mode, Generation))
+            if isinstance(self._mode, Generation) and (reason := self._mode.why_it_does_not_pay()):
+                self._compute(reason, {})
+            if self._rollback is not None:
+                self._rollback.save()
+            return self._mode.forward(user_forward, batch, indices)
         except Exception as error:
-            if watched.was_plain:
+            if user_forward.was_plain:
                 raise  # the user's own forward failed, with nothing of ours in it
             failure = error.with_traceback(None)  # its frames hold on to activations
-        if watched.was_called and self._undo is not None:
-            self._undo.undo()
+        if user_forward.was_called and self._rollback is not None:
+            self._rollback.restore()
         output = call()  # if that fails too it is not our fault, and nothing has to be given up
         self._fall_back(failure)
         return output
 
     def report(self) -> None:
         """Write into the journal how the present generation does."""
-        if isinstance(self._way, Generation):
-            self._teller.write(self._way.used(self._teller.step))
+        if isinstance(self._mode, Generation):
+            self._teller.write(self._mode.used(self._teller.step))
 
     def close(self) -> None:
         """Stop everything, give the loader back and delete what was stored; more than once is no error."""
-        self._take(Computed())
+        self._switch_to(PlainForward())
         self._modules = ()
         if self._feed is not None:
             self._feed.close()
@@ -142,13 +149,13 @@ class ActivationCache:
             self._directory.close()
             self._directory = None
 
-    def _drawn(self) -> Drawn | None:
+    def _current_indices(self) -> BatchIndices | None:
         """Return the samples of the batch that the loader handed out last; None if so few that other kernels run."""
         try:
-            drawn = None if self._feed is None else self._feed.current
-            num_rows = 0 if drawn is None else len(drawn.samples)
+            indices = None if self._feed is None else self._feed.current
+            num_rows = 0 if indices is None else len(indices.samples)
             self._most_rows = max(self._most_rows, num_rows)
-            return drawn if num_rows >= min(LEAST_ROWS, self._most_rows) else None
+            return indices if num_rows >= min(LEAST_ROWS, self._most_rows) else None
         except NoSamplesError as error:
             self._teller.decline("storing activations", str(error))
             self._refusal = str(error)
@@ -157,39 +164,39 @@ class ActivationCache:
             self._feed = None
             return None
 
-    def _observe(self, batch: Batch, drawn: Drawn | None) -> None:
+    def _observe(self, batch: Batch, indices: BatchIndices | None) -> None:
         """Learn what later decisions need: whether inputs repeat, and how long samples can be."""
-        if type(self._way) is not Computed:
+        if type(self._mode) is not PlainForward:
             check_runs_once()
         mask = batch.kwargs.get("attention_mask")
         if getattr(mask, "ndim", 0) == 2:
             self._longest = max(self._longest or 0, int(mask.shape[1]))  # type: ignore[union-attr]
-        if drawn is not None and not drawn.viewed and self._repeats.wants(drawn.samples):
-            self._repeats.observe(drawn.samples, fingerprints(batch.args, batch.kwargs, len(drawn.samples)))
-        if isinstance(self._way, Generation):
-            if self._way.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
+        if indices is not None and not indices.viewed and self._repeats.wants(indices.samples):
+            self._repeats.observe(indices.samples, fingerprints(batch.args, batch.kwargs, len(indices.samples)))
+        if isinstance(self._mode, Generation):
+            if self._mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
                 self.report()
-            self._tell_of_damage(self._way.num_damaged)
+            self._report_damage(self._mode.num_damaged)
 
-    def _tell_of_damage(self, num_damaged: int) -> None:
+    def _report_damage(self, num_damaged: int) -> None:
         """Warn of damaged rows when the first were found."""
-        if num_damaged and not self._has_told_of_damage:
-            self._has_told_of_damage = True
+        if num_damaged and not self._has_reported_damage:
+            self._has_reported_damage = True
             reason = f"{num_damaged} of them were damaged, by the disk or another program; they are computed again"
             self._teller.fault("reading stored activations", StoreError(reason))
 
-    def _decide(self, batch: Batch, drawn: Drawn | None, watched: Watching) -> None:
+    def _decide(self, batch: Batch, indices: BatchIndices | None, timed: TimedForward) -> None:
         """Choose how the forward pass is done from here on."""
         begin, begin_cpu = time.perf_counter(), time.process_time()
         self._number += 1
         reason = self._refusal or self._share.refusal(self._feed)
         numbers: dict[str, float] = {}
-        if not reason and drawn is None:
+        if not reason and indices is None:
             reason = "the loader given to attach does not hand out the batches that the model is called with"
             self._teller.decline(WHAT, reason)
-        if not reason and drawn is not None:
+        if not reason and indices is not None:
             try:
-                reason, numbers = self._try_to_store(batch, drawn, watched)
+                reason, numbers = self._try_to_store(batch, indices, timed)
             except UncacheableError as error:
                 reason = str(error)
                 self._teller.decline(f"{WHAT} behind {self._modules[-1].name}", reason)
@@ -197,23 +204,33 @@ class ActivationCache:
                 reason = self._refusal = str(error)
                 self._teller.decline(WHAT, reason)
         if reason:
-            self._compute(batch, reason, numbers)
+            self._compute(reason, numbers)
         self._spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
-    def _try_to_store(self, batch: Batch, drawn: Drawn, watched: Watching) -> tuple[str, dict[str, float]]:
+    def _try_to_store(self, batch: Batch, indices: BatchIndices, timed: TimedForward) -> tuple[str, dict[str, float]]:
         """Open a generation where it pays; return why not, or an empty reason, and the numbers that decided."""
         assert self._feed is not None
-        what = (self._model, self._modules, self._feed, self._settings)
-        sight = Sight(batch=batch, drawn=drawn, watched=watched, outlook=self._outlook, longest=self._longest)
+        opener = GenerationOpener(
+            model=self._model,
+            modules=self._modules,
+            feed=self._feed,
+            settings=self._settings,
+            batch=batch,
+            indices=indices,
+            iteration_s=timed.iteration_s,
+            prefix_s=timed.prefix_s,
+            outlook=self._outlook,
+            longest=self._longest,
+            number=self._number,
+        )
         if self._share.leads:
-            repeating = self._is_repeating()
-            opening = open_generation(*what, sight=sight, place=self.place, number=self._number, repeating=repeating)
+            opening = opener.open(self.place, repeating=self._is_repeating())
         else:
-            opening = join_generation(*what, sight=sight, place=self.place(), number=self._number)
+            opening = opener.join(self.place())
         if opening.generation is None:
             return opening.reason, opening.numbers
-        self._take(opening.generation)
-        self._decided("stored", opening.reason, opening.numbers)
+        self._switch_to(opening.generation)
+        self._record("stored", opening.reason, opening.numbers)
         return "", opening.numbers
 
     def _is_repeating(self) -> bool:
@@ -221,56 +238,50 @@ class ActivationCache:
         known = self._repeats.verdict
         return known is not False if self._settings.views is None else bool(known)
 
-    def _compute(self, batch: Batch, reason: str, numbers: dict[str, float]) -> None:
-        """Compute the frozen front, as inference where that gains something."""
-        way = None
-        if self._settings.inference and self._modules:
-            try:
-                way = Inference.build(self._model, self._modules, batch, compile=self._settings.compile)
-            except Exception as error:
-                self._teller.fault("folding the frozen layers", error)
-        self._take(way or Computed())
-        self._decided(self._way.mode, reason, numbers)
+    def _compute(self, reason: str, numbers: dict[str, float]) -> None:
+        """Compute the frozen front until the boundary moves."""
+        self._switch_to(PlainForward())
+        self._record("computed", reason, numbers)
 
     def _fall_back(self, error: Exception) -> None:
-        """Give up on the present way of doing the forward pass, and say why."""
-        way, inputs_changed = self._way, isinstance(error, ChangedInputsError)
-        self._take(Computed())
+        """Give up on the present forward mode, and say why."""
+        failed, inputs_changed = self._mode, isinstance(error, ChangedInputsError)
+        self._switch_to(PlainForward())
         if inputs_changed and self._can_still_fix_views():
             self._repeats.note_random()
-            self._take(self._watching())
-            self._decided("computed", f"{error}; in case they are augmented at random, that is fixed next")
+            self._switch_to(self._timed_forward())
+            self._record("computed", f"{error}; in case they are augmented at random, that is fixed next")
             return
         if isinstance(error, (StaleError, StoreError, UncacheableError)):
             self._teller.decline(WHAT, str(error))
         else:
             self._teller.fault("skipping the frozen forward pass", error)
-        if isinstance(way, (Generation, Watching)):
+        if isinstance(failed, (Generation, TimedForward)):
             self._refusal = f"it was turned off: {error}"
-        self._decided("computed", str(error))
+        self._record("computed", str(error))
 
     def _can_still_fix_views(self) -> bool:
         """Tell whether random augmentation, not noticed before, may be why inputs have changed."""
         free = self._feed is not None and not self._feed.views_refusal and self._repeats.verdict is not False
         return free and self._settings.views is None
 
-    def _watching(self) -> Watching:
+    def _timed_forward(self) -> TimedForward:
         names = [name for module in self._modules for name in module.submodules]
         roots = [self._model.get_submodule(name) for name in names]
-        return Watching(roots, 0 if self._settings.gate == "open" else WATCHED_FORWARDS)
+        return TimedForward(roots, 0 if self._settings.gate == "open" else WATCHED_FORWARDS)
 
-    def _take(self, way: Way) -> None:
+    def _switch_to(self, mode: ForwardMode) -> None:
         self.report()
-        self._way.close()
-        self._way, self._has_told_of_damage = way, False
-        self._undo = None if way.mode == Computed.mode else Undo(self._model)
+        self._mode.close()
+        self._mode, self._has_reported_damage = mode, False
+        self._rollback = None if mode.name == PlainForward.name else Rollback(self._model)
 
     def place(self) -> CacheDirectory:
         """Return where stores go, made when it is first asked for. Raises `StoreError`."""
         self._directory = self._directory or self._make_directory()
         return self._directory
 
-    def _decided(self, mode: str, reason: str, numbers: dict[str, float] | None = None) -> None:
+    def _record(self, mode: str, reason: str, numbers: dict[str, float] | None = None) -> None:
         self._teller.write(
             CacheDecided(
                 step=self._teller.step,

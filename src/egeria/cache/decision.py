@@ -1,24 +1,29 @@
-"""Measuring what storing the activations of a boundary would bring, and opening the store where it pays."""
+"""Whether to store what a boundary puts out: asked from the cheapest question to the dearest, up to the first no."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
-from egeria.cache.gate import Prospects, Verdict, judge
+from egeria.cache.fingerprint import fingerprints, true_lengths
+from egeria.cache.gate import GateDecision, Prospects, judge
+from egeria.cache.generation import Generation
 from egeria.cache.layout import Layouts
-from egeria.cache.samples.feed import Drawn, SampleFeed
-from egeria.cache.samples.fingerprint import fingerprints, true_lengths
+from egeria.cache.samples import BatchIndices, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.file import bytes_per_position
+from egeria.cache.store.rows import StoreError
 from egeria.config import CacheConfig
 from egeria.layers.batch import Batch
+from egeria.layers.modules import LayerModule
 from egeria.layers.skipping.prefix import Prefix
 from egeria.layers.sources import checksum
 
@@ -34,6 +39,10 @@ ROOMY_VIEWS = 4
 """Views of a sample where there is room and time."""
 LONG_AHEAD = 12.0
 """Epochs ahead that make that many views worth their filling."""
+NUMBERS_PER_BOUNDARY = 100
+"""Generation numbers from one boundary to the next, where processes share them."""
+MAX_DEFERRALS = 200
+"""Forwards after which a process decides by itself that the one that leads has stored nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,155 +69,171 @@ class Outlook:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
-    """A store that pays, with its first batch in it."""
+class Opening:
+    """A generation, or None; why, and the numbers that decided."""
 
-    store: DiskStore
-    layouts: Layouts
-    num_views: int
+    generation: Generation | None
+    reason: str
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """What the gate said, the numbers it went by, and the store if it is open."""
+class GenerationOpener:
+    """Opens a generation behind a boundary, by what was seen in the training forwards since it moved.
 
-    verdict: Verdict
-    prospects: Prospects
-    opened: Opened | None = None
-
-
-def foresee(
-    batch: Batch, drawn: Drawn, feed: SampleFeed, *, outlook: Outlook, iteration_s: float, prefix_s: float
-) -> Prospects:
-    """Return what is known of storing before anything is tried out.
-
-    Args:
-        batch: a training batch.
-        drawn: its samples.
-        feed: the loader.
-        outlook: the time to come.
-        iteration_s: of the iterations as they are now; 0 where that is not known.
-        prefix_s: of that, the frozen front.
-    """
-    num_rows = len(drawn.samples)
-
-    def tell_apart() -> None:
-        fingerprints(batch.args, batch.kwargs, num_rows)
-        true_lengths(batch.kwargs, num_rows)
-
-    return Prospects(
-        iteration_s=iteration_s,
-        prefix_s=prefix_s,
-        serve_s=_shortest(tell_apart) + HANDLING_S,
-        spare_core=outlook.spare_core,
-        epochs_ahead=outlook.epochs(feed.num_batches),
-    )
-
-
-def weigh(prospects: Prospects, settings: CacheConfig) -> Verdict:
-    """Return what the gate says, as it is set."""
-    if settings.gate == "open":
-        return Verdict(pays=True, reason="cache.gate is 'open'")
-    return judge(prospects, minimum_epochs=settings.minimum_epochs)
-
-
-class Surveyor:
-    """Measures the disk with one training batch, and leaves the store open where it pays.
-
-    Args:
-        prefix: the frozen front.
-        batch: a training batch.
-        drawn: its samples.
-        feed: the loader.
-        settings: of the cache.
+    `open` and `join` raise UncacheableError where the front cannot be skipped, and StoreError where the disk
+    cannot be used.
     """
 
-    def __init__(self, prefix: Prefix, batch: Batch, drawn: Drawn, feed: SampleFeed, settings: CacheConfig) -> None:
-        self._batch = batch
-        self._drawn = drawn
-        self._feed = feed
-        self._settings = settings
-        self._leaves = prefix.row_leaves
-        self._front = checksum(prefix.weights())
-        self._rows = prefix.compute(batch, None)
+    model: nn.Module
+    """The model in training."""
+    modules: Sequence[LayerModule]
+    """Its frozen layer modules, front to back."""
+    feed: SampleFeed
+    settings: CacheConfig
+    batch: Batch
+    """A training batch."""
+    indices: BatchIndices
+    """Its samples."""
+    iteration_s: float
+    """Of the iterations before it; 0 where that is not known."""
+    prefix_s: float
+    """Of that, the frozen front."""
+    outlook: Outlook
+    longest: int | None
+    """The greatest padded length so far."""
+    number: int
+    """Of the generation."""
 
-    def survey(
-        self,
-        place: CacheDirectory,
-        prospects: Prospects,
-        *,
-        number: int,
-        boundary: str,
-        repeating: bool,
-        longest: int | None,
-    ) -> Decision:
-        """Return whether to store, with the store open if so.
+    def open(self, place: Callable[[], CacheDirectory], *, repeating: bool) -> Opening:
+        """Open a generation where storing pays.
 
         Args:
-            place: where the store goes.
-            prospects: what is known already.
-            number: of the generation.
-            boundary: name of the last frozen layer module.
-            repeating: whether a sample comes with the same input each time.
-            longest: the greatest padded length seen so far.
-
-        Raises:
-            StoreError: the disk cannot be used.
+            place: makes or returns the directory for stores.
+            repeating: whether a sample has the same input each time.
         """
-        layouts = Layouts.of(self._leaves, self._rows, storage=self._settings.storage, longest=longest)
-        row_bytes, room_bytes = bytes_per_position(layouts.stored), place.room_bytes()
+        prospects = self._foresee()
+        decision = self._ask_gate(prospects)
+        if not decision.pays:
+            return Opening(generation=None, reason=decision.reason, numbers=prospects.to_dict())
+        prefix = Prefix.find(self.model, self.modules, self.batch, len(self.indices.samples))
+        rows = prefix.compute(self.batch, None)
+        layouts = Layouts.of(prefix.row_leaves, rows, storage=self.settings.storage, longest=self.longest)
+        directory = place()
+        prospects = self._size_up(prospects, layouts, directory.room_bytes(), repeating)
+        decision = self._ask_gate(prospects)
+        capacity = directory.capacity(layouts.stored, prospects.needed_bytes // bytes_per_position(layouts.stored))
+        if not decision.pays or capacity < 1:
+            reason = decision.reason if not decision.pays else f"{directory.path.parent} has no room for one sample"
+            return Opening(generation=None, reason=reason, numbers=prospects.to_dict())
+        store = directory.create(
+            self.number,
+            layouts.stored,
+            capacity,
+            boundary=self.modules[-1].name,
+            num_views=prospects.num_views,
+            is_viewed=not repeating,
+            front=checksum(prefix.weights()),
+        )
+        try:
+            prospects = self._time_store(prospects, store, layouts, layouts.to_store(rows))
+            decision = self._ask_gate(prospects)
+            reason = decision.reason if not decision.pays else "" if repeating else self._fix_views(store.num_views)
+        except BaseException:
+            store.close(remove=True)
+            raise
+        if reason:
+            store.close(remove=True)
+            return Opening(generation=None, reason=reason, numbers=prospects.to_dict())
+        generation = self._generation(prefix, layouts, store)
+        return Opening(generation=generation, reason=decision.reason, numbers=prospects.to_dict())
+
+    def join(self, place: CacheDirectory) -> Opening:
+        """Use the store that another process of the host has opened, if it has.
+
+        Args:
+            place: where the store is.
+        """
+        prefix = Prefix.find(self.model, self.modules, self.batch, len(self.indices.samples))
+        rows = prefix.compute(self.batch, None)
+        if not place.published(self.number):
+            return Opening(generation=None, reason="the first process of this host stores nothing")
+        store = place.join(self.number)
+        own = Layouts.of(prefix.row_leaves, rows, storage=self.settings.storage, longest=self.longest)
+        layouts = own.like(store.layouts)
+        reason = ""
+        if store.boundary != self.modules[-1].name:
+            reason = f"the first process of this host stores what {store.boundary} puts out"
+        elif store.front != checksum(prefix.weights()):
+            reason = "the frozen layers of this process have other values, such as statistics of its own"
+        elif layouts is None:
+            reason = "the first process of this host stores rows of another kind"
+        elif store.is_viewed:
+            reason = self._fix_views(store.num_views)
+        if layouts is None or reason:
+            store.close()
+            return Opening(generation=None, reason=reason)
+        generation = self._generation(prefix, layouts, store)
+        return Opening(generation=generation, reason="the first process of this host has opened the store")
+
+    def _foresee(self) -> Prospects:
+        """Return what is known of storing before anything is tried out."""
+        num_rows = len(self.indices.samples)
+
+        def identify_rows() -> None:
+            fingerprints(self.batch.args, self.batch.kwargs, num_rows)
+            true_lengths(self.batch.kwargs, num_rows)
+
+        return Prospects(
+            iteration_s=self.iteration_s,
+            prefix_s=self.prefix_s,
+            serve_s=_shortest(identify_rows) + HANDLING_S,
+            spare_core=self.outlook.spare_core,
+            epochs_ahead=self.outlook.epochs(self.feed.num_batches),
+        )
+
+    def _ask_gate(self, prospects: Prospects) -> GateDecision:
+        if self.settings.gate == "open":
+            return GateDecision(pays=True, reason="cache.gate is 'open'")
+        return judge(prospects, minimum_epochs=self.settings.minimum_epochs)
+
+    def _size_up(self, prospects: Prospects, layouts: Layouts, room_bytes: int, repeating: bool) -> Prospects:
+        """Add what the store would take, and how many views of each sample it would have."""
+        row_bytes = bytes_per_position(layouts.stored)
         views = self._choose_views(prospects.epochs_ahead, repeating, row_bytes, room_bytes)
-        wanted = self._num_samples(room_bytes, row_bytes * views) * views
-        prospects = replace(
+        num_samples = self.feed.num_samples
+        if num_samples is None:  # where nobody knows, as many as fit
+            num_samples = max(1, min(room_bytes, UNKNOWN_BYTES) // (row_bytes * views))
+        return replace(
             prospects,
             num_views=views,
-            batch_bytes=row_bytes * len(self._drawn.samples),
-            needed_bytes=row_bytes * wanted,
+            batch_bytes=row_bytes * len(self.indices.samples),
+            needed_bytes=row_bytes * num_samples * views,
             room_bytes=room_bytes,
         )
-        verdict = weigh(prospects, self._settings)
-        capacity = place.capacity(layouts.stored, wanted)
-        if not verdict.pays or capacity < 1:
-            reason = verdict.reason if not verdict.pays else f"{place.path.parent} has no room for a single sample"
-            return Decision(verdict=Verdict(pays=False, reason=reason), prospects=prospects)
-        description = {"boundary": boundary, "num_views": views, "is_viewed": not repeating, "front": self._front}
-        store = place.create(number, layouts.stored, capacity, **description)
-        return self._try_out(Opened(store=store, layouts=layouts, num_views=views), prospects)
-
-    def _try_out(self, opened: Opened, prospects: Prospects) -> Decision:
-        """Measure the disk, and close the store again where it is too slow."""
-        try:
-            fill_s, read_s, read_cpu_s = self._time_store(opened.store, opened.layouts, opened.num_views)
-        except BaseException:
-            opened.store.close(remove=True)
-            raise
-        prospects = replace(prospects, fill_s=fill_s, read_s=read_s, read_cpu_s=read_cpu_s)
-        verdict = weigh(prospects, self._settings)
-        if verdict.pays:
-            return Decision(verdict=verdict, prospects=prospects, opened=opened)
-        opened.store.close(remove=True)
-        return Decision(verdict=verdict, prospects=prospects)
 
     def _choose_views(self, epochs_ahead: float, repeating: bool, row_bytes: int, room_bytes: int) -> int:
-        if self._settings.views is not None:
-            return self._settings.views
-        if repeating or self._feed.views_refusal:
+        if self.settings.views is not None:
+            return self.settings.views
+        if repeating or self.feed.views_refusal:
             return 1
-        fits = self._feed.num_samples is None or self._feed.num_samples * row_bytes * ROOMY_VIEWS <= room_bytes
+        fits = self.feed.num_samples is None or self.feed.num_samples * row_bytes * ROOMY_VIEWS <= room_bytes
         return ROOMY_VIEWS if fits and epochs_ahead >= LONG_AHEAD else 2
 
-    def _num_samples(self, room_bytes: int, sample_bytes: int) -> int:
-        """Return how many samples there are; where nobody knows, as many as fit."""
-        known = self._feed.num_samples
-        return max(1, min(room_bytes, UNKNOWN_BYTES) // sample_bytes) if known is None else known
+    def _fix_views(self, num_views: int) -> str:
+        """Fix the augmentation of the loader; return why that cannot be done, empty if it is."""
+        if self.feed.use_views(num_views):
+            return ""
+        return self.feed.views_refusal or "the augmentation of a sample cannot be fixed"
 
-    def _time_store(self, store: DiskStore, layouts: Layouts, num_views: int) -> tuple[float, float, float]:
-        """Write the batch and read it back from the disk itself; return the seconds of both, then CPU's of reading."""
-        num_rows = len(self._drawn.samples)
-        lengths = true_lengths(self._batch.kwargs, num_rows) if layouts.has_length else None
-        prints = fingerprints(self._batch.args, self._batch.kwargs, num_rows)
-        positions = self._drawn.samples * num_views + self._drawn.views
-        rows = layouts.to_store(self._rows)
+    def _time_store(
+        self, prospects: Prospects, store: DiskStore, layouts: Layouts, rows: Sequence[torch.Tensor]
+    ) -> Prospects:
+        """Write the batch and read it back from the disk itself; add the seconds that this takes."""
+        num_rows = len(self.indices.samples)
+        lengths = true_lengths(self.batch.kwargs, num_rows) if layouts.has_length else None
+        prints = fingerprints(self.batch.args, self.batch.kwargs, num_rows)
+        positions = self.indices.samples * store.num_views + self.indices.views
         begin = time.perf_counter()
         store.write(positions, [leaf.clone() for leaf in rows], prints, lengths)
         fill_s = time.perf_counter() - begin
@@ -220,7 +245,19 @@ class Surveyor:
             store.read(positions, out)
             walls.append(time.perf_counter() - begin)
             cpus.append(time.thread_time() - begin_cpu)
-        return fill_s, statistics.median(walls), min(cpus)
+        return replace(prospects, fill_s=fill_s, read_s=statistics.median(walls), read_cpu_s=min(cpus))
+
+    def _generation(self, prefix: Prefix, layouts: Layouts, store: DiskStore) -> Generation:
+        return Generation(
+            prefix,
+            layouts,
+            store,
+            self.feed,
+            number=self.number,
+            verify_batches=self.settings.verify_batches,
+            iteration_s=self.iteration_s,
+            device=next(prefix.model.parameters()).device,
+        )
 
 
 def _shortest(action: Callable[[], object]) -> float:
@@ -230,3 +267,62 @@ def _shortest(action: Callable[[], object]) -> float:
         action()
         found = min(found, time.perf_counter() - begin)
     return found
+
+
+class Share:
+    """The processes of a host that train one model, seen from one of them. Nobody ever waits for another.
+
+    Args:
+        is_alone: whether there is nobody to share with.
+        leads: whether this process decides and makes the stores, and others join them.
+    """
+
+    def __init__(self, *, is_alone: bool = True, leads: bool = True) -> None:
+        self.is_alone = is_alone
+        self.leads = leads
+        self._num_asked = 0
+
+    def number_at(self, number: int) -> int:
+        """Return the number of the newest generation, now that the boundary has moved.
+
+        It moves in all processes alike; further decisions behind one boundary may not be made by all.
+        """
+        self._num_asked = 0
+        return number if self.is_alone else number + NUMBERS_PER_BOUNDARY - number % NUMBERS_PER_BOUNDARY
+
+    def refusal(self, feed: SampleFeed | None) -> str:
+        """Return why nothing can be shared; empty where it can."""
+        if self.is_alone or feed is None or not feed.numbers_by_sight:
+            return ""
+        return "samples are told by a column of the batch, and each process numbers them for itself"
+
+    def decide(
+        self,
+        place: Callable[[], CacheDirectory],
+        number: int,
+        decide: Callable[[], None],
+        is_opened: Callable[[], bool],
+    ) -> None:
+        """Decide how a generation is done, where that is this process' to say or has been said; else later.
+
+        Args:
+            place: returns where stores go.
+            number: of the generation.
+            decide: decides.
+            is_opened: tells whether the generation is stored then; the others hear of that. Where it cannot be
+                written down, they give up.
+
+        Raises:
+            Exception: whatever deciding raises.
+        """
+        if not self.leads:
+            self._num_asked += 1
+            if place().published(number) is None and self._num_asked <= MAX_DEFERRALS:
+                return
+        self._num_asked = 0
+        try:
+            decide()
+        finally:
+            if self.leads and not self.is_alone:
+                with contextlib.suppress(StoreError):
+                    place().publish(number, opened=is_opened())

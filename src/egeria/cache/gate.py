@@ -1,4 +1,4 @@
-"""Whether storing activations pays: numbers in, a verdict out."""
+"""Whether storing activations pays: numbers in, a decision out."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class Prospects:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class GateDecision:
     """Whether to store, and why."""
 
     pays: bool
     reason: str
 
 
-def judge(prospects: Prospects, *, minimum_epochs: float) -> Verdict:
+def judge(prospects: Prospects, *, minimum_epochs: float) -> GateDecision:
     """Return whether storing pays.
 
     The first obstacle met is the reason; the order is from the cheapest to measure to the dearest, so
@@ -85,9 +85,9 @@ def judge(prospects: Prospects, *, minimum_epochs: float) -> Verdict:
     """
     obstacle = _obstacle(prospects, minimum_epochs)
     if obstacle:
-        return Verdict(pays=False, reason=obstacle)
+        return GateDecision(pays=False, reason=obstacle)
     share = prospects.gain_s / prospects.iteration_s
-    return Verdict(pays=True, reason=f"a batch from the store saves {share:.0%} of an iteration")
+    return GateDecision(pays=True, reason=f"a batch from the store saves {share:.0%} of an iteration")
 
 
 def _obstacle(prospects: Prospects, minimum_epochs: float) -> str:

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria.cache.fingerprint import agree
+from egeria.cache.forward_modes import PaybackCheck, StaleError, UserForward
 from egeria.cache.keys import Keys
 from egeria.cache.layout import Layouts
 from egeria.cache.prefetch.buffers import BufferPool
 from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, Held
 from egeria.cache.prefetch.writer import Writer
-from egeria.cache.samples.feed import Drawn, SampleFeed
-from egeria.cache.samples.fingerprint import agree
+from egeria.cache.samples import BatchIndices, SampleFeed
 from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.rows import Integers, Mask
-from egeria.cache.ways import Call, Payback, StaleError
 from egeria.errors import EgeriaError
 from egeria.events import CacheUsed
 from egeria.layers.batch import Batch
@@ -70,7 +70,7 @@ class Generation:
         device: of the model.
     """
 
-    mode = "stored"
+    name = "stored"
 
     def __init__(
         self,
@@ -101,25 +101,25 @@ class Generation:
         self._device = device
         self._sources = Sources(prefix.weights(), num_compared=NUM_COMPARED)
         self._failure: Exception | None = None
-        self._payback = Payback(iteration_s)
+        self._payback = PaybackCheck(iteration_s)
         self._until_check = 0
         self._strange_in_a_row = 0
 
-    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
+    def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
         """Make a training forward: replayed where the store has the samples, computed and recorded where not.
 
         Args:
             call: the user's forward of the model.
             batch: its arguments.
-            drawn: the samples of the batch; None where they are not known.
+            indices: the samples of the batch; None where they are not known.
 
         Raises:
             EgeriaError: nothing stored can be used any more. What the call itself raises passes through.
         """
         self._check()
-        if drawn is None or drawn.viewed != self._store.is_viewed:
+        if indices is None or indices.viewed != self._store.is_viewed:
             return call(plain=True)
-        keys = Keys.of(batch, drawn, self.positions(drawn), has_length=self._layouts.has_length)
+        keys = Keys.of(batch, indices, self.positions(indices), has_length=self._layouts.has_length)
         if keys is None:  # the model is called with something else than the batch
             return call(plain=True)
         held = self.fetcher.take(keys.number, keys.positions, keys.padded_length)
@@ -146,9 +146,9 @@ class Generation:
         """Return why the store is not worth its while, by the iterations that it served; empty if it is."""
         return self._payback.complaint()
 
-    def positions(self, drawn: Drawn) -> Integers:
+    def positions(self, indices: BatchIndices) -> Integers:
         """Return the rows of the store that the samples of a batch have [B]."""
-        return np.asarray(drawn.samples * self._store.num_views + drawn.views)
+        return np.asarray(indices.samples * self._store.num_views + indices.views)
 
     def used(self, step: int) -> CacheUsed:
         """Return what it did so far, for the journal."""
@@ -213,7 +213,7 @@ class Generation:
             held.fill(missing, computed)
             self._store_rows(keys.take(missing), computed)
 
-    def _record(self, call: Call, batch: Batch, keys: Keys) -> Any:
+    def _record(self, call: UserForward, batch: Batch, keys: Keys) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
         self.use.misses += len(keys.positions)
         with self._prefix.recording() as recording:

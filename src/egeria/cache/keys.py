@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from egeria.cache.samples.feed import Drawn
-from egeria.cache.samples.fingerprint import fingerprints, true_lengths
+from egeria.cache.fingerprint import fingerprints, true_lengths
+from egeria.cache.samples import BatchIndices
 from egeria.cache.store.rows import Floats, Integers
 from egeria.layers.batch import Batch
 
@@ -28,21 +28,21 @@ class Keys:
     """With padding."""
 
     @classmethod
-    def of(cls, batch: Batch, drawn: Drawn, positions: Integers, *, has_length: bool) -> Keys | None:
+    def of(cls, batch: Batch, indices: BatchIndices, positions: Integers, *, has_length: bool) -> Keys | None:
         """Return those of a batch, or None if the model is called with something else than its samples.
 
         Args:
             batch: arguments of the call.
-            drawn: the samples that the loader handed out last.
+            indices: the samples that the loader handed out last.
             positions: of these in the store [B].
             has_length: whether rows have lengths.
         """
-        prints = fingerprints(batch.args, batch.kwargs, len(drawn.samples))
+        prints = fingerprints(batch.args, batch.kwargs, len(indices.samples))
         if np.isnan(prints).any():
             return None
-        lengths = true_lengths(batch.kwargs, len(drawn.samples)) if has_length else None
+        lengths = true_lengths(batch.kwargs, len(indices.samples)) if has_length else None
         padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
-        return cls(drawn.number, positions, prints, lengths, padded_length)
+        return cls(indices.number, positions, prints, lengths, padded_length)
 
     def take(self, rows: Integers) -> Keys:
         """Return those of some rows [b]."""

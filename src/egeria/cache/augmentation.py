@@ -6,16 +6,20 @@ random numbers started anew from a hash of (base seed, sample, view).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from egeria.cache.samples.generators import RandomSources
-from egeria.cache.samples.joining import COLLATED, NOT_JOINABLE, SAMPLES, joined, kind_of_batches, same
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria.cache.random_sources import RandomSources
 
 UNKNOWN, ITEMS, NOT_REPEATABLE = "unknown", "items", "not repeatable"
+SAMPLES, COLLATED, NOT_JOINABLE = "samples", "collated", "not joinable"
 KINDS = (UNKNOWN, ITEMS, SAMPLES, COLLATED, NOT_JOINABLE, NOT_REPEATABLE)
 REFUSALS = {
     NOT_JOINABLE: "the data set makes whole batches (`__getitems__`) that cannot be put together from batches of one "
@@ -43,7 +47,7 @@ class ViewedIndex(int):
         return ViewedIndex, (int(self), self.view)
 
 
-class Finding:
+class BatchKind:
     """How the data set makes batches, found out by the processes that make views and read by all."""
 
     def __init__(self) -> None:
@@ -84,7 +88,7 @@ class ViewedDataset:
         "_egeria_sources",
     )
 
-    def __init__(self, dataset: Any, base_seed: int, finding: Finding) -> None:
+    def __init__(self, dataset: Any, base_seed: int, finding: BatchKind) -> None:
         self._egeria_dataset = dataset
         self._egeria_base_seed = base_seed
         self._egeria_finding = finding
@@ -179,7 +183,7 @@ def _items(dataset: ViewedDataset, indices: Any) -> Any:
         if not _has_getitems(dataset._egeria_dataset):
             return [_one(dataset, int(index), index.view) for index in indices]
         try:
-            return joined([_one(dataset, int(index), index.view) for index in indices], kind)
+            return join_batches([_one(dataset, int(index), index.view) for index in indices], kind)
         except Exception:
             pass  # whose fault it is, the plain call will show
     batch = _plain(dataset._egeria_dataset, [int(index) for index in indices])
@@ -189,7 +193,7 @@ def _items(dataset: ViewedDataset, indices: Any) -> Any:
 
 def _repeats(dataset: ViewedDataset, sample: int) -> bool:
     with dataset._egeria_sources.kept():
-        return same(_one(dataset, sample, 0), _one(dataset, sample, 0))
+        return same_sample(_one(dataset, sample, 0), _one(dataset, sample, 0))
 
 
 def _plain(user: Any, indices: Any) -> Any:
@@ -208,3 +212,78 @@ def _has_getitems(user: Any) -> bool:
 
 def _itself(dataset: Any) -> Any:
     return dataset
+
+
+def kind_of_batches(of_one: Any, of_two: Any) -> str:
+    """Tell from a batch of one sample and one of that sample twice how batches are made up."""
+    if isinstance(of_one, list) and len(of_one) == 1 and isinstance(of_two, list) and len(of_two) == 2:
+        return SAMPLES
+    try:
+        alike = _outline(join_batches([of_one, of_one], COLLATED)) == _outline(of_two)
+    except Exception:
+        return NOT_JOINABLE
+    return COLLATED if alike else NOT_JOINABLE
+
+
+def join_batches(batches: list[Any], kind: str) -> Any:
+    """Return one batch from batches of one sample each.
+
+    Raises:
+        ValueError: they hold something that has no axis of one sample.
+        RuntimeError: tensors of different sizes.
+    """
+    if kind == SAMPLES:
+        if any(len(batch) != 1 for batch in batches):
+            raise ValueError("a batch of one holds several")
+        return [batch[0] for batch in batches]
+    return _concatenated(batches)
+
+
+def same_sample(first: Any, second: Any) -> bool:
+    """Tell whether two samples hold equal arrays, bit for bit; what is neither array nor container counts as equal."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return _same_tensors(first, second)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same_sample(first[key], second[key]) for key in first)
+    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
+        return len(first) == len(second) and all(map(same_sample, first, second))
+    if isinstance(first, np.ndarray) and first.dtype.hasobject:
+        return True
+    if hasattr(first, "tobytes") and hasattr(second, "tobytes"):  # arrays, and images of Pillow
+        return bool(first.tobytes() == second.tobytes())
+    return True
+
+
+def _same_tensors(first: Tensor, second: Tensor) -> bool:
+    if first.layout is not torch.strided or first.is_quantized:
+        return True
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    as_bytes = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in (first, second)]
+    return torch.equal(as_bytes[0], as_bytes[1])
+
+
+def _concatenated(trees: list[Any]) -> Any:
+    first = trees[0]
+    if isinstance(first, (Tensor, np.ndarray)):
+        if any(tensor.ndim == 0 or tensor.shape[0] != 1 for tensor in trees):
+            raise ValueError("no axis of one sample")
+        return torch.cat(cast(Any, trees)) if isinstance(first, Tensor) else np.concatenate(trees)
+    if isinstance(first, Mapping):
+        items = {key: _concatenated([tree[key] for tree in trees]) for key in first}
+        return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+    if isinstance(first, (tuple, list)):
+        members = [_concatenated(list(group)) for group in zip(*trees, strict=True)]
+        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+    raise ValueError(f"{type(first).__name__} has no axis of one sample")
+
+
+def _outline(tree: Any) -> Any:
+    """Return the shape of a batch: types of the containers, shapes and types of the arrays."""
+    if isinstance(tree, (Tensor, np.ndarray)):
+        return type(tree), tuple(tree.shape), tree.dtype
+    if isinstance(tree, Mapping):
+        return type(tree), {key: _outline(value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree), [_outline(value) for value in tree]
+    return type(tree)

@@ -11,11 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from egeria.cache.samples.feed import Drawn
+from egeria.cache.samples import BatchIndices
 from egeria.errors import EgeriaError
 from egeria.layers.batch import Batch
-from egeria.layers.inference.fast_prefix import FastPrefix
-from egeria.layers.modules import LayerModule
 from egeria.layers.undisturbed import RandomState, generators_of_accelerators
 
 WATCHED_FORWARDS = 8
@@ -30,7 +28,7 @@ class StaleError(EgeriaError):
     """What was prepared does not fit the training any more; the message is the reason."""
 
 
-class Call:
+class UserForward:
     """The user's forward of the model, and whether it ran with something of ours in the model.
 
     Args:
@@ -49,7 +47,7 @@ class Call:
         return self._function()
 
 
-class Undo:
+class Rollback:
     """What a forward pass changes beside what it returns: random states, and buffers of layers in training mode.
 
     Args:
@@ -63,15 +61,15 @@ class Undo:
         self._generators = generators_of_accelerators(model)
         self._drawn: list[Tensor] = []
 
-    def note(self) -> None:
-        """Take note of them before a pass."""
+    def save(self) -> None:
+        """Save them before a pass."""
         self._random = RandomState.current()
         self._drawn = [generator.get_state() for generator in self._generators]  # kept on the CPU: nothing waits
         tables = [module._buffers for module in self._modules if module.training]
         buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Give them their values from before the pass, so that it can be made again."""
         if self._random is not None:
             self._random.set()
@@ -81,14 +79,14 @@ class Undo:
             buffer.data.copy_(before)
 
 
-class Way(Protocol):
+class ForwardMode(Protocol):
     """How training forwards are made."""
 
-    mode: str
+    name: str
     """Its name in the journal."""
 
-    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
-        """Make one; `drawn` are its samples, None where they are not known."""
+    def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
+        """Make one; `indices` are its samples, None where they are not known."""
         ...
 
     def close(self) -> None:
@@ -96,12 +94,12 @@ class Way(Protocol):
         ...
 
 
-class Computed:
+class PlainForward:
     """The forward pass as it is."""
 
-    mode = "computed"
+    name = "computed"
 
-    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
+    def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
         """Call the model."""
         return call(plain=True)
 
@@ -109,7 +107,7 @@ class Computed:
         """Nothing is held."""
 
 
-class Watching(Computed):
+class TimedForward(PlainForward):
     """The forward pass as it is, timed until there is enough to decide by.
 
     Args:
@@ -144,7 +142,7 @@ class Watching(Computed):
         self._num_seen += 1
         return seen >= self._enough and (knows_samples or seen >= PATIENCE * max(1, self._enough))
 
-    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
+    def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
         """Call the model, and time the frozen front in it."""
         moments: list[float] = []
         handles = [root.register_forward_pre_hook(partial(_note_time, moments)) for root in self._roots]
@@ -158,7 +156,7 @@ class Watching(Computed):
                 self._spans.append(moments[-1] - moments[0])
 
 
-class Payback:
+class PaybackCheck:
     """Whether iterations with batches from the store are shorter than those before, once there are enough of them.
 
     Args:
@@ -188,34 +186,6 @@ class Payback:
             f"an iteration with stored activations takes {1e3 * found:.1f} ms, "
             f"and took {1e3 * self._iteration_s:.1f} ms with computed ones"
         )
-
-
-class Inference:
-    """The frozen front as inference, with its normalisation folded into its convolutions."""
-
-    mode = "inference"
-
-    def __init__(self, fast: FastPrefix) -> None:
-        self._fast = fast
-
-    @classmethod
-    def build(
-        cls, model: nn.Module, modules: Sequence[LayerModule], batch: Batch, *, compile: bool
-    ) -> Inference | None:
-        """Return it, or None where nothing is gained."""
-        roots = [name for module in modules for name in module.submodules]
-        fast = FastPrefix.build(model, roots, batch, compile=compile)
-        return None if fast is None else cls(fast)
-
-    def forward(self, call: Call, batch: Batch, drawn: Drawn | None) -> Any:
-        """Call the model with the fast front in it."""
-        if self._fast.is_stale():
-            raise StaleError("the frozen layers were changed, so their folded form is of no use any more")
-        with self._fast.running():
-            return call()
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 # A function of this file, not a closure: some models copy themselves in their forward pass.

@@ -1,1 +1,0 @@
-"""Which samples a batch is made of, whether their inputs repeat, and how augmentation is fixed."""
