@@ -41,7 +41,7 @@ class ActivationCache:
     """Makes the training forwards of a model with a frozen front.
 
     Behind a new boundary the forward pass is left as it is for a few iterations, whose pace is measured.
-    Then activations are stored, or the front is run as inference, or nothing is done, until the boundary
+    Then activations are stored, or nothing is done, until the boundary
     moves again. Whatever fails, the user's forward is made as it is, and what failed stays off.
 
     Args:

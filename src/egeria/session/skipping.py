@@ -121,8 +121,7 @@ def begin_skipping(
 ) -> Skipping | None:
     """Make the cache of a run; None where it has none, or where nothing can be skipped, which is said then.
 
-    Where samples cannot be distinguished nothing is stored, which is said once too; the frozen front may
-    still run as inference. All processes of a job call this.
+    Where samples cannot be distinguished nothing is stored, which is said once too. All processes of a job call this.
 
     Args:
         training: what the user trains.

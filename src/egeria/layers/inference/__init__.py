@@ -1,1 +1,0 @@
-"""Running the frozen front as inference: normalisation folded into convolutions, weights cast once."""
