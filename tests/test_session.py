@@ -526,9 +526,8 @@ def test_train_mode_reads_the_training_activations_and_their_higher_floor(tmp_pa
 # --- resuming ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["residual", "with_dropout", "Reader", "Backwards", "TwoHeads"])
-@pytest.mark.parametrize("stop", [1, 7, 23, 50])
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(name, stop, tmp_path):
+@pytest.mark.parametrize(("name", "stop"), [("Backwards", 1), ("with_dropout", 23)])
+def test_a_job_that_died_after_its_checkpoint_resumes_into_the_same_journal(name, stop, tmp_path):
     config = {**FAST, "freezing": {"tolerance_share": 2.0}}
     whole = Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / "whole"})
     first = Loop(SPECIMENS[name], {"config": config, "directory": tmp_path / "parts"})

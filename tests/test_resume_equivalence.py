@@ -37,8 +37,9 @@ def course(directory, after):
 
 
 @pytest.mark.parametrize("specimen", RESUMABLE, ids=lambda specimen: specimen.name)
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
+    half = (half + RESUMABLE.index(specimen)) % 2  # the gate has the first half of one and the second of the next
     stop = half * STEPS // 2 + random.Random(f"{specimen.name} {half}").randint(1, STEPS // 2 - 1)
     whole = Loop(specimen, {**INLINE, "directory": tmp_path / "whole"})
     first = Loop(specimen, {**INLINE, "directory": tmp_path / "first"})
