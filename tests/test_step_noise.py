@@ -11,9 +11,9 @@ from torch import nn
 
 import egeria
 from egeria.events import IntervalMeasured
+from egeria.journal.recorder import Recorder
 from egeria.session.measures.hooks import OptimizerHooks
 from egeria.session.measures.noise import MOST_ELEMENTS, StepNoise
-from egeria.session.recorder import Recorder
 from loops import FAST
 
 

@@ -24,11 +24,11 @@ from egeria.cache import ActivationCache, CacheDirectory, Outlook, SampleFeed
 from egeria.cache.store.disk import DiskStore
 from egeria.config import CacheConfig, Config
 from egeria.events import CacheDecided, CacheUsed
+from egeria.journal.recorder import Recorder
 from egeria.layers.freezer import Freezer
 from egeria.layers.modules import LayerModule
 from egeria.layers.parse import parse_modules
 from egeria.session.following import ModelHandle
-from egeria.session.recorder import Recorder
 from egeria.testing.convnets import cifar_resnet
 
 QUIET_S = 0.3
@@ -107,7 +107,7 @@ class Arm:
             place = partial(_Place, directory / name.replace(" ", "-"), self, slow_bytes_per_s)
             feed = SampleFeed(self.loader, id_column=None, base_seed=0)
             self._cache = ActivationCache(
-                self.model, feed, directory=place, settings=settings, teller=self._recorder, spend=self._spend
+                self.model, feed, directory=place, settings=settings, recorder=self._recorder, spend=self._spend
             )
             self.network.skip_with(self._cache.forward)
 

@@ -24,10 +24,10 @@ from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
 from egeria.cache.samples import BatchIndices, NoSamplesError, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
-from egeria.cache.teller import Teller
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError
 from egeria.events import CacheDecided
+from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.skipping.refusals import check_runs_once
@@ -49,7 +49,7 @@ class ActivationCache:
         feed: knows the samples of batches; None where they cannot be told apart.
         directory: makes the place on the disk when one is needed.
         settings: of the cache.
-        teller: where decisions go.
+        recorder: records decisions and warns.
         spend: takes wall-clock and CPU seconds that were ours and not the user's.
         refusal: why there is no feed.
         share: with whom stores are shared.
@@ -62,7 +62,7 @@ class ActivationCache:
         *,
         directory: Callable[[], CacheDirectory],
         settings: CacheConfig,
-        teller: Teller,
+        recorder: Recorder,
         spend: Callable[[float, float], None],
         refusal: str = "",
         share: Share | None = None,
@@ -73,7 +73,7 @@ class ActivationCache:
         self._make_directory = directory
         self._directory: CacheDirectory | None = None
         self._settings = settings
-        self._teller = teller
+        self._recorder = recorder
         self._spend = spend
         self._share = share or Share()
         self._repeats = RepeatedInputs()
@@ -137,7 +137,7 @@ class ActivationCache:
     def report(self) -> None:
         """Write into the journal how the present generation does."""
         if isinstance(self._mode, Generation):
-            self._teller.write(self._mode.used(self._teller.step))
+            self._recorder.write(self._mode.used(self._recorder.step))
 
     def close(self) -> None:
         """Stop everything, give the loader back and delete what was stored; more than once is no error."""
@@ -157,7 +157,7 @@ class ActivationCache:
             self._most_rows = max(self._most_rows, num_rows)
             return indices if num_rows >= min(LEAST_ROWS, self._most_rows) else None
         except NoSamplesError as error:
-            self._teller.decline("storing activations", str(error))
+            self._recorder.decline("storing activations", str(error))
             self._refusal = str(error)
             if self._feed is not None:
                 self._feed.close()
@@ -183,7 +183,7 @@ class ActivationCache:
         if num_damaged and not self._has_reported_damage:
             self._has_reported_damage = True
             reason = f"{num_damaged} of them were damaged, by the disk or another program; they are computed again"
-            self._teller.fault("reading stored activations", StoreError(reason))
+            self._recorder.fault("reading stored activations", StoreError(reason))
 
     def _decide(self, batch: Batch, indices: BatchIndices | None, timed: TimedForward) -> None:
         """Choose how the forward pass is done from here on."""
@@ -193,16 +193,16 @@ class ActivationCache:
         numbers: dict[str, float] = {}
         if not reason and indices is None:
             reason = "the loader given to attach does not hand out the batches that the model is called with"
-            self._teller.decline(WHAT, reason)
+            self._recorder.decline(WHAT, reason)
         if not reason and indices is not None:
             try:
                 reason, numbers = self._try_to_store(batch, indices, timed)
             except UncacheableError as error:
                 reason = str(error)
-                self._teller.decline(f"{WHAT} behind {self._modules[-1].name}", reason)
+                self._recorder.decline(f"{WHAT} behind {self._modules[-1].name}", reason)
             except StoreError as error:
                 reason = self._refusal = str(error)
-                self._teller.decline(WHAT, reason)
+                self._recorder.decline(WHAT, reason)
         if reason:
             self._compute(reason, numbers)
         self._spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
@@ -253,9 +253,9 @@ class ActivationCache:
             self._record("computed", f"{error}; in case they are augmented at random, that is fixed next")
             return
         if isinstance(error, (StaleError, StoreError, UncacheableError)):
-            self._teller.decline(WHAT, str(error))
+            self._recorder.decline(WHAT, str(error))
         else:
-            self._teller.fault("skipping the frozen forward pass", error)
+            self._recorder.fault("skipping the frozen forward pass", error)
         if isinstance(failed, (Generation, TimedForward)):
             self._refusal = f"it was turned off: {error}"
         self._record("computed", str(error))
@@ -282,9 +282,9 @@ class ActivationCache:
         return self._directory
 
     def _record(self, mode: str, reason: str, numbers: dict[str, float] | None = None) -> None:
-        self._teller.write(
+        self._recorder.write(
             CacheDecided(
-                step=self._teller.step,
+                step=self._recorder.step,
                 boundary=self._modules[-1].name if self._modules else "",
                 generation=self._number,
                 mode=mode,

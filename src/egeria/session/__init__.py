@@ -4,8 +4,8 @@
 readings, hands them to the policy, and lets the applier carry out what the policy decides.
 """
 
+from egeria.journal.recorder import EgeriaWarning
 from egeria.session.attach import attach
-from egeria.session.recorder import EgeriaWarning
 from egeria.session.run import Run
 
 __all__ = ["EgeriaWarning", "Run", "attach"]

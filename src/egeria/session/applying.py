@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.events import FreezeWaits, ModuleFrozen, Rewrapped, Thawed
+from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.freezer import Freezer
 from egeria.layers.modules import LayerModule
@@ -19,7 +20,6 @@ from egeria.policy import Freeze, Thaw
 from egeria.session.compiling import Compiling
 from egeria.session.following import HarmfulFreezeError, Training
 from egeria.session.ranks import Ranks, Subject
-from egeria.session.recorder import Recorder
 from egeria.session.timing import Stopwatch
 
 

@@ -27,6 +27,7 @@ from egeria.controller import (
 )
 from egeria.errors import ConfigError, UnsupportedModelError
 from egeria.events import ControllerChosen, RunStarted
+from egeria.journal.recorder import Recorder
 from egeria.parallel import ParallelStrategy
 from egeria.plasticity import find_metric
 from egeria.policy import (
@@ -48,7 +49,6 @@ from egeria.session.loop import CutParts, Session
 from egeria.session.measures import Foresight, Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.ranks import Ranks, Subject
-from egeria.session.recorder import Recorder
 from egeria.session.run import Run
 from egeria.session.skipping import begin_skipping
 from egeria.session.timing import Budget, IterationTimer, Stopwatch

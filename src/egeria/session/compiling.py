@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from egeria.events import Recompiled
+from egeria.journal.recorder import Recorder
 from egeria.session.following import ModelHandle
-from egeria.session.recorder import Recorder
 
 BACKWARD_SHARE = 2 / 3
 """Of an iteration: the backward pass has two multiplications where the forward pass has one."""

@@ -21,6 +21,7 @@ from egeria.events import (
     ReferenceRefreshed,
     RungTaken,
 )
+from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.compute import forward_shares
 from egeria.layers.modules import LayerModule
@@ -31,7 +32,6 @@ from egeria.policy import Reading
 from egeria.session.compiling import BACKWARD_SHARE
 from egeria.session.following import Training
 from egeria.session.ranks import Ranks, Subject
-from egeria.session.recorder import Recorder
 from egeria.session.timing import Budget, Stopwatch, count_iterations
 
 FAILURES_BEFORE_GIVING_UP = 3

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from egeria.cache import CacheDirectory, StoreError
 from egeria.config import Config
+from egeria.journal.recorder import Recorder
 from egeria.session.ranks import Ranks, Subject, fingerprint
-from egeria.session.recorder import Recorder
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SUBDIRECTORY = "cache"

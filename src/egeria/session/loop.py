@@ -8,6 +8,7 @@ from typing import Any
 
 from egeria.errors import StateError
 from egeria.events import IntervalChanged, ModulesOrdered, PlasticityRead, StageChanged
+from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.parallel import COMPILED_SHARDS
@@ -29,7 +30,6 @@ from egeria.session.following import Cut, ExecutionOrder, HarmfulFreezeError, Tr
 from egeria.session.meter import IntervalMeter
 from egeria.session.ranks import LostError, OutOfStepError, Ranks
 from egeria.session.rates import LayerRates, Wanted
-from egeria.session.recorder import Recorder
 from egeria.session.skipping import COMPILED, Skipping
 from egeria.session.timing import Budget, IntervalClock
 

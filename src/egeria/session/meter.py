@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from egeria.events import IntervalMeasured
+from egeria.journal.recorder import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.session.losses import Losses
 from egeria.session.measures import Measures
 from egeria.session.ranks import Ranks, Subject, fingerprint, from_number, to_number
-from egeria.session.recorder import Recorder
 from egeria.session.timing import IntervalClock, IterationTimer
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from egeria.journal.recorder import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.session.following import Training
 from egeria.session.measures.hooks import OptimizerHooks
-from egeria.session.recorder import Recorder
 
 Wanted = tuple[Sequence[LayerModule], Sequence[float]]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from egeria.errors import StateError
 from egeria.events import MetricLogged, Resumed, RunClosed
+from egeria.journal.recorder import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.session.following import ModelHandle
 from egeria.session.loop import Session
 from egeria.session.packed import Packed
-from egeria.session.recorder import Recorder
 
 STATE_SCHEMA = 1
 

@@ -20,12 +20,12 @@ from egeria.cache import (
 )
 from egeria.config import Config
 from egeria.controller import spare_cores
+from egeria.journal.recorder import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Foreseeing, Policy
 from egeria.session.following import ModelHandle, Training
 from egeria.session.hosts import place_of, share_directory
 from egeria.session.ranks import Ranks
-from egeria.session.recorder import Recorder
 
 WHAT = "skipping the frozen forward pass"
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
@@ -152,7 +152,7 @@ def begin_skipping(
         feed,
         directory=partial(_directory, config, recorder) if host is None else partial(getattr, host, "directory"),
         settings=config.cache,
-        teller=recorder,
+        recorder=recorder,
         spend=spend,
         refusal=reason,
         share=Share(is_alone=host is None, leads=host is None or host.leads),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from egeria.session.recorder import Recorder
+from egeria.journal.recorder import Recorder
 from egeria.session.timing import Stopwatch
 
 FAULTS_BEFORE_GIVING_UP = 3

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from egeria.journal.recorder import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import is_sharded
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
@@ -17,7 +18,6 @@ from egeria.session.measures.gradients import GradientSums
 from egeria.session.measures.hooks import OptimizerHooks
 from egeria.session.measures.noise import StepNoise
 from egeria.session.measures.weights import WeightChanges
-from egeria.session.recorder import Recorder
 
 
 class Measures:

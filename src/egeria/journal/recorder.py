@@ -1,4 +1,4 @@
-"""Telling: events into the journal, and one warning for each thing the library declines to do."""
+"""Events into the journal, and one warning for each thing that the library declines to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 from egeria.events import Declined, Event, FaultCaught
-from egeria.journal import JournalWriter
+from egeria.journal.writer import JournalWriter
 
 
 class EgeriaWarning(UserWarning):
