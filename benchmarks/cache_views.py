@@ -85,8 +85,8 @@ def settings_of(arm: str) -> CacheConfig | None:
     """Return the settings of the cache of an arm."""
     if arm == UNFROZEN:
         return None
-    if arm == FREE:  # computed as it is: folded normalisation would be a second difference
-        return cache_settings(views=0, inference=False)
+    if arm == FREE:
+        return cache_settings(views=0)
     return cache_settings(views=int(arm), gate="open")
 
 

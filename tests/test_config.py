@@ -71,8 +71,6 @@ DEFAULTS = {
         "minimum_epochs": 2.0,
         "gate": "auto",
         "verify_batches": 200,
-        "inference": True,
-        "compile": False,
     },
 }
 NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
@@ -141,8 +139,6 @@ CONTRACTS = [
     ("cache.minimum_epochs", "a finite number, 0 or above", (-1, math.nan, math.inf, "2", None, True)),
     ("cache.gate", "one of 'auto', 'open'", ("closed", None, True)),
     ("cache.verify_batches", "a whole number of at least 1", (*no_count(), None)),
-    ("cache.inference", "true or false", ("false", 0, None)),
-    ("cache.compile", "true or false", ("false", 0, None)),
 ]
 REFUSED = [(setting, contract, value) for setting, contract, values in CONTRACTS for value in values]
 
@@ -210,7 +206,7 @@ def test_a_group_must_be_of_its_own_kind(value):
     [
         ({"plasticty": {}}, ["the configuration knows", "'plasticty'", "plasticity", "Check the spelling"]),
         ({"plasticity": {"windw": 3}}, ["[plasticity] knows", "'windw'", "window", "Check the spelling"]),
-        ({"cache": {"a": 1, "b": 2}}, ["[cache] knows compile", "'a', 'b'"]),
+        ({"cache": {"a": 1, "b": 2}}, ["[cache] knows directory", "'a', 'b'"]),
         ({1: {}, "x": {}}, ["the configuration knows", "'x'", "1"]),
         ({"freezing": False}, ["[freezing] must be a table", "found False", "Write it as [freezing]"]),
         ({"freezing": None}, ["[freezing] must be a table", "found None"]),
@@ -220,6 +216,14 @@ def test_unknown_groups_and_fields_are_refused_beside_the_known_ones(table, said
     with pytest.raises(ConfigError) as refusal:
         Config.from_dict(table)
     assert all(part in str(refusal.value) for part in said), str(refusal.value)
+
+
+def test_settings_of_earlier_versions_are_ignored_with_one_warning():
+    text = "[cache]\ninference = false\ncompile = true\nviews = 2\n"
+    with pytest.warns(UserWarning, match=r"^cache\.compile and cache\.inference .*remove") as warned:
+        assert Config.from_toml(text) == Config(cache=CacheConfig(views=2))
+    assert len(warned) == 1
+    assert Config.from_dict({"cache": {"inference": True, "compile": False}}, warns=False) == Config()
 
 
 def test_what_a_dictionary_leaves_out_keeps_its_default():

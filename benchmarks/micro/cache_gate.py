@@ -16,18 +16,17 @@ SLOW_BYTES_PER_S = 20e6
 MOST_OVERHEAD = 0.01
 
 
-def measure_gate(subject: Subject, directory: Path, *, rounds: int, inference: bool) -> dict[str, Any]:
+def measure_gate(subject: Subject, directory: Path, *, rounds: int) -> dict[str, Any]:
     """Compare whole runs behind a frozen front, without the cache (first) and with one that stays off (second).
 
     Args:
         subject: a residual net.
         directory: for stores.
         rounds: epochs of each run.
-        inference: leave `cache.inference` on; else the frozen front is computed as it is, as without the cache.
     """
     found = {}
     for name, slow in (("slow disk", SLOW_BYTES_PER_S), ("tiny prefix", None)):
-        settings = cache_settings(inference=inference)
+        settings = cache_settings()
         without = Arm(f"{name}, without", subject, 1, None, directory)
         gated = Arm(f"{name}, gated", subject, 1, settings, directory, slow_bytes_per_s=slow)
         front = None if slow else stem(gated.modules)
@@ -36,8 +35,7 @@ def measure_gate(subject: Subject, directory: Path, *, rounds: int, inference: b
             arm.freeze(front)
         result = compare(without.epoch, gated.epoch, rounds=rounds, warmup=0)
         gated.close()
-        label = f"{name}, inference {'on' if inference else 'off'}"
-        found[label] = summary(gated, result, rounds * len(gated.loader))
+        found[name] = summary(gated, result, rounds * len(gated.loader))
     return found
 
 

@@ -1,9 +1,9 @@
-"""CPU time of an epoch with the front of a model frozen: computed, run as inference, and from the activation cache.
+"""CPU time of an epoch with the front of a model frozen: computed, and from the activation cache.
 
     python -m benchmarks.micro.cached_iteration [--data DIR] [--subjects resnet20,bert] [--samples 2048] [--rounds 12]
                                                 [--precision bf16] [--layout nhwc] [--warm] [--profile]
                                                 [--record RECORD]
-    python -m benchmarks.micro.cached_iteration --gate-overhead [--rounds 40] [--inference]
+    python -m benchmarks.micro.cached_iteration --gate-overhead [--rounds 40]
 
 Each way trains a model of its own in this process, an epoch at a time, in turn; 'for nothing' has a front that always
 gives the same answer, which no cache can beat. CPU time is of all threads, reader and writer included. Each epoch
@@ -65,7 +65,6 @@ def ways(subject: Subject, depths: Sequence[int], directory: Path) -> list[Arm]:
     for depth in depths:
         kinds = {
             "computed": None,
-            "inference": cache_settings(views=0, gate="open"),
             "cache": cache_settings(gate="open", verify_batches=10**9),
             FLOOR: None,
         }
@@ -250,7 +249,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", action="store_true", help="leave what is stored in the page cache")
     parser.add_argument("--profile", action="store_true", help="say what the training thread does for a batch")
     parser.add_argument("--gate-overhead", action="store_true", help="measure a cache that stays off instead")
-    parser.add_argument("--inference", action="store_true", help="with --gate-overhead: leave cache.inference on")
     parser.add_argument("--record", type=Path)
     return parser.parse_args()
 
@@ -265,7 +263,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as place:
         if options.gate_overhead:
             subject = residual_net(20, options.data, options.samples, autocast=autocast)
-            gate = measure_gate(subject, Path(place), rounds=options.rounds, inference=options.inference)
+            gate = measure_gate(subject, Path(place), rounds=options.rounds)
             print("\n".join(describe_gate(gate)))
         for name in [] if options.gate_overhead else options.subjects.split(","):
             depths = (3,) if name == "bert" else (1, 2)

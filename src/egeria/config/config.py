@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover (the standard library has it from 3.11)
     import tomli as tomllib
+
+_REMOVED = {("cache", "inference"), ("cache", "compile")}
+"""Settings of earlier versions: how the frozen front was computed where nothing was stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +73,16 @@ class Config:
                 )
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Config:
-        """Build from nested dictionaries; a group or field left out keeps its default."""
+    def from_dict(cls, table: Mapping[str, Any], *, warns: bool = True) -> Config:
+        """Build from nested dictionaries; a group or field left out keeps its default.
+
+        Args:
+            table: settings by name in groups by name. Settings that no longer exist are ignored.
+            warns: whether a setting that no longer exists gives a warning; False for what an old run recorded.
+
+        Raises:
+            ConfigError: a group or field is unknown, or a value is outside its contract.
+        """
         known = _groups()
         _refuse_unknown("the configuration", table, known)
         built: dict[str, Any] = {}
@@ -78,8 +90,13 @@ class Config:
             if not isinstance(values, Mapping):
                 raise ConfigError(f"[{name}] must be a table of settings, found {values!r}. Write it as [{name}].")
             fields = {entry.name for entry in dataclasses.fields(known[name])}
-            _refuse_unknown(f"[{name}]", values, fields)
-            built[name] = known[name](**values)
+            removed = sorted(key for key in values if (name, key) in _REMOVED)
+            if removed and warns:
+                names = " and ".join(f"{name}.{key}" for key in removed)
+                warnings.warn(f"{names} has no effect any more. Please remove it from the settings.", stacklevel=2)
+            kept = {key: value for key, value in values.items() if key not in removed}
+            _refuse_unknown(f"[{name}]", kept, fields)
+            built[name] = known[name](**kept)
         return cls(**built)
 
     @classmethod

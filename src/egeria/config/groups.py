@@ -256,14 +256,9 @@ class CacheConfig:
     """'auto' stores only where it pays, by what was measured; 'open' stores wherever it can."""
     verify_batches: int = 200
     """Batches from the store between two checks against the computed activations."""
-    inference: bool = True
-    """Where nothing can be stored, run the frozen front with its normalisation folded into its convolutions."""
-    compile: bool = False
-    """Compile that folded front with `torch.compile`."""
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "inference", "compile"):
-            require_flag(f"cache.{name}", getattr(self, name))
+        require_flag("cache.enabled", self.enabled)
         for name in ("directory", "id_column"):
             value = getattr(self, name)
             require(value is None or (isinstance(value, str) and bool(value)), f"cache.{name}", "a name", value)

@@ -138,7 +138,7 @@ def _settings_of(started: RunStarted) -> Config:
     A rule object is missed, and says so by its name.
     """
     plasticity = {key: value for key, value in started.config["plasticity"].items() if key != "metric"}
-    return Config.from_dict({**started.config, "plasticity": plasticity})
+    return Config.from_dict({**started.config, "plasticity": plasticity}, warns=False)
 
 
 def _measured(history: History, started: RunStarted) -> frozenset[str]:
