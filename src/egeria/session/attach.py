@@ -92,21 +92,15 @@ def attach(
     Raises:
         ConfigError: an argument or a setting is outside its contract.
     """
-    watch = Stopwatch()
-    named = {"controller": controller, "policy": policy}
+    watch, named = Stopwatch(), {"controller": controller, "policy": policy}
     training, parallel = check_training(model, optimizer, total_steps, config=config, parallel=parallel, **named)
     rule_name, rule = choose_rule(training.config, scheduler, total_steps)
     choice, make = _choose_controller(training, controller, loader)
-    ranks = Ranks(parallel)
-    recorder = _make_recorder(ranks, directory)
-    training.handle.call_instead(parallel.rewrap())
-    compiling = Compiling(training.handle, recorder)
-    budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
-    shared = _Shared(training, parallel, ranks, recorder, compiling, budget, rule, make)
+    shared = _share(training, parallel, rule, make, directory)
     cut, interval_steps = _begin(shared, choice, rule_name, _environment(training.model, loader))
     session = _make_session(shared, cut, interval_steps, loader, scheduler)
     session.timer.add_overhead(*watch.read())
-    return Run(training.handle, session, recorder)
+    return Run(training.handle, session, shared.recorder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +116,21 @@ class _Shared:
     rule: UnfreezeRule
     make_controller: Callable[[tuple[str, ...]], Controller]
     """Makes a controller for the taps of a cut."""
+
+
+def _share(
+    training: Training,
+    parallel: ParallelStrategy,
+    rule: UnfreezeRule,
+    make_controller: Callable[[tuple[str, ...]], Controller],
+    directory: str | Path | None,
+) -> _Shared:
+    ranks = Ranks(parallel)
+    recorder = _make_recorder(ranks, directory)
+    training.handle.call_instead(parallel.rewrap())
+    compiling = Compiling(training.handle, recorder)
+    budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
+    return _Shared(training, parallel, ranks, recorder, compiling, budget, rule, make_controller)
 
 
 def _begin(

@@ -46,7 +46,7 @@ def check_training(
     Raises:
         ConfigError: one of them is outside its contract.
     """
-    settings = read_config(config)
+    settings = _read_config(config)
     if policy is not None:
         settings = dataclasses.replace(settings, policy=dataclasses.replace(settings.policy, name=policy))
     if isinstance(controller, str):
@@ -61,24 +61,24 @@ def check_training(
     if is_sharded(model):
         settings = _for_sharded(settings)
     optimizers = _check_optimizers(model, optimizer)
-    is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
-    if total_steps is not None and not (is_whole and total_steps > 0):
-        raise ConfigError(
-            f"total_steps is the number of optimizer steps of the whole run, a whole number above 0, "
-            f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
-        )
+    _check_total_steps(total_steps)
     training = Training(
         model=model, handle=ModelHandle(model), optimizers=optimizers, config=settings, total_steps=total_steps
     )
     return training, parallel
 
 
-def read_config(config: Any) -> Config:
-    """Return the configuration, whatever form it came in.
+def _check_total_steps(total_steps: Any) -> None:
+    is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
+    if total_steps is not None and not (is_whole and total_steps > 0):
+        raise ConfigError(
+            f"total_steps is the number of optimizer steps of the whole run, a whole number above 0, "
+            f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
+        )
 
-    Raises:
-        ConfigError: it is malformed, or of an unknown form.
-    """
+
+def _read_config(config: Any) -> Config:
+    """Return the configuration, whatever form it came in."""
     if config is None:
         return Config()
     if isinstance(config, Config):

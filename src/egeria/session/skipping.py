@@ -119,9 +119,7 @@ def _steady_steps(policy: Policy, num_steps: int, interval_steps: int) -> float 
 def begin_skipping(
     training: Training, loader: Any, ranks: Ranks, recorder: Recorder, spend: Callable[[float, float], None]
 ) -> Skipping | None:
-    """Make the cache of a run; None where it has none, or where nothing can be skipped, which is said then.
-
-    Where samples cannot be distinguished nothing is stored, which is said once too. All processes of a job call this.
+    """Return what skips the frozen forward pass of a run; None where nothing does. All processes of a job call this.
 
     Args:
         training: what the user trains.
