@@ -5,9 +5,8 @@ import json
 import torch
 from torch import nn
 
-from egeria.layers.modules import LayerModule
+from egeria.layers.modules import LayerModule, parse_modules
 from egeria.layers.order import OrderRecorder
-from egeria.layers.parse import parse_modules
 
 
 def cut(model, **options):

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.layers.batch import Batch
-from egeria.layers.freezer import Freezer
-from egeria.layers.modules import LayerModule
+from egeria.layers.freezing import Freezer
+from egeria.layers.modules import LayerModule, parse_modules
 from egeria.layers.order import OrderRecorder
-from egeria.layers.parse import parse_modules
-from egeria.layers.skipping.prefix import Prefix
+from egeria.skipping.prefix import Prefix
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from egeria.cache.fingerprint import agree, fingerprints, true_lengths
+from egeria.cache.fingerprint import agree, fingerprints
+from egeria.skipping.rows import true_lengths
 
 
 def prints(*args, rows=None, **kwargs):

@@ -15,8 +15,8 @@ import egeria
 from cached import Pictures, Training, assert_equal, nothing_but_journals, plain, small_resnet
 from egeria.cache import generation
 from egeria.events import CacheDecided, CacheUsed, Declined
-from egeria.layers.skipping.prefix import Prefix
 from egeria.session import EgeriaWarning
+from egeria.skipping.prefix import Prefix
 from egeria.testing import ScriptedController
 from loops import FAST, differences
 

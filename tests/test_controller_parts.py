@@ -17,8 +17,8 @@ from egeria.controller.launch import Watchdog
 from egeria.controller.shared_memory import Segment, SharedQueue, pack, unpack
 from egeria.controller.worker import HYSTERESIS, SAMPLE_S, LoadGate, RestOfMachine
 from egeria.layers.batch import Batch
-from egeria.layers.freezer import Freezer
-from egeria.layers.parse import parse_modules
+from egeria.layers.freezing import Freezer
+from egeria.layers.modules import parse_modules
 from egeria.session.timing import Budget, IntervalClock, count_iterations
 from egeria.testing import MENAGERIE
 

@@ -6,8 +6,7 @@ from torch import nn
 
 from cuts import check_partition, cut, numbered, on_meta, run_order
 from egeria.errors import ConfigError, UnsupportedModelError
-from egeria.layers.modules import LayerModule
-from egeria.layers.parse import atoms_of, parse_modules
+from egeria.layers.modules import LayerModule, find_atoms, parse_modules
 from egeria.testing.convnets import cifar_resnet, mobilenet_v2, resnet50
 from egeria.testing.segmentation import deeplabv3, unet
 
@@ -53,7 +52,7 @@ def test_resnet20_and_resnet8(shortcut):
 
 def test_resnet50():
     model = on_meta(resnet50)
-    assert len(atoms_of(model)) == 16
+    assert len(find_atoms(model)) == 16
     assert cut(model) == {
         "layer1": ["conv1", "bn1", "maxpool", *numbered("layer1", 0, 3)],
         "layer2": numbered("layer2", 0, 4),
@@ -66,7 +65,7 @@ def test_resnet50():
 
 def test_mobilenet_v2_is_cut_where_its_flat_list_of_blocks_grows():
     model = on_meta(mobilenet_v2)
-    assert [atom.name for atom in atoms_of(model)] == numbered("features", 1, 18)
+    assert [atom.name for atom in find_atoms(model)] == numbered("features", 1, 18)
     assert cut(model) == {
         "features.1-features.7": numbered("features", 0, 8),
         "features.8-features.14": numbered("features", 8, 15),
@@ -166,7 +165,7 @@ def test_direct_parameters_belong_to_the_module_of_the_first_atom_behind_them():
 
 def test_two_towers_of_one_class_are_stages_and_their_layers_the_atoms():
     model = nn.ModuleDict({"left": Transformer(), "right": Transformer()})
-    names = [atom.name for atom in atoms_of(model)]
+    names = [atom.name for atom in find_atoms(model)]
     assert names == [*numbered("left.encoder.layers", 0, 6), *numbered("right.encoder.layers", 0, 6)]
     modules = parse_modules(model)
     check_partition(model, modules)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cuts import check_partition, cut, numbered, on_meta, run_order
-from egeria.layers.parse import atoms_of, parse_modules
+from egeria.layers.modules import find_atoms, parse_modules
 
 transformers = pytest.importorskip("transformers")
 
@@ -168,26 +168,26 @@ def test_t5():
 
 
 def test_clip_has_the_layers_of_both_towers_as_atoms():
-    names = [atom.name for atom in atoms_of(clip())]
+    names = [atom.name for atom in find_atoms(clip())]
     assert names == [*numbered("text_model.encoder.layers", 0, 6), *numbered("vision_model.encoder.layers", 0, 6)]
 
 
 def test_swin_and_resnet_are_cut_at_their_stages():
     stages = [(0, 2), (1, 2), (2, 6), (3, 2)]
     expected = [f"swin.encoder.layers.{stage}.blocks.{i}" for stage, count in stages for i in range(count)]
-    assert [atom.name for atom in atoms_of(swin())] == expected
+    assert [atom.name for atom in find_atoms(swin())] == expected
     assert cut(swin())["swin.encoder.layers.1.blocks"][0] == "swin.encoder.layers.0.downsample"
     stages = [(0, 3), (1, 4), (2, 6), (3, 3)]
     expected = [f"resnet.encoder.stages.{stage}.layers.{i}" for stage, count in stages for i in range(count)]
-    assert [atom.name for atom in atoms_of(hf_resnet())] == expected
+    assert [atom.name for atom in find_atoms(hf_resnet())] == expected
 
 
 def test_mixtral_keeps_its_experts_inside_the_blocks():
-    assert [atom.name for atom in atoms_of(mixtral())] == numbered("model.layers", 0, 4)
+    assert [atom.name for atom in find_atoms(mixtral())] == numbered("model.layers", 0, 4)
 
 
 def test_two_bert_have_their_layers_and_not_their_embeddings_as_atoms():
-    names = [atom.name for atom in atoms_of(bert_to_bert())]
+    names = [atom.name for atom in find_atoms(bert_to_bert())]
     assert names == [*numbered("encoder.encoder.layer", 0, 3), *numbered("decoder.bert.encoder.layer", 0, 3)]
 
 

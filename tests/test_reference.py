@@ -18,7 +18,7 @@ from torch import nn
 from egeria.errors import ConfigError, ReferenceModelError
 from egeria.events import RungTaken
 from egeria.layers.batch import Autocast, Batch
-from egeria.layers.parse import parse_modules
+from egeria.layers.modules import parse_modules
 from egeria.plasticity import sp_loss
 from egeria.reference import (
     Machine,
@@ -638,7 +638,7 @@ from benchmarks.micro.reference_speed import SUBJECTS
 torch.set_num_threads(1)
 from egeria.reference import QuantizedReference, Machine, warm_up
 from benchmarks.micro.reference_speed import measure_speed
-from egeria.layers.parse import parse_modules
+from egeria.layers.modules import parse_modules
 warm_up()
 for name in ("resnet20", "minilm"):
     subject = SUBJECTS[name]()

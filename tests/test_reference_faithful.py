@@ -279,7 +279,7 @@ _FRESH = """
 import warnings
 import torch
 from egeria.layers.batch import Batch
-from egeria.layers.parse import parse_modules
+from egeria.layers.modules import parse_modules
 from egeria.reference import QuantizedReference, Machine
 from egeria.reference.survey import in_fp32
 from egeria.testing import MENAGERIE

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import egeria
-from egeria.layers.freezer import Freezer
-from egeria.layers.parse import parse_modules
+from egeria.layers.freezing import Freezer
+from egeria.layers.modules import parse_modules
 from egeria.parallel import Replicas, choose_parallel
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST

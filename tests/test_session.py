@@ -26,7 +26,7 @@ from egeria.events import (
     RunStarted,
     Thawed,
 )
-from egeria.layers.freezer import Freezer
+from egeria.layers.freezing import Freezer
 from egeria.session import evaluation
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences, outside

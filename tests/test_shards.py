@@ -14,11 +14,10 @@ from torch import distributed, nn
 from egeria import attach, read_journal
 from egeria.events import FaultCaught, IntervalMeasured, ModuleFrozen, PlasticityRead, StageChanged, Thawed
 from egeria.layers.batch import Autocast, Batch
-from egeria.layers.compute import forward_shares
-from egeria.layers.freezer import Freezer
-from egeria.layers.parse import parse_modules
-from egeria.layers.plain import gather, outline
-from egeria.layers.shards import counted, is_sharded
+from egeria.layers.freezing import Freezer
+from egeria.layers.modules import parse_modules
+from egeria.layers.shards import element_shares, gather, is_sharded, outline
+from egeria.layers.taps import forward_shares
 from egeria.parallel import Sharded, choose_parallel
 from egeria.testing import MENAGERIE, ScriptedController
 from loops import FAST, Loop, differences
@@ -350,7 +349,7 @@ def refused_meshes(_case):
 
     replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
     hybrid = fully_shard(encoder(), mesh=replicated)
-    hybrid_counted = set(counted(hybrid).values())
+    hybrid_counted = set(element_shares(hybrid).values())
     at_the_root = fully_shard(encoder())
     with torch.no_grad():
         at_the_root(torch.ones(2, 8))  # leaves whole parameters
@@ -358,7 +357,7 @@ def refused_meshes(_case):
     strategy.take(at_the_root)
     alone = choose_parallel(fully_shard(encoder(), mesh=replicated["shard"]))
     assert "some processes of the job only" in alone.refusal() and alone.num_ranks == 1
-    return hybrid_counted, type(strategy).__name__, set(counted(at_the_root).values()), is_sharded(encoder())
+    return hybrid_counted, type(strategy).__name__, set(element_shares(at_the_root).values()), is_sharded(encoder())
 
 
 def test_parts_that_are_in_several_processes_are_counted_once():

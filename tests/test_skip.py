@@ -17,9 +17,9 @@ from egeria import tree
 from egeria.errors import UncacheableError
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.modules import LayerModule
-from egeria.layers.skipping import prefix as skip
-from egeria.layers.skipping.prefix import Prefix
-from egeria.layers.skipping.signature import RowArguments, lengths_of, signature
+from egeria.skipping import prefix as skip
+from egeria.skipping.prefix import Prefix
+from egeria.skipping.rows import RowArguments, signature
 from egeria.testing import MENAGERIE
 from egeria.testing.menagerie.oddities import Parcel, Parts
 from loops import outside
@@ -656,16 +656,3 @@ def test_tensors_shared_by_the_batch_stay_whole_also_where_they_are_as_long():
     other = batch_of(((words[:5],), {"mask": mask}))
     part = rows.take(other, torch.tensor([4, 0]))
     assert torch.equal(part.args[0], words[[4, 0]]) and torch.equal(part.kwargs["mask"], mask)
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        ([[1, 1, 0], [1, 1, 1]], [2, 3]),
-        ([[0, 1, 1], [1, 1, 1]], None),
-        ([[0, 0, 0], [1, 1, 1]], None),
-        ([[1, 0, 1], [1, 1, 1]], None),
-    ],
-)
-def test_lengths_come_from_padding_on_the_right_alone(mask, expected):
-    assert lengths_of(batch_of(((), {"attention_mask": torch.tensor(mask)})), 2) == expected

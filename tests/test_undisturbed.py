@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from egeria.layers.batch import Autocast, Batch
-from egeria.layers.compute import forward_shares
 from egeria.layers.modules import LayerModule
-from egeria.layers.taps import TrainingTap, capture
+from egeria.layers.taps import TrainingTap, capture, forward_shares
 from egeria.layers.undisturbed import undisturbed
 from loops import outside
 

@@ -19,7 +19,7 @@ from benchmarks.workloads.text.sampling import sample
 from benchmarks.workloads.text.schedules import inverse_square_root, linear
 from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
 
-from egeria.layers.parse import parse_modules
+from egeria.layers.modules import parse_modules
 
 CPU = torch.device("cpu")
 BY_NAME = {workload.name: workload for workload in WORKLOADS}

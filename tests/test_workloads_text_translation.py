@@ -16,7 +16,7 @@ from benchmarks.workloads.text.subwords import BEGIN, END, PADDING, Subwords
 from benchmarks.workloads.text.transformer import Size, Transformer
 from benchmarks.workloads.text.translation import Corpus, Pairs, TranslationLoss, TranslationQuality
 
-from egeria.layers.parse import parse_modules
+from egeria.layers.modules import parse_modules
 
 CPU = torch.device("cpu")
 SENTENCES = ["a man rides a horse", "two dogs play in the snow", "ein Mann reitet", "zwei Hunde spielen im Schnee"]

@@ -14,8 +14,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 
-from egeria.layers.freezer import Freezer
-from egeria.layers.parse import parse_modules
+from egeria.layers.freezing import Freezer
+from egeria.layers.modules import parse_modules
 from egeria.parallel import Replicas
 from egeria.testing.convnets import cifar_resnet
 

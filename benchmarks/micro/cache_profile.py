@@ -24,7 +24,7 @@ PARTS = {
     "may be replayed": "egeria.cache.generation:Generation._can_replay",
     "weights unchanged": "egeria.cache.generation:Generation._check",
     "keeping the batch": "egeria.cache.prefetch.fetcher:Fetcher.keep",
-    "copies for the model": "egeria.layers.skipping.prefix:Prefix._in_place",
+    "copies for the model": "egeria.skipping.prefix:Prefix._in_place",
     "checked against computing": "egeria.cache.generation:Generation._check_rows",
 }
 """None but the whole holds another. One that has been renamed since counts among the rest."""

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 from benchmarks.micro.interleaved import Comparison, compare
-from egeria.layers.freezer import Freezer
-from egeria.layers.parse import parse_modules
+from egeria.layers.freezing import Freezer
+from egeria.layers.modules import parse_modules
 from egeria.testing.convnets import cifar_resnet
 
 

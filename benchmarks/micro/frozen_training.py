@@ -25,9 +25,8 @@ from egeria.cache.store.disk import DiskStore
 from egeria.config import CacheConfig, Config
 from egeria.events import CacheDecided, CacheUsed
 from egeria.journal.recorder import Recorder
-from egeria.layers.freezer import Freezer
-from egeria.layers.modules import LayerModule
-from egeria.layers.parse import parse_modules
+from egeria.layers.freezing import Freezer
+from egeria.layers.modules import LayerModule, parse_modules
 from egeria.session.following import ModelHandle
 from egeria.testing.convnets import cifar_resnet
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.micro.interleaved import compare
 from egeria.layers.batch import Autocast, Batch
-from egeria.layers.parse import parse_modules
+from egeria.layers.modules import parse_modules
 from egeria.layers.taps import capture
 from egeria.layers.undisturbed import undisturbed
 from egeria.plasticity import pool_map, sp_loss

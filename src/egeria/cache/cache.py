@@ -30,7 +30,7 @@ from egeria.events import CacheDecided
 from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
-from egeria.layers.skipping.refusals import check_runs_once
+from egeria.skipping.crossing import check_runs_once
 
 WHAT = "the activation cache"
 REPORT_BATCHES = 500

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from egeria.cache.fingerprint import fingerprints, true_lengths
+from egeria.cache.fingerprint import fingerprints
 from egeria.cache.gate import GateDecision, Prospects, judge
 from egeria.cache.generation import Generation
 from egeria.cache.layout import Layouts
@@ -23,9 +23,10 @@ from egeria.cache.store.file import bytes_per_position
 from egeria.cache.store.rows import StoreError
 from egeria.config import CacheConfig
 from egeria.layers.batch import Batch
+from egeria.layers.freezing import checksum
 from egeria.layers.modules import LayerModule
-from egeria.layers.skipping.prefix import Prefix
-from egeria.layers.sources import checksum
+from egeria.skipping.prefix import Prefix
+from egeria.skipping.rows import true_lengths
 
 REPEATS = 3
 """Times that something is done to be timed; the shortest counts."""

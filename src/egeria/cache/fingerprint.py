@@ -73,25 +73,6 @@ def agree(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.asarray((first == second).all(axis=-1))
 
 
-@torch.no_grad()
-def true_lengths(kwargs: Mapping[str, Any], num_rows: int) -> np.ndarray | None:
-    """Return the length of each row without its padding, as int64 [B], from the argument `attention_mask`.
-
-    None unless that is a mask [B, T] of integers or booleans, zero or one, padded on the right in every
-    row, with at least one true element in each: only then can rows be cut. On an accelerator this waits for it.
-    """
-    mask = kwargs.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != num_rows:
-        return None
-    if mask.is_floating_point() or mask.is_complex() or mask.numel() == 0:
-        return None
-    lengths = (mask != 0).sum(1)
-    expected = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
-    regular = (mask == expected).all() & (lengths > 0).all()
-    regular_then_lengths = torch.cat([regular[None].long(), lengths]).cpu().numpy()
-    return regular_then_lengths[1:] if regular_then_lengths[0] else None
-
-
 def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for tensor in tree.leaves(args):
         yield "", tensor

@@ -24,10 +24,10 @@ from egeria.cache.store.rows import Integers, Mask
 from egeria.errors import EgeriaError
 from egeria.events import CacheUsed
 from egeria.layers.batch import Batch
-from egeria.layers.skipping.outcome import tolerance
-from egeria.layers.skipping.prefix import Prefix
-from egeria.layers.skipping.replay import Replay
-from egeria.layers.sources import Sources
+from egeria.layers.freezing import FrozenTensors
+from egeria.skipping.prefix import Prefix
+from egeria.skipping.probe import tolerance
+from egeria.skipping.replay import ActiveStubs
 
 ROUNDING = {"native": 0.0, "fp16": 1e-3, "int8": 2e-2}
 """Relative error that a storage format adds, of the largest value; twice what was measured on residual nets."""
@@ -99,7 +99,7 @@ class Generation:
         self._number = number
         self._verify_batches = verify_batches
         self._device = device
-        self._sources = Sources(prefix.weights(), num_compared=NUM_COMPARED)
+        self._sources = FrozenTensors(prefix.weights(), num_compared=NUM_COMPARED)
         self._failure: Exception | None = None
         self._payback = PaybackCheck(iteration_s)
         self._until_check = 0
@@ -194,7 +194,7 @@ class Generation:
             self._prefix.learn(batch)
         return self._prefix.fits(batch, self._layouts.from_store(held.rows))
 
-    def _prepare(self, batch: Batch, held: Held, hits: Mask, keys: Keys) -> AbstractContextManager[Replay]:
+    def _prepare(self, batch: Batch, held: Held, hits: Mask, keys: Keys) -> AbstractContextManager[ActiveStubs]:
         """Return a block in which the front is skipped."""
         is_due = self._until_check <= 0 and bool(hits.all())
         self._complete(held, hits, batch, keys)

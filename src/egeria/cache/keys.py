@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from egeria.cache.fingerprint import fingerprints, true_lengths
+from egeria.cache.fingerprint import fingerprints
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.rows import Floats, Integers
 from egeria.layers.batch import Batch
+from egeria.skipping.rows import true_lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from egeria.cache.store.rows import RowLayout
-from egeria.layers.skipping.crossing import Leaf
+from egeria.skipping.crossing import Leaf
 
 
 @dataclass(frozen=True, slots=True)

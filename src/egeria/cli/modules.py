@@ -16,9 +16,8 @@ from rich.table import Table
 from torch import nn
 
 from egeria.errors import ConfigError
-from egeria.layers.modules import LayerModule
+from egeria.layers.modules import LayerModule, parse_modules
 from egeria.layers.order import OrderRecorder
-from egeria.layers.parse import parse_modules
 from egeria.layers.undisturbed import undisturbed
 
 

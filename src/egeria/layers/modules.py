@@ -1,12 +1,24 @@
-"""The record of one layer module."""
+"""Layer modules: the record of one, and how a model is cut into them (paper §4.2.1, §6.3).
+
+`atoms` finds the repeated blocks, `grouping` puts them together by size; here the pieces around the
+blocks are given to them, in execution order, and every parameter to exactly one layer module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from egeria.errors import ConfigError
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from egeria.config.checks import require_share
+from egeria.errors import ConfigError, UnsupportedModelError
+from egeria.layers.atoms import Atom, Piece, can_be_called, find_pieces, is_under, parent_of
+from egeria.layers.grouping import Group, group_atoms
+from egeria.layers.order import merge_order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,3 +61,212 @@ class LayerModule:
             name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
         }
         return cls(**values)
+
+
+def parse_modules(
+    model: nn.Module,
+    *,
+    pattern: str | None = None,
+    target_share: float = 0.2,
+    minimum_share: float = 0.005,
+    order: Sequence[str] | None = None,
+) -> tuple[LayerModule, ...]:
+    """Cut a model into layer modules, front to back.
+
+    Args:
+        model: any model with two blocks or layers at least.
+        pattern: regular expression; each outermost submodule whose dotted name it matches in full
+            becomes a layer module, with no regard to size. Lists and dicts of modules and submodules
+            without parameters do not count, since they have no output or nothing to freeze.
+        target_share: share of all parameters that a layer module aims at. Vocabularies do not count:
+            next to those of a multilingual model every stage would look small.
+        minimum_share: share of them under which a stage joins its neighbour.
+        order: names of submodules in execution order, from `OrderRecorder.order`; what is not in it
+            did not run and is no block of its own. None takes the order of definition.
+
+    Returns:
+        At least two layer modules; each parameter of the model belongs to exactly one.
+
+    Raises:
+        UnsupportedModelError: when there is nothing to freeze or nothing to cut at.
+        ConfigError: when an argument is outside its contract.
+    """
+    require_share("target_share", target_share)
+    require_share("minimum_share", minimum_share)
+    matches = None if pattern is None else _outermost_matches(model, pattern)
+    atoms = find_atoms(model, matches, order)
+    _require_two(atoms)
+    if matches is None:
+        names, sizes = [atom.name for atom in atoms], [atom.size for atom in atoms]
+        total = _size_without_vocabulary(model, atoms)
+        groups = group_atoms(names, sizes, total, target_share=target_share, minimum_share=minimum_share)
+    else:
+        reason = f"The pattern {pattern!r} names it"
+        groups = tuple(Group(start=i, stop=i + 1, reason=reason) for i in range(len(atoms)))
+    return _build_modules(model, atoms, groups)
+
+
+def _require_two(atoms: Sequence[Atom]) -> None:
+    if len(atoms) < 2:
+        raise UnsupportedModelError(
+            f"A model must have at least two layers or blocks, found {[atom.name for atom in atoms]}. Nothing "
+            f"could ever freeze, since the last layer module never does: train this model without egeria, or "
+            f"make its parts submodules that are called."
+        )
+
+
+def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
+    try:
+        matcher = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"pattern must be a valid regular expression, found {pattern!r} ({error}). Correct it."
+        ) from error
+    matches: list[str] = []
+    for name, module in model.named_modules():
+        has_output = can_be_called(module) and any(True for _ in module.parameters())
+        inside = bool(matches) and is_under(name, matches[-1])
+        if name and has_output and not inside and matcher.fullmatch(name):
+            matches.append(name)
+    if len(matches) < 2:
+        raise UnsupportedModelError(
+            f"pattern must match the full dotted names of two submodules at least, {pattern!r} matches "
+            f"{matches}. Compare it with the names in `model.named_modules()`; lists and dicts of modules and "
+            f"submodules without parameters do not count."
+        )
+    return matches
+
+
+def find_atoms(
+    model: nn.Module, matches: Sequence[str] | None = None, order: Sequence[str] | None = None
+) -> tuple[Atom, ...]:
+    """Return the blocks that are never cut apart, front to back, with the pieces that go with them.
+
+    Args:
+        model: the model.
+        matches: names of the submodules that are to be the atoms; None looks for repeated blocks.
+        order: names of submodules in execution order; None takes the order of definition.
+
+    Raises:
+        UnsupportedModelError: the model has no parameters, or parameters without a shape yet.
+    """
+    parameters = list(model.parameters())
+    if not parameters:
+        raise UnsupportedModelError(
+            "A model must have parameters, found none. Pass the model that the optimizer trains."
+        )
+    if any(is_lazy(parameter) for parameter in parameters):
+        raise UnsupportedModelError(
+            "All parameters must have a shape, found lazy ones. Run one forward pass before attaching egeria."
+        )
+    pieces = find_pieces(model, matches)
+    return _attach(_arrange(pieces if order is None else _mark_uncalled(pieces, order), order))
+
+
+def _mark_uncalled(pieces: Iterable[Piece], order: Sequence[str]) -> list[Piece]:
+    """Give submodules that did not run the role `uncalled`: they have no output to judge."""
+    called = set(order)
+    return [
+        replace(piece, role="uncalled") if piece.is_submodule and piece.name not in called else piece
+        for piece in pieces
+    ]
+
+
+def _arrange(pieces: Sequence[Piece], order: Sequence[str] | None) -> list[Piece]:
+    """Sort pieces into execution order.
+
+    What is no submodule has no call to go by. Parameters that a submodule holds itself come before the
+    first of its pieces that runs; a second mention of a submodule comes before the piece it is defined
+    in front of, or behind everything.
+    """
+    names = [piece.name for piece in pieces if piece.is_submodule]
+    ranks = {name: rank for rank, name in enumerate(names if order is None else merge_order(names, order))}
+    keys = [
+        (ranks[piece.name], 1) if piece.is_submodule else (_anchor(position, pieces, ranks), 0)
+        for position, piece in enumerate(pieces)
+    ]
+    return [pieces[position] for position in sorted(range(len(pieces)), key=keys.__getitem__)]
+
+
+def _anchor(position: int, pieces: Sequence[Piece], ranks: Mapping[str, int]) -> int:
+    """Return the rank of the submodule before which a piece belongs that is none itself."""
+    piece = pieces[position]
+
+    def ranks_inside(owner: str, candidates: Sequence[Piece]) -> list[int]:
+        return [ranks[other.name] for other in candidates if other.is_submodule and is_under(other.name, owner)]
+
+    if piece.role == "alias":
+        return next(iter(ranks_inside(piece.owner, pieces[position:])), len(pieces))
+    owner = piece.owner
+    while owner and not ranks_inside(owner, pieces):
+        owner = parent_of(owner)
+    return min(ranks_inside(owner, pieces), default=0)
+
+
+def _attach(pieces: Iterable[Piece]) -> tuple[Atom, ...]:
+    """Give every loose piece to an atom.
+
+    Stem and what lies in between go to the atom that follows, the head to the last. What normalises
+    the output of a unit goes to that unit.
+    """
+    atoms: list[Atom] = []
+    waiting: list[Piece] = []
+    for piece in pieces:
+        if piece.is_atom:
+            atoms.append(Atom(core=piece, lead=tuple(waiting)))
+            waiting = []
+            continue
+        waiting.append(piece)
+        if piece.role == "loose" and piece.parameters and atoms and atoms[-1].core.role == "unit":
+            atoms[-1] = atoms[-1].followed_by(waiting)
+            waiting = []
+    if atoms:
+        atoms[-1] = atoms[-1].followed_by(waiting)
+    return tuple(atoms)
+
+
+def _size_without_vocabulary(model: nn.Module, atoms: Sequence[Atom]) -> int:
+    """Count the elements of all parameters but those shaped like an embedding table outside the atoms."""
+    tables = {m.weight.shape for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    in_atoms = {name for atom in atoms for name in atom.core.parameters}
+    return sum(p.numel() for name, p in model.named_parameters() if name in in_atoms or p.shape not in tables)
+
+
+def _build_modules(model: nn.Module, atoms: Sequence[Atom], groups: Sequence[Group]) -> tuple[LayerModule, ...]:
+    """Make the records; a parameter belongs to the first module that uses it."""
+    names = [atom.name for atom in atoms]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    owners: dict[str, int] = {}
+    shared: set[str] = set()
+    members = [[p for atom in atoms[group.start : group.stop] for p in atom.pieces] for group in groups]
+    for index, pieces in enumerate(members):
+        for parameter in (name for piece in pieces for name in piece.parameters):
+            if owners.setdefault(parameter, index) != index:
+                shared.add(parameter)
+    modules = []
+    for index, (group, pieces) in enumerate(zip(groups, members, strict=True)):
+        owned = tuple(parameter for parameter, owner in owners.items() if owner == index)
+        modules.append(
+            LayerModule(
+                name=_name_group(names, group),
+                submodules=tuple(piece.name for piece in pieces if piece.is_submodule),
+                parameters=owned,
+                num_parameters=sum(sizes[parameter] for parameter in owned),
+                tap=atoms[group.stop - 1].tap,
+                shared_parameters=tuple(parameter for parameter in owned if parameter in shared),
+                reason=group.reason + ".",
+            )
+        )
+    return tuple(modules)
+
+
+def _name_group(names: Sequence[str], group: Group) -> str:
+    """Name a group after its stage where it is the whole of one, else after its first and last atom."""
+    inside = names[group.start : group.stop]
+    if len(inside) == 1:
+        return inside[0]
+    stage = parent_of(inside[0])
+    while not all(is_under(name, stage) for name in inside):
+        stage = parent_of(stage)
+    is_whole = bool(stage) and sum(is_under(name, stage) for name in names) == len(inside)
+    return stage if is_whole else f"{inside[0]}-{inside[-1]}"

@@ -127,22 +127,6 @@ class OrderOfBatch:
         self._batch = None
 
 
-def execution_order(model: nn.Module, names: Sequence[str], forward: Callable[[], object]) -> tuple[str, ...]:
-    """Return all `names` in the order in which one forward pass first calls them.
-
-    Args:
-        model: the model that `forward` runs.
-        names: dotted names of submodules, in definition order.
-        forward: runs the model once; what it returns is dropped, what it raises passes through.
-
-    Returns:
-        The names in execution order; those never called stay behind their predecessor.
-    """
-    with OrderRecorder(model, names) as recorder:
-        forward()
-    return merge_order(names, recorder.order)
-
-
 def merge_order(names: Sequence[str], called: Sequence[str]) -> tuple[str, ...]:
     """Sort `names` as in `called`; those that are not in it stay behind their predecessor."""
     ranks = {name: rank for rank, name in enumerate(called)}

@@ -1,30 +1,51 @@
-"""Models whose parameters are in parts, one in each process: what is whose, and what `fully_shard` puts on modules."""
+"""What torch puts around a model: `torch.compile`, and `fully_shard`, which leaves each process parts of parameters."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from egeria import dist
+from egeria import dist, tree
+from egeria.layers.batch import Batch
+
+
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile` was given; any other module as it is."""
+    is_wrapped = any(kind.__name__ == "OptimizedModule" for kind in type(model).__mro__)
+    return model._orig_mod if is_wrapped else model  # type: ignore[return-value]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether the model or a part of it was compiled in place (`model.compile()`)."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+compiling_callback: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+"""Returns what compiles the functions called now; None or False where nothing does. Not to be called by a function of
+its own, which would be compiled first."""
+
 
 _SHARDED = "FSDPModule"
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether the parameters of a model are in parts, so that no process can run it alone."""
-    in_parts = any(is_in_parts(parameter) for parameter in model.parameters())
+    in_parts = any(is_dtensor(parameter) for parameter in model.parameters())
     return in_parts or any(_has_class_of_shards(module) for module in model.modules())  # whole for the moment
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor; all of it where it is not in parts."""
-    part: Tensor = tensor.to_local() if is_in_parts(tensor) else tensor  # type: ignore[attr-defined]
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
-def counted(model: nn.Module) -> dict[str, float]:
+def element_shares(model: nn.Module) -> dict[str, float]:
     """Return by which share each process counts what it finds in its own part of a parameter, by the names of those.
 
     Shares of all processes add up to 1 for each element: some may be in several processes. In a model that is not in
@@ -38,7 +59,7 @@ def counted(model: nn.Module) -> dict[str, float]:
 
 def _num_parts(parameter: nn.Parameter) -> int:
     """Return into how many different parts a parameter is cut."""
-    if not is_in_parts(parameter):
+    if not is_dtensor(parameter):
         return 1
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
@@ -61,7 +82,7 @@ def choose_dtypes_again(module: nn.Module) -> None:
             group._init_mp_dtypes()
 
 
-def is_in_parts(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Tell whether this process holds a part of a tensor only."""
     return hasattr(tensor, "full_tensor")
 
@@ -105,3 +126,78 @@ def _has_class_of_shards(module: nn.Module) -> bool:
 
 def _is_of_torch(hook: Any) -> bool:
     return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed")
+
+
+def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
+    """Return the model as a plain one, with all of its weights; one that is not in parts as it is.
+
+    All processes call this together; parameters are gathered one by one, so that there is room for it on their device.
+
+    Args:
+        model: the model in training.
+        keeps: whether this process is to have the copy. Others get an empty one.
+
+    Raises:
+        Exception: the copy cannot be made. Where there is no room to keep it, all parameters have been gathered
+            nevertheless, so that no other process waits; where there is none to gather even one, others do.
+    """
+    if not is_sharded(model):
+        return model
+    whole: dict[int, Tensor] = {}
+    failed: Exception | None = None
+    for parameter in model.parameters():
+        weights = _whole(parameter)
+        try:
+            if keeps and failed is None:
+                whole[id(parameter)] = weights.to("cpu", copy=True)
+        except Exception as error:
+            failed, whole = error, {}
+        del weights
+    if failed is not None:
+        raise failed
+    if not keeps:
+        return nn.Module()
+    rest = (tensor for tensor in _held(model) if id(tensor) not in whole)
+    return _plain_copy(model, {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in rest} | whole)
+
+
+def outline(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
+    """Return a model and a batch for a forward pass of which only shapes and gradient functions matter.
+
+    Both as they are, but for a model in parts: a copy on the meta device then, which has no weights and takes no time.
+    """
+    if not is_sharded(model):
+        return model, batch
+    empty = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in _held(model)}
+    return _plain_copy(model, empty), batch.on("meta")
+
+
+def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
+    """Return a deep copy with these tensors, by the identity of those they stand for."""
+    memo: dict[int, Any] = dict(tensors)
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(tensors[id(parameter)], requires_grad=parameter.requires_grad)
+    shells = {
+        module: plain_class(module).__new__(plain_class(module)) for module in model.modules() if is_touched(module)
+    }
+    memo |= {id(module): shell for module, shell in shells.items()}
+    for module, shell in shells.items():
+        shell.__dict__.update(copy.deepcopy(_attributes(module), memo))
+    return copy.deepcopy(model, memo)
+
+
+def _held(model: nn.Module) -> Iterator[Tensor]:
+    """Yield all tensors that the modules hold: parameters, buffers, and those in plain attributes."""
+    return (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module without what `fully_shard` keeps there."""
+    attributes = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
+    return {name: without_torch(value) if name.endswith("_hooks") else value for name, value in attributes.items()}
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    detached = parameter.detach()
+    whole: Tensor = detached.full_tensor() if is_dtensor(detached) else detached  # type: ignore[attr-defined]
+    return whole

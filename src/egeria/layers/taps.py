@@ -1,19 +1,23 @@
-"""Taking the output of one submodule out of a forward pass."""
+"""Hooks on submodules: reading the output of one, counting operations, and telling our hooks from the user's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
 from egeria.layers.batch import Batch
+from egeria.layers.modules import LayerModule
+from egeria.layers.undisturbed import undisturbed
 
 
-class _ReachedError(BaseException):
-    """Ends a forward pass at the tap; a BaseException, so that no handler in a model swallows it."""
+class TapReachedError(BaseException):
+    """Ends a forward pass that has run far enough; a BaseException, so that no handler in a model swallows it."""
 
 
 def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
@@ -27,13 +31,13 @@ def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
 
     def stop(_module: nn.Module, _args: Any, output: Any) -> None:
         captured.append(output)
-        raise _ReachedError
+        raise TapReachedError
 
     handle = model.get_submodule(tap).register_forward_hook(stop)
     try:
         with batch.autocast.context():
             model(*batch.args, **batch.kwargs)
-    except _ReachedError:
+    except TapReachedError:
         pass
     finally:
         handle.remove()
@@ -64,3 +68,44 @@ class TrainingTap:
         activation = tree.first_activation(output)
         if activation is not None and module.training and torch.is_grad_enabled():
             self.activation = activation.detach()[: self._num_rows].clone()
+
+
+def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batch) -> list[float] | None:
+    """Count the operations of one forward pass and share them out over the layer modules.
+
+    Operations outside every listed submodule (a functional head, say) count for the last module.
+
+    Returns:
+        One share per module, summing to 1; None where nothing could be counted.
+    """
+    counter = FlopCounterMode(display=False)
+    copied = batch.first_rows(None)
+    with undisturbed(model), counter, batch.autocast.context():
+        model(*copied.args, **copied.kwargs)
+    total = counter.get_total_flops()
+    if not total:
+        return None
+    counts = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
+    root = type(model).__name__
+    shares = [sum(counts.get(f"{root}.{name}", 0) for name in module.submodules) / total for module in modules]
+    shares[-1] += max(0.0, 1 - sum(shares))
+    return shares
+
+
+_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def is_ours(hook: Any) -> bool:
+    """Tell whether a hook is a function of this library, or one with arguments given in advance (`partial`)."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("egeria.")
+
+
+def remove_ours(model: nn.Module) -> None:
+    """Take our hooks off a copy of a model: there they serve nobody, and a layer with a hook is no plain layer."""
+    for module in model.modules():
+        tables = vars(module)
+        ours = [key for table in _TABLES for key, hook in tables.get(table, {}).items() if is_ours(hook)]
+        for table in (*_TABLES, *_FLAGS):
+            for key in ours:
+                tables.get(table, {}).pop(key, None)

@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria import dist
-from egeria.layers.compiled import without_wrapper
-from egeria.layers.shards import is_sharded
+from egeria.layers.shards import is_sharded, without_wrapper
 from egeria.parallel.protocol import ParallelStrategy
 from egeria.parallel.refusals import refuse_shards, refuse_wrapper
 from egeria.parallel.replicas import Replicas

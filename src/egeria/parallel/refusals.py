@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria import dist
-from egeria.layers.compiled import is_compiled, without_wrapper
+from egeria.layers.shards import is_compiled, without_wrapper
 
 DDP = "Build DistributedDataParallel without it, or give attach the bare model, which it wraps"
 FSDP2 = "Use fully_shard (FSDP2), or DistributedDataParallel where a replica fits: egeria can freeze both"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from egeria.layers.compiled import without_wrapper
+from egeria.layers.shards import without_wrapper
 from egeria.parallel.numbers import Numbers
 from egeria.parallel.rebuild import rebuild
 from egeria.parallel.refusals import refuse_model, refuse_options

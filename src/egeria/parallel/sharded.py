@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import distributed, nn
 
-from egeria.layers.compiled import without_wrapper
-from egeria.layers.shards import choose_dtypes_again, reshard
+from egeria.layers.shards import choose_dtypes_again, reshard, without_wrapper
 from egeria.parallel.numbers import Numbers
 from egeria.parallel.refusals import refuse_model, refuse_shards
 

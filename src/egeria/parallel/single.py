@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from egeria.layers.compiled import without_wrapper
+from egeria.layers.shards import without_wrapper
 from egeria.parallel.refusals import refuse_model
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from egeria import tree
 from egeria.errors import ReferenceModelError
 from egeria.layers.batch import Batch
-from egeria.layers.hooks import remove_ours
-from egeria.layers.taps import capture
+from egeria.layers.taps import capture, remove_ours
 from egeria.layers.undisturbed import kept_random_state, undisturbed
 
 

@@ -11,9 +11,9 @@ from egeria import tree
 from egeria.events import FreezeWaits, ModuleFrozen, Rewrapped, Thawed
 from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
-from egeria.layers.freezer import Freezer
+from egeria.layers.freezing import Freezer
 from egeria.layers.modules import LayerModule
-from egeria.layers.plain import outline
+from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
 from egeria.parallel import ParallelStrategy
 from egeria.policy import Freeze, Thaw

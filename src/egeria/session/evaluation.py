@@ -23,10 +23,9 @@ from egeria.events import (
 )
 from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
-from egeria.layers.compute import forward_shares
 from egeria.layers.modules import LayerModule
-from egeria.layers.plain import gather, outline
-from egeria.layers.taps import TrainingTap, capture
+from egeria.layers.shards import gather, outline
+from egeria.layers.taps import TrainingTap, capture, forward_shares
 from egeria.layers.undisturbed import undisturbed
 from egeria.policy import Reading
 from egeria.session.compiling import BACKWARD_SHARE

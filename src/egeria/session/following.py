@@ -16,11 +16,9 @@ from egeria.config import Config
 from egeria.errors import StateError
 from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
-from egeria.layers.compiled import compiling_callback, is_compiled, without_wrapper
-from egeria.layers.modules import LayerModule
+from egeria.layers.modules import LayerModule, parse_modules
 from egeria.layers.order import OrderOfBatch, OrderRecorder
-from egeria.layers.parse import parse_modules
-from egeria.layers.shards import is_sharded
+from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, without_wrapper
 
 
 class ModelHandle(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import counted, own_part
+from egeria.layers.shards import element_shares, own_part
 
 
 class GradientSums:
@@ -28,7 +28,7 @@ class GradientSums:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._counted = counted(model)
+        self._counted = element_shares(model)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sums: dict[str, Tensor] = {}
 

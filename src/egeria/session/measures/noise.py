@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import counted, own_part
+from egeria.layers.shards import element_shares, own_part
 
 MOST_ELEMENTS = 1 << 16
 """Elements of a parameter that are looked at; of a larger one, evenly spaced rows."""
@@ -37,7 +37,7 @@ class StepNoise:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._counted = counted(model)
+        self._counted = element_shares(model)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._held: dict[str, tuple[Tensor, Tensor]] = {}
         """Rows of the parameters before the step under way, and of their gradients."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import counted, own_part
+from egeria.layers.shards import element_shares, own_part
 
 
 class WeightChanges:
@@ -26,7 +26,7 @@ class WeightChanges:
     def __init__(self, model: nn.Module, add_up: Callable[[Sequence[float]], Sequence[float]] = list) -> None:
         self._model = model
         self._add_up = add_up
-        self._counted = counted(model)
+        self._counted = element_shares(model)
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._then: dict[str, Tensor] = {}
 

@@ -1,16 +1,19 @@
-"""Freezing a prefix of layer modules, and thawing it so that nothing shows."""
+"""Freezing a prefix of layer modules, thawing it without a trace, and noticing who changes frozen tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
 from egeria.layers.modules import LayerModule
+from egeria.layers.shards import own_part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,3 +121,52 @@ def _stay_in_inference_mode(module: nn.Module, _args: Any) -> None:
 
 def _detach_inputs(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree.detach(args), tree.detach(kwargs)
+
+
+IGNORED = "num_batches_tracked"
+Entry = tuple[Mapping[str, Tensor | None], str]
+"""A table of a module, and the name of a parameter or buffer in it."""
+
+
+class FrozenTensors:
+    """Tells whether tensors were assigned, written to, or set to train.
+
+    What writes through `data` (averages of weights, Lookahead) leaves no trace but the values, and mostly concerns
+    all weights: so the smallest are compared by value.
+
+    Args:
+        entries: where the tensors are.
+        num_compared: how many are compared by value.
+    """
+
+    def __init__(self, entries: Iterable[Entry], *, num_compared: int) -> None:
+        self._found = [(table, name, _version(table[name])) for table, name in entries if name != IGNORED]
+        tensors = [table[name] for table, name, _ in self._found]
+        weights: list[Tensor] = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        smallest = sorted(weights, key=Tensor.numel)[:num_compared]
+        self._compared = [(weight, own_part(weight).detach().clone()) for weight in smallest]
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether one is not what it was."""
+        if any(_version(table.get(name)) != version for table, name, version in self._found):
+            return True
+        return not all(torch.equal(own_part(weight), before) for weight, before in self._compared)
+
+
+def _version(tensor: Tensor | None) -> tuple[int, int, int, bool]:
+    """Return what changes with every assignment, with every change in place that torch knows of, and with a thaw."""
+    if tensor is None:
+        return 0, 0, 0, False
+    return id(tensor), tensor._version, own_part(tensor).data_ptr(), tensor.requires_grad
+
+
+def checksum(places: Iterable[Entry]) -> int:
+    """Return a checksum of the values of tensors."""
+    found = 0
+    for table, name in places:
+        tensor = table[name]
+        if tensor is not None:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+    return found

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from egeria import tree
 from egeria.errors import UncacheableError
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import without_torch
-from egeria.layers.skipping.crossing import Crossing, Leaf, replay_difference, stub_template
-from egeria.layers.skipping.outcome import difference, tolerance
-from egeria.layers.skipping.probe import Probe, find_roots
-from egeria.layers.skipping.recording import Recording, watch
-from egeria.layers.skipping.refusals import called, check_batch, check_prefix, check_run, refusing, require
-from egeria.layers.skipping.replay import Place, Replay, Template, replaying
-from egeria.layers.skipping.rows import RowProbe, cut_padding, cuttable_axes
-from egeria.layers.skipping.signature import RowArguments, signature
+from egeria.skipping.crossing import (
+    Crossing,
+    Leaf,
+    called,
+    check_batch,
+    check_prefix,
+    check_run,
+    refusing,
+    replay_difference,
+    require,
+    stub_template,
+)
+from egeria.skipping.probe import Probe, difference, find_roots, is_unsettled, tolerance
+from egeria.skipping.replay import ActiveStubs, Place, Template, replaying
+from egeria.skipping.rows import RowArguments, RowProbe, cut_padding, cuttable_axes, signature
 
 MOST_SIGNATURES = 512
 """Kinds of batches that are remembered, such as lengths to which sentences are padded."""
@@ -190,7 +201,7 @@ class Prefix:
             found = [trial.seen.value(leaf.place).movedim(leaf.axis or 0, 0) for leaf in self.row_leaves]
             return found if some or rows is None else [value[rows.to(value.device)] for value in found]
 
-    def replaying(self, rows: Sequence[Tensor], batch: Batch) -> AbstractContextManager[Replay]:
+    def replaying(self, rows: Sequence[Tensor], batch: Batch) -> AbstractContextManager[ActiveStubs]:
         """Return a block in which the next forward pass of the model skips the frozen layers.
 
         Args:
@@ -282,3 +293,62 @@ def _axis_first(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 def _key(batch: Batch) -> Hashable:
     """Return what batches of one kind have in common."""
     return signature(batch.args, batch.kwargs), batch.autocast
+
+
+class Recording:
+    """What hooks on the frozen layers saw of the user's own forward pass.
+
+    Args:
+        leaves: the tensors to record.
+        template: the roots, each called once, and the kinds of what they give.
+        modes: submodules whose mode matters, by name.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], template: Template, modes: Sequence[tuple[str, nn.Module]]) -> None:
+        self._leaves, self._modes = tuple(leaves), modes
+        self._roots, self._forms = template.roots, template.forms
+        self._calls: dict[str, int] = {}
+        self._values: dict[Place, Tensor] = {}
+        self._unfit = ""
+
+    def rows(self) -> list[Tensor]:
+        """Return what crossed, one tensor [B, ...] for each of the prefix's `row_leaves`; copies.
+
+        Raises:
+            UncacheableError: the frozen layers did not run as they did when they were tried out.
+        """
+        for root in self._roots:
+            number = self._calls.get(root, 0)
+            require(number == 1, f"{root} was called {number} times in a forward pass, and once when it was tried out")
+        require(not self._unfit, self._unfit)
+        unsettled = next((name for name, module in self._modes if is_unsettled(module)), "")
+        require(not unsettled, f"{unsettled} is in training mode, and was in inference mode when it was tried out")
+        return [self._values[leaf.place].movedim(leaf.axis or 0, 0) for leaf in self._leaves]
+
+    def note(self, root: str, output: Any) -> None:
+        """Take what a root gave."""
+        self._calls[root] = self._calls.get(root, 0) + 1
+        tensors = list(tree.leaves(output))
+        for leaf in self._leaves:
+            if leaf.root != root:
+                continue
+            form = self._forms[leaf.place]
+            value = tensors[leaf.index] if leaf.index < len(tensors) else None
+            if value is None or value.dim() != len(form.shape) or value.dtype != form.dtype:
+                self._unfit = f"{root} gave something of another kind than when it was tried out"
+            elif value.requires_grad:
+                self._unfit = f"what {root} gives needs a gradient now: something in front of it is in training"
+            else:
+                self._values[leaf.place] = value.detach().clone()  # an in-place operation behind may overwrite it
+
+
+def watch(recording: Recording, name: str, root: nn.Module) -> RemovableHandle:
+    """Let a recording see what a root gives, until the handle is removed."""
+    return root.register_forward_hook(partial(_note, recording, name))
+
+
+# A function of this file, not a closure: some models copy themselves in their forward pass.
+
+
+def _note(recording: Recording, root: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    recording.note(root, output)

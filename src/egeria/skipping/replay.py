@@ -137,7 +137,7 @@ class Stub:
         return self._template.fill(self._root, self._values)
 
 
-class Replay:
+class ActiveStubs:
     """Stubs that are in place."""
 
     def __init__(self, stubs: Mapping[str, Stub]) -> None:
@@ -157,7 +157,7 @@ class Replay:
 
 
 @contextmanager
-def stubbed(model: nn.Module, template: Template, values: Mapping[Place, Tensor]) -> Iterator[Replay]:
+def stubbed(model: nn.Module, template: Template, values: Mapping[Place, Tensor]) -> Iterator[ActiveStubs]:
     """Let stubs answer for the roots of a template; the modules are as before after the block, whatever happens.
 
     The stub is an attribute of the instance, and only for the block: a model that keeps one can neither be
@@ -170,7 +170,7 @@ def stubbed(model: nn.Module, template: Template, values: Mapping[Place, Tensor]
             module = model.get_submodule(root)
             before.append((module, vars(module).get("forward")))
             vars(module)["forward"] = stub
-        yield Replay(stubs)
+        yield ActiveStubs(stubs)
     finally:
         for module, forward in before:
             if forward is None:
@@ -180,7 +180,7 @@ def stubbed(model: nn.Module, template: Template, values: Mapping[Place, Tensor]
 
 
 @contextmanager
-def replaying(model: nn.Module, template: Template, values: Mapping[Place, Tensor]) -> Iterator[Replay]:
+def replaying(model: nn.Module, template: Template, values: Mapping[Place, Tensor]) -> Iterator[ActiveStubs]:
     """Let stubs answer for the roots of a template in one forward pass.
 
     Raises:
