@@ -219,7 +219,7 @@ def test_a_starved_controller_still_reads_now_and_then(tmp_path):
     training = Training(tmp_path, controller={"load_limit": 1e-9, "patience_s": 0.5})
     training.until_read(count=3)
     dropped = [drop.reason for drop in training.told(ReadingDropped)]
-    assert dropped and all("its queues are full" in reason for reason in dropped)
+    assert dropped and all("its queue is full" in reason for reason in dropped)
     assert not training.told(ControllerRestarted), "waiting for room is no hanging"
     training.finish()
 

@@ -54,24 +54,14 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeInput:
-    """A batch lies in IQ; the reference is to run it up to the ticket's tap, for the first rows."""
+class TakeEvaluation:
+    """A batch and the training model's output for it lie in the evaluation queue."""
 
     ticket: Ticket
     slot: Slot
-    num_rows: int
-    as_gram: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TakeOutput:
-    """The training model's output for the evaluation lies in TOQ."""
-
-    evaluation: int
-    slot: Slot
-
-
-ToController = TakeModel | TakeSnapshot | TakeInput | TakeOutput
+ToController = TakeModel | TakeSnapshot | TakeEvaluation
 
 # --- messages to the training process ----------------------------------------------------------
 

@@ -18,9 +18,8 @@ from egeria.controller.launch import (
     Heartbeat,
     Ready,
     Reports,
-    TakeInput,
+    TakeEvaluation,
     TakeModel,
-    TakeOutput,
     TakeSnapshot,
     ToController,
     Unusable,
@@ -40,8 +39,8 @@ LARGEST_SKELETON_BYTES = 64 * 2**20
 class ProcessController:
     """Gives the evaluations to a child process, and replaces it when it dies or hangs.
 
-    Three queues as in the paper: batches go through IQ, training outputs through TOQ, and inside the
-    child reference outputs wait in ROQ for the training output of the same evaluation. Weights and a
+    The batch and the training output of an evaluation are known at the same moment, so that the paper's IQ and TOQ
+    are one queue, and the reference output needs no queue (ROQ) to wait for its counterpart. Weights and a
     calibration batch go through a queue of their own. The process works through all in the order they
     were queued, so an evaluation meets the snapshot that it was asked on.
 
@@ -57,8 +56,7 @@ class ProcessController:
         self._plan = plan
         self._config = config
         self._queues = {
-            "iq": SharedQueue(config.queue_length),
-            "toq": SharedQueue(config.queue_length),
+            "evaluation": SharedQueue(config.queue_length),
             "model": SharedQueue(1),
             "snapshot": SharedQueue(2),  # one to work from, one on its way
         }
@@ -109,16 +107,21 @@ class ProcessController:
         if self._inline is not None:
             self._inline.submit(request)
             return
-        ticket = request.ticket
+        ticket, activation = request.ticket, request.activation
+        if self._has_ended:
+            self._reports.append(ticket.lost("the controller has ended"))
+            return
         try:
-            reason = "the controller has ended" if self._has_ended else self._queue(request)
+            training, num_rows = self._plan.reduce(activation), activation.shape[0]
+            slot = self._queues["evaluation"].put((request.batch, RandomState.current(), num_rows, training))
         except Exception as error:
             self._reports.append(ticket.failed(error))
             return
-        if reason:
-            self._reports.append(ticket.lost(reason))
-        else:
-            self._pending[ticket.evaluation] = ticket
+        if slot is None:
+            self._reports.append(ticket.lost("the controller is behind: its queue is full"))
+            return
+        self._send(TakeEvaluation(ticket, slot))
+        self._pending[ticket.evaluation] = ticket
 
     def poll(self) -> ControllerStatus:
         """Return what happened since the last call; a process that died or hangs is replaced here.
@@ -179,7 +182,6 @@ class ProcessController:
         descriptors = {name: [entry.descriptor for entry in queue.segments] for name, queue in self._queues.items()}
         settings = {
             "queues": descriptors,
-            "queue_length": self._config.queue_length,
             "load_limit": self._config.load_limit,
             "patience_s": self._config.patience_s,
             "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
@@ -225,24 +227,6 @@ class ProcessController:
             self._send(TakeModel(self._slots["model"], self._precision))
         self._num_refreshing += 1
         self._send(TakeSnapshot(self._snapshot_evaluation, self._slots["snapshot"]))
-
-    def _queue(self, request: Request) -> str:
-        """Put batch and training output into their queues; return why not, if not."""
-        if not (self._queues["iq"].free and self._queues["toq"].free):
-            return "the controller is behind: its queues are full"
-        ticket = request.ticket
-        training = self._plan.reduce(request.activation)
-        batch_slot = self._queues["iq"].put((request.batch, RandomState.current()))
-        assert batch_slot is not None
-        try:
-            output_slot = self._queues["toq"].put(training)
-        except Exception:
-            self._queues["iq"].free.add(batch_slot.number)
-            raise
-        assert output_slot is not None
-        self._send(TakeInput(ticket, batch_slot, request.activation.shape[0], training.is_gram))
-        self._send(TakeOutput(ticket.evaluation, output_slot))
-        return ""
 
     def _send(self, message: ToController) -> None:
         """Send; where that fails `poll` replaces the process."""
@@ -324,8 +308,7 @@ class ProcessController:
         child, self._child = self._child, None
         self._num_refreshing, self._is_deaf = 0, False
         self._past_cpu_s, self._child_cpu_s = self._past_cpu_s + self._child_cpu_s, 0.0
-        self._queues["iq"].empty()
-        self._queues["toq"].empty()
+        self._queues["evaluation"].empty()
         self._queues["snapshot"].empty(but=self._slots.get("snapshot"))  # for a process that replaces this one
         return child.end() if child is not None else ""
 

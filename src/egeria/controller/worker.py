@@ -19,22 +19,21 @@ import psutil
 import torch
 from torch import nn
 
-from egeria.controller.inline import Assessor, ComparedOutput
+from egeria.controller.inline import Assessor
 from egeria.controller.launch import (
     Freed,
     FromController,
     Heartbeat,
     Ready,
     Reports,
-    TakeInput,
+    TakeEvaluation,
     TakeModel,
-    TakeOutput,
     TakeSnapshot,
     ToController,
     Unusable,
     is_writable,
 )
-from egeria.controller.protocol import Report, Ticket, brief
+from egeria.controller.protocol import Report, brief
 from egeria.controller.shared_memory import Segment, unpack
 from egeria.events import FaultCaught, ReferenceRefreshed
 from egeria.reference import warm_up
@@ -50,7 +49,6 @@ def main(
     pipe: int,
     parent: int,
     queues: Mapping[str, Sequence[int]],
-    queue_length: int,
     load_limit: float,
     patience_s: float,
     default_dtype: str,
@@ -62,7 +60,6 @@ def main(
         pipe: descriptor of our end.
         parent: number of the training process.
         queues: descriptors of the segments of each queue.
-        queue_length: of the queue of reference outputs.
         load_limit: of the gate.
         patience_s: of the gate.
         default_dtype: of the training process, as is `matmul_precision`.
@@ -76,7 +73,7 @@ def main(
         warm_up()
         torch.set_default_dtype(getattr(torch, default_dtype))
         torch.set_float32_matmul_precision(matmul_precision)
-        Server(sender, queues, LoadGate(load_limit, patience_s), queue_length).serve()
+        Server(sender, queues, LoadGate(load_limit, patience_s)).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the training process has closed its end
     except BaseException:
@@ -137,24 +134,20 @@ class Sender:
 
 
 class Server:
-    """Takes messages in at once, and works through them in order while the gate lets it.
+    """Works through the messages in order, while the gate allows it.
 
     Args:
         sender: to the training process.
         queues: descriptors of the segments of each queue.
         gate: when there is room for work.
-        length: of the queue of reference outputs.
     """
 
-    def __init__(self, sender: Sender, queues: Mapping[str, Sequence[int]], gate: LoadGate, length: int) -> None:
+    def __init__(self, sender: Sender, queues: Mapping[str, Sequence[int]], gate: LoadGate) -> None:
         self._sender = sender
         self._pipe = sender.pipe
         self._queues = {name: [Segment(entry) for entry in descriptors] for name, descriptors in queues.items()}
         self._gate = gate
-        self._work: deque[TakeModel | TakeSnapshot | TakeInput] = deque()
-        self._reference_outputs: deque[tuple[Ticket, ComparedOutput, float]] = deque(maxlen=length)
-        self._training_outputs: dict[int, ComparedOutput | Exception] = {}
-        self._newest_failure = -1
+        self._work: deque[ToController] = deque()
         self._model: nn.Module | None = None
         self._assessor: Assessor | None = None
 
@@ -163,35 +156,21 @@ class Server:
         self._sender.send(Ready())
         while True:
             if self._pipe.poll(0):
-                self._accept(self._pipe.recv())
+                self._work.append(self._pipe.recv())  # at once, so that the pipe never fills up
             elif self._work and self._gate.lets_through():
                 self._do(self._work.popleft())
-                self._pair()
             elif self._pipe.poll(LOOK_EVERY_S if self._work else None):
-                self._accept(self._pipe.recv())
+                self._work.append(self._pipe.recv())
             else:
                 self._sender.send_heartbeat()  # it waits for room
 
-    def _accept(self, message: ToController) -> None:
-        if not isinstance(message, TakeOutput):
-            self._work.append(message)
-            return
-        output: ComparedOutput | Exception
-        try:
-            output = self._take("toq", message)
-        except Exception as error:
-            output = error
-        if message.evaluation > self._newest_failure:
-            self._training_outputs[message.evaluation] = output
-            self._pair()
-
-    def _do(self, message: TakeModel | TakeSnapshot | TakeInput) -> None:
+    def _do(self, message: ToController) -> None:
         if isinstance(message, TakeModel):
             self._take_model(message)
         elif isinstance(message, TakeSnapshot):
             self._take_snapshot(message)
         else:
-            self._run_reference(message)
+            self._evaluate(message)
 
     def _take_model(self, message: TakeModel) -> None:
         try:
@@ -216,36 +195,21 @@ class Server:
         spent = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         self._report(*(_with_cost(report, *spent) for report in reports))
 
-    def _run_reference(self, message: TakeInput) -> None:
+    def _evaluate(self, message: TakeEvaluation) -> None:
         ticket, begin_s = message.ticket, time.process_time()
         try:
-            batch, random_state = self._take("iq", message)
+            batch, random_state, num_rows, training = self._take("evaluation", message)
             random_state.set()
             if self._assessor is None:
                 raise RuntimeError("there is no reference model")
-            output = self._assessor.run_reference(ticket.tap, batch, message.num_rows, as_gram=message.as_gram)
+            reference = self._assessor.run_reference(ticket.tap, batch, num_rows, as_gram=training.is_gram)
         except Exception as error:
-            self._newest_failure = ticket.evaluation
-            self._training_outputs.pop(ticket.evaluation, None)
             self._report(ticket.failed(error))
             return
-        self._reference_outputs.append((ticket, output, begin_s))
+        cpu_s = time.process_time() - begin_s
+        self._report(*self._assessor.conclude(ticket, training, reference, cpu_s))
 
-    def _pair(self) -> None:
-        """Compare what both models have put out; by the number of the evaluation, never by order alone."""
-        waiting = len(self._reference_outputs)
-        for _ in range(waiting):
-            ticket, reference, begin_s = self._reference_outputs.popleft()
-            training = self._training_outputs.pop(ticket.evaluation, None)
-            if training is None:
-                self._reference_outputs.append((ticket, reference, begin_s))
-            elif isinstance(training, Exception):
-                self._report(ticket.failed(training))
-            elif self._assessor is not None:
-                cpu_s = time.process_time() - begin_s
-                self._report(*self._assessor.conclude(ticket, training, reference, cpu_s))
-
-    def _take(self, queue: str, message: TakeModel | TakeSnapshot | TakeInput | TakeOutput) -> Any:
+    def _take(self, queue: str, message: ToController) -> Any:
         try:
             return unpack(self._queues[queue][message.slot.number], message.slot.size_bytes)
         finally:
