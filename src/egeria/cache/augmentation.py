@@ -76,22 +76,22 @@ class ViewedDataset:
     """The user's data set, which it passes for, except that a `ViewedIndex` makes that view of the sample.
 
     Plain indices go straight through. Where views turn out to be impossible, samples come as the user
-    wrote it, and `finding` tells: nothing is raised that the data set itself would not raise.
+    wrote it, and `batch_kind` says so: nothing is raised that the data set itself would not raise.
     """
 
     __slots__ = (
         "_egeria_base_seed",
+        "_egeria_batch_kind",
         "_egeria_dataset",
-        "_egeria_finding",
         "_egeria_has_made_views",
         "_egeria_is_examined",
         "_egeria_sources",
     )
 
-    def __init__(self, dataset: Any, base_seed: int, finding: BatchKind) -> None:
+    def __init__(self, dataset: Any, base_seed: int, batch_kind: BatchKind) -> None:
         self._egeria_dataset = dataset
         self._egeria_base_seed = base_seed
-        self._egeria_finding = finding
+        self._egeria_batch_kind = batch_kind
         self._egeria_has_made_views = False
         self._egeria_is_examined = False
         self._egeria_sources = RandomSources(dataset)
@@ -142,33 +142,33 @@ class ViewedDataset:
         """Go along to a worker that is being started; to anywhere else goes the user's data set alone."""
         if get_spawning_popen() is None:
             return _itself, (self._egeria_dataset,)
-        return ViewedDataset, (self._egeria_dataset, self._egeria_base_seed, self._egeria_finding)
+        return ViewedDataset, (self._egeria_dataset, self._egeria_base_seed, self._egeria_batch_kind)
 
 
 def examine(dataset: ViewedDataset, sample: int) -> None:
-    """Find out, once in each process, how views of this data set can be made, with two to six calls for one sample.
+    """Find out once in each process, how views of this data set can be made, with two to six calls for one sample.
 
     Every random state is restored. An error of the data set leaves the matter open: the call that is to
     deliver the sample will raise it too, where it belongs. Not to be called in the main process when
     workers do the loading: what the data set opens on its first call (files, databases) must not be
     inherited by workers that are forked later.
     """
-    user, finding, sources = dataset._egeria_dataset, dataset._egeria_finding, dataset._egeria_sources
-    if dataset._egeria_is_examined or finding.kind in REFUSALS:
+    user, batch_kind, sources = dataset._egeria_dataset, dataset._egeria_batch_kind, dataset._egeria_sources
+    if dataset._egeria_is_examined or batch_kind.kind in REFUSALS:
         return
     try:
         if not _repeats(dataset, sample) and not _repeats(dataset, sample):
             # Twice: what makes its generator on its first call has one in reach on the next.
-            finding.kind = NOT_REPEATABLE
+            batch_kind.kind = NOT_REPEATABLE
         elif not _has_getitems(user):
-            finding.kind = ITEMS
-        elif finding.kind == UNKNOWN:
+            batch_kind.kind = ITEMS
+        elif batch_kind.kind == UNKNOWN:
             with sources.kept():
-                finding.kind = kind_of_batches(_one(dataset, sample, 0), user.__getitems__([sample, sample]))
+                batch_kind.kind = kind_of_batches(_one(dataset, sample, 0), user.__getitems__([sample, sample]))
         dataset._egeria_is_examined = True
     except Exception:
         if _has_getitems(user):  # a batch of one may be what it cannot make
-            finding.kind = NOT_JOINABLE
+            batch_kind.kind = NOT_JOINABLE
 
 
 def _items(dataset: ViewedDataset, indices: Any) -> Any:
@@ -176,7 +176,7 @@ def _items(dataset: ViewedDataset, indices: Any) -> Any:
     if not len(indices) or type(indices[0]) is not ViewedIndex:
         return _plain(dataset._egeria_dataset, indices)
     examine(dataset, int(indices[0]))
-    kind = dataset._egeria_finding.kind
+    kind = dataset._egeria_batch_kind.kind
     if kind in REFUSALS or (kind == UNKNOWN and _has_getitems(dataset._egeria_dataset)):
         return _plain(dataset._egeria_dataset, [int(index) for index in indices])
     with dataset._egeria_sources.kept():
@@ -187,7 +187,7 @@ def _items(dataset: ViewedDataset, indices: Any) -> Any:
         except Exception:
             pass  # whose fault it is, the plain call will show
     batch = _plain(dataset._egeria_dataset, [int(index) for index in indices])
-    dataset._egeria_finding.kind = NOT_JOINABLE
+    dataset._egeria_batch_kind.kind = NOT_JOINABLE
     return batch
 
 
@@ -215,7 +215,7 @@ def _itself(dataset: Any) -> Any:
 
 
 def kind_of_batches(of_one: Any, of_two: Any) -> str:
-    """Tell from a batch of one sample and one of that sample twice how batches are made up."""
+    """Return from a batch of one sample and one of that sample twice how batches are made up."""
     if isinstance(of_one, list) and len(of_one) == 1 and isinstance(of_two, list) and len(of_two) == 2:
         return SAMPLES
     try:
@@ -240,7 +240,7 @@ def join_batches(batches: list[Any], kind: str) -> Any:
 
 
 def same_sample(first: Any, second: Any) -> bool:
-    """Tell whether two samples hold equal arrays, bit for bit; what is neither array nor container counts as equal."""
+    """Return whether two samples hold equal arrays, bit for bit; anything else counts as equal."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return _same_tensors(first, second)
     if isinstance(first, Mapping) and isinstance(second, Mapping):

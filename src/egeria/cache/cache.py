@@ -46,7 +46,7 @@ class ActivationCache:
 
     Args:
         model: the model in training.
-        feed: knows the samples of batches; None where they cannot be told apart.
+        feed: knows the samples of batches; None where they cannot be identified.
         directory: makes the place on the disk when one is needed.
         settings: of the cache.
         recorder: records decisions and warns.
@@ -234,7 +234,7 @@ class ActivationCache:
         return "", opening.numbers
 
     def _is_repeating(self) -> bool:
-        """Tell whether a sample comes with the same input each time; unless seen to, it does where views are set."""
+        """Return whether a sample comes with the same input each time; unless seen to, it does where views are set."""
         known = self._repeats.verdict
         return known is not False if self._settings.views is None else bool(known)
 
@@ -261,7 +261,7 @@ class ActivationCache:
         self._record("computed", str(error))
 
     def _can_still_fix_views(self) -> bool:
-        """Tell whether random augmentation, not noticed before, may be why inputs have changed."""
+        """Return whether random augmentation, not noticed before, may be why inputs have changed."""
         free = self._feed is not None and not self._feed.views_refusal and self._repeats.verdict is not False
         return free and self._settings.views is None
 

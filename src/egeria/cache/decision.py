@@ -295,7 +295,7 @@ class Share:
         """Return why nothing can be shared; empty where it can."""
         if self.is_alone or feed is None or not feed.numbers_by_sight:
             return ""
-        return "samples are told by a column of the batch, and each process numbers them for itself"
+        return "samples are identified by a column of the batch, and each process numbers them for itself"
 
     def decide(
         self,
@@ -310,8 +310,8 @@ class Share:
             place: returns where stores go.
             number: of the generation.
             decide: decides.
-            is_opened: tells whether the generation is stored then; the others hear of that. Where it cannot be
-                written down, they give up.
+            is_opened: returns whether the generation is stored then, which is published to the others. Where it cannot
+                be written, they give up.
 
         Raises:
             Exception: whatever deciding raises.

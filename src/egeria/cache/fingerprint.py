@@ -69,7 +69,7 @@ def fingerprints(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_rows: int
 
 
 def agree(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Tell for each row of two arrays of fingerprints [B, 2] whether they stem from equal input: bool [B]."""
+    """Return for each row of two arrays of fingerprints [B, 2] whether they stem from equal input: bool [B]."""
     return np.asarray((first == second).all(axis=-1))
 
 
@@ -177,7 +177,7 @@ NEEDED = 32
 
 
 class RepeatedInputs:
-    """Tells a data set that gives a sample as it is from one that augments it at random.
+    """Distinguishes a data set that gives a sample as it is from one that augments it at random.
 
     The data set itself is never called for this: the inputs of the training forwards are compared, by
     fingerprint, for the first samples that come round again.
@@ -200,7 +200,7 @@ class RepeatedInputs:
         return self._num_equal > self._num_other
 
     def wants(self, samples: np.ndarray) -> bool:
-        """Tell whether the fingerprints of these samples [B] would teach anything."""
+        """Return whether the fingerprints of these samples [B] would teach anything."""
         if self.verdict is not None:
             return False
         return len(self._first) < MAX_WATCHED or any(int(sample) in self._first for sample in samples)

@@ -169,7 +169,7 @@ class PaybackCheck:
         self._durations: list[float] = []
 
     def note(self, is_served: bool) -> None:
-        """Take note of a forward that begins; only those between two that were served whole count."""
+        """Note a forward that begins; only those between two that were served whole count."""
         now = time.perf_counter()
         if self._last is not None and is_served:
             self._durations.append(now - self._last)

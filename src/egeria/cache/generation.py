@@ -187,7 +187,7 @@ class Generation:
         return np.asarray(held.mask & same)
 
     def _can_replay(self, batch: Batch, held: Held, hits: Mask) -> bool:
-        """Tell whether the rows fit this batch, and missing ones can be computed."""
+        """Return whether the rows fit this batch, and missing ones can be computed."""
         if not hits.all() and not self._prefix.can_split:
             return False
         if not self._prefix.knows(batch):

@@ -30,23 +30,23 @@ METHOD, STATE = "_get_iterator", "__getstate__"
 
 
 class BatchFollower(Protocol):
-    """Is told by a `LoaderHook` what the loader does; raises nothing."""
+    """Is notified by a `LoaderHook` of what the loader does; raises nothing."""
 
     @property
     def reads_columns(self) -> bool:
-        """Tell whether samples are told by a column of the batch, in the order in which this process sees them."""
+        """Return whether samples are identified by a column of the batch that this process numbers by first sight."""
 
     def sampler(self, sampler: Any, can_view: bool) -> Any:
         """Return what stands in for a batch sampler."""
 
     def begun(self, iterator: Any) -> None:
-        """Hear that an iterator of the loader begins a pass."""
+        """Record that an iterator of the loader begins an epoch."""
 
     def handed_out(self, iterator: Any, batch: Any) -> None:
-        """Hear that it is about to hand out a batch."""
+        """Record that it is about to hand out a batch."""
 
     def stopped(self, iterator: Any) -> None:
-        """Hear that it raises instead: at the end of the pass, or an error of the user's."""
+        """Record that it raises instead: at the end of the pass, or an error of the user's."""
 
 
 class LoaderHook:
@@ -57,7 +57,7 @@ class LoaderHook:
 
     Args:
         loader: the loader to follow.
-        follower: is told what happens.
+        follower: is notified of what happens.
         dataset: the stand-in for its data set; None leaves that as it is.
 
     Raises:
@@ -176,7 +176,7 @@ def _release(iterator: Any) -> None:
 
 
 class NoSamplesError(EgeriaError):
-    """The samples of a batch cannot be told; the message is the reason and the way out, in one sentence."""
+    """The samples of a batch cannot be identified; the message is the reason and the way out, in one sentence."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -207,7 +207,7 @@ class SharedDrawState:
     num_epochs: int = 0
     """Passes begun."""
     refusal: str | None = None
-    """Why the samples of a batch cannot be told from what the sampler draws."""
+    """Why the samples of a batch cannot be identified from what the sampler draws."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def view_of(self, epoch: int) -> int | None:
@@ -255,7 +255,7 @@ class EpochIterator:
         batches: an iterator of the sampler.
         drawing: shared by all passes.
         can_view: whether the data set behind the iterator understands a `ViewedIndex`.
-        length: tells the number of batches; asked if some are drawn in advance.
+        length: returns the number of batches; asked if some are drawn in advance.
     """
 
     def __init__(

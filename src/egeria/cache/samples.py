@@ -40,23 +40,23 @@ class SampleFeed:
         base_seed: root of all seeds of stateless augmentation; the same in every process and after a resume.
 
     Raises:
-        NoSamplesError: the samples cannot be told. Where the first batch decides, `current` raises it.
+        NoSamplesError: the samples cannot be identified. Where the first batch decides, `current` raises it.
     """
 
     def __init__(self, loader: Any, *, id_column: str | None, base_seed: int) -> None:
         if not isinstance(loader, DataLoader):
             raise NoSamplesError(
-                "samples are told apart by the sampler of a torch DataLoader, but the loader is a "
+                "samples are identified by the sampler of a torch DataLoader, but the loader is a "
                 f"{type(loader).__name__}; pass the DataLoader that the batches come from"
             )
         self.num_samples = _length(loader.dataset)
         self.num_batches = None if isinstance(loader.dataset, IterableDataset) else _length(loader)
         self._draws_ahead = loader.num_workers == 0
         self._is_open = True
-        reason = f"the samples are to be told by the column '{id_column}'" if id_column else _refusal(loader)
-        finding = BatchKind()
-        self._finding = finding
-        self._drawing = SharedDrawState(refusal=reason, views_work=lambda: finding.refusal is None)
+        reason = f"the samples are to be identified by the column '{id_column}'" if id_column else _refusal(loader)
+        batch_kind = BatchKind()
+        self._batch_kind = batch_kind
+        self._drawing = SharedDrawState(refusal=reason, views_work=lambda: batch_kind.refusal is None)
         self._dataset: ViewedDataset | None = None
         self._follower: SamplerFollower | ColumnFollower
         if reason is not None:
@@ -64,7 +64,7 @@ class SampleFeed:
         else:
             self._follower = SamplerFollower(self._drawing)
             if not isinstance(loader.dataset, MapDataPipe):  # torch takes those apart itself
-                self._dataset = ViewedDataset(loader.dataset, base_seed, finding)
+                self._dataset = ViewedDataset(loader.dataset, base_seed, batch_kind)
         self._watch = LoaderHook(loader, self._follower, self._dataset)
         self._finalizer = weakref.finalize(self, self._watch.close)
         self._finalizer.atexit = False
@@ -77,7 +77,7 @@ class SampleFeed:
         say) this is the batch after the one the model sees, and their fingerprints will not agree.
 
         Raises:
-            NoSamplesError: the samples cannot be told after all.
+            NoSamplesError: the samples cannot be identified after all.
         """
         if self._is_open and self._follower.failure is not None:
             raise NoSamplesError(self._follower.failure)
@@ -85,7 +85,7 @@ class SampleFeed:
 
     @property
     def numbers_by_sight(self) -> bool:
-        """Tell whether samples are numbered in the order in which this process sees them."""
+        """Return whether samples are numbered in the order in which this process sees them."""
         return self._follower.reads_columns
 
     def upcoming(self, count: int) -> list[BatchIndices]:
@@ -116,7 +116,7 @@ class SampleFeed:
             num_views: None goes back to augmentation as the user wrote it.
 
         Returns:
-            Whether it could be done; `views_refusal` tells why not.
+            Whether it could be done; `views_refusal` says why not.
 
         Raises:
             ValueError: fewer than one view.
@@ -145,7 +145,7 @@ class SampleFeed:
             return f"{self._drawing.refusal}, so the seed of a sample is not known when it is made"
         if self._dataset is None:
             return "the data set is a MapDataPipe, which torch takes apart itself; use a map-style data set"
-        return self._finding.refusal
+        return self._batch_kind.refusal
 
     def close(self) -> None:
         """Give the loader back exactly as it was, also in the middle of an epoch; what is drawn is still handed out."""
@@ -183,7 +183,7 @@ class SamplerFollower:
 
     @property
     def reads_columns(self) -> bool:
-        """Whether samples are told by a column of the batch by now."""
+        """Whether samples are identified by a column of the batch by now."""
         return self._columns is not None
 
     def sampler(self, sampler: Any, can_view: bool) -> Any:
