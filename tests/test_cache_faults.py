@@ -21,8 +21,8 @@ from cached import (
     nothing_but_journals,
     plain,
 )
-from egeria.cache import generation, keys
-from egeria.cache.prefetch import fetcher, reading, writer
+from egeria.cache import generation, layout
+from egeria.cache.prefetch import fetcher, writer
 from egeria.cache.store import disk as store
 from egeria.cache.store.file import ENTRY, HEADER_BYTES
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
@@ -261,7 +261,7 @@ def test_a_reader_thread_dies(tmp_path, monkeypatch):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        monkeypatch.setattr(reading.Reading, "read", raising(MemoryError("no memory for a batch")))
+        monkeypatch.setattr(fetcher._Reader, "read", raising(MemoryError("no memory for a batch")))
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "no memory for a batch")
@@ -271,7 +271,7 @@ def test_a_reader_thread_ends_without_a_word(tmp_path, monkeypatch):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        monkeypatch.setattr(reading.Reading, "read", raising(SystemExit()))
+        monkeypatch.setattr(fetcher._Reader, "read", raising(SystemExit()))
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "SystemExit")
@@ -281,13 +281,13 @@ def test_a_writer_thread_dies(tmp_path, monkeypatch):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(FILLING)
-        monkeypatch.setattr(writer._Queue, "_write", raising(RuntimeError("no way to write")))
+        monkeypatch.setattr(writer, "_write", raising(RuntimeError("no way to write")))
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "no way to write")
 
 
-@pytest.mark.parametrize(("where", "name"), [(keys, "fingerprints"), (generation, "agree")])
+@pytest.mark.parametrize(("where", "name"), [(layout, "fingerprints"), (generation, "agree")])
 def test_a_bug_of_ours_in_a_forward(tmp_path, monkeypatch, where, name):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from egeria.cache.fingerprint import agree
 from egeria.cache.forward_modes import PaybackCheck, StaleError, UserForward
-from egeria.cache.keys import Keys
-from egeria.cache.layout import Layouts
+from egeria.cache.layout import BatchKeys, Layouts
 from egeria.cache.prefetch.buffers import BufferPool
-from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, Held
+from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, PrefetchedBatch
 from egeria.cache.prefetch.writer import Writer
 from egeria.cache.samples import BatchIndices, SampleFeed
 from egeria.cache.store.disk import DiskStore
@@ -119,7 +118,7 @@ class Generation:
         self._check()
         if indices is None or indices.viewed != self._store.is_viewed:
             return call(plain=True)
-        keys = Keys.of(batch, indices, self.positions(indices), has_length=self._layouts.has_length)
+        keys = BatchKeys.of(batch, indices, self.positions(indices), has_length=self._layouts.has_length)
         if keys is None:  # the model is called with something else than the batch
             return call(plain=True)
         held = self.fetcher.take(keys.number, keys.positions, keys.padded_length)
@@ -172,7 +171,7 @@ class Generation:
         if self.fetcher.close() and ended:
             self._store.close(remove=True)
 
-    def _judge(self, held: Held, keys: Keys) -> Mask:
+    def _judge(self, held: PrefetchedBatch, keys: BatchKeys) -> Mask:
         """Return which rows are there and stem from this very input; notice when inputs have changed."""
         self.use.batches += 1
         self.use.stalls += held.waited_s > 0
@@ -186,7 +185,7 @@ class Generation:
             raise ChangedInputsError("samples come with other inputs than those that their activations were stored for")
         return np.asarray(held.mask & same)
 
-    def _can_replay(self, batch: Batch, held: Held, hits: Mask) -> bool:
+    def _can_replay(self, batch: Batch, held: PrefetchedBatch, hits: Mask) -> bool:
         """Return whether the rows fit this batch, and missing ones can be computed."""
         if not hits.all() and not self._prefix.can_split:
             return False
@@ -194,7 +193,9 @@ class Generation:
             self._prefix.learn(batch)
         return self._prefix.fits(batch, self._layouts.from_store(held.rows))
 
-    def _prepare(self, batch: Batch, held: Held, hits: Mask, keys: Keys) -> AbstractContextManager[ActiveStubs]:
+    def _prepare(
+        self, batch: Batch, held: PrefetchedBatch, hits: Mask, keys: BatchKeys
+    ) -> AbstractContextManager[ActiveStubs]:
         """Return a block in which the front is skipped."""
         is_due = self._until_check <= 0 and bool(hits.all())
         self._complete(held, hits, batch, keys)
@@ -203,7 +204,7 @@ class Generation:
         self.fetcher.keep(keys.number, keys.positions, held.rows, keys.prints, keys.lengths)
         return self._prefix.replaying(self._layouts.from_store(held.rows), batch)
 
-    def _complete(self, held: Held, hits: Mask, batch: Batch, keys: Keys) -> None:
+    def _complete(self, held: PrefetchedBatch, hits: Mask, batch: Batch, keys: BatchKeys) -> None:
         """Compute the rows that were not there, put them in their places, and store them."""
         missing = np.flatnonzero(~hits)
         if len(missing):
@@ -213,7 +214,7 @@ class Generation:
             held.fill(missing, computed)
             self._store_rows(keys.take(missing), computed)
 
-    def _record(self, call: UserForward, batch: Batch, keys: Keys) -> Any:
+    def _record(self, call: UserForward, batch: Batch, keys: BatchKeys) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
         self.use.misses += len(keys.positions)
         with self._prefix.recording() as recording:
@@ -227,7 +228,7 @@ class Generation:
             self._failure = error
         return output
 
-    def _store_rows(self, keys: Keys, rows: Sequence[Tensor]) -> None:
+    def _store_rows(self, keys: BatchKeys, rows: Sequence[Tensor]) -> None:
         self.fetcher.invalidate(keys.positions)
         self.writer.put(keys.positions, rows, keys.prints, keys.lengths)
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from egeria.cache.store.rows import RowLayout
 
-_Block = NDArray[np.uint8]
+LENGTH_STEP = 8
+"""Padding to a multiple, where a tokenizer does that, is to a multiple of this."""
 
 
 class BufferPool:
@@ -34,17 +35,13 @@ class BufferPool:
 
     def __init__(self, layouts: Sequence[RowLayout], *, pinned: bool = False, num_free: int = 4) -> None:
         self.layouts = tuple(layouts)
+        self.has_length = any(layout.length_axis is not None for layout in layouts)
         self._pinned = pinned and torch.cuda.is_available()
         self._num_free = num_free * len(self.layouts)
-        self._free: list[_Block] = []
+        self._free: list[NDArray[np.uint8]] = []
         self._lock = threading.Lock()
         # Filled by finalizers, which may run anywhere, also inside the lock: appending needs none.
-        self._returned: deque[_Block] = deque(maxlen=max(1, self._num_free))
-
-    @property
-    def has_length(self) -> bool:
-        """Tell whether rows can be of different lengths."""
-        return any(layout.length_axis is not None for layout in self.layouts)
+        self._returned: deque[NDArray[np.uint8]] = deque(maxlen=max(1, self._num_free))
 
     def make(self, num_rows: int, length: int | None = None) -> list[Tensor]:
         """Return one tensor [num_rows, ...] for each layout; what they hold is undefined.
@@ -57,44 +54,47 @@ class BufferPool:
         return [self._make(layout, (num_rows, *shape)) for layout, shape in zip(self.layouts, shapes, strict=True)]
 
     def _make(self, layout: RowLayout, shape: tuple[int, ...]) -> Tensor:
-        needed_bytes = int(np.prod(shape, dtype=np.int64)) * layout.dtype.itemsize
-        block = self._take_block(needed_bytes)
+        block = self._take_block(int(np.prod(shape, dtype=np.int64)) * layout.dtype.itemsize)
         lease = block[:]  # numpy's own object, which torch holds as long as the storage lives
         weakref.finalize(lease, self._returned.append, block).atexit = False
         storage = torch.from_numpy(lease).untyped_storage()
         strides = torch.empty(shape, device="meta").stride()
         # Not a view: the model may change it in place, with gradients.
-        tensor = torch.empty(0, dtype=layout.dtype, device="cpu")
-        return tensor.set_(storage, 0, shape, strides)
+        return torch.empty(0, dtype=layout.dtype, device="cpu").set_(storage, 0, shape, strides)
 
-    def _take_block(self, needed_bytes: int) -> _Block:
+    def _take_block(self, needed_bytes: int) -> NDArray[np.uint8]:
         with self._lock:
+            free = self._free
             while self._returned:
-                self._free.append(self._returned.popleft())
-            fitting = [i for i, block in enumerate(self._free) if needed_bytes <= block.nbytes <= 2 * needed_bytes]
-            best = min(fitting, key=lambda index: self._free[index].nbytes, default=None)
-            found = None if best is None else self._free.pop(best)
-            del self._free[: max(0, len(self._free) - self._num_free)]  # the oldest: of lengths not seen of late
+                free.append(self._returned.popleft())
+            fitting = [index for index, block in enumerate(free) if needed_bytes <= block.nbytes <= 2 * needed_bytes]
+            best = min(fitting, key=lambda index: free[index].nbytes, default=None)
+            found = None if best is None else free.pop(best)
+            del free[: max(0, len(free) - self._num_free)]  # the oldest: of lengths not seen of late
         if found is not None:
             return found
         block: Any = torch.empty(max(1, needed_bytes), dtype=torch.uint8, device="cpu", pin_memory=self._pinned).numpy()
         return block  # type: ignore[no-any-return]
 
 
-def fitted(rows: Sequence[Tensor], layouts: Sequence[RowLayout], length: int) -> list[Tensor]:
-    """Return rows [b, ...] cut or padded with zeros to a length.
+class LengthGuess:
+    """How long the tensors of an upcoming batch will be padded, from the ones before; a wrong guess costs a copy."""
 
-    Contiguous whatever the length was: models view what they get in other shapes.
-    """
-    return [_fit(tensor, layout.length_axis, length) for tensor, layout in zip(rows, layouts, strict=True)]
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self._is_constant = False
+        self._is_rounded = True
 
+    def observe(self, length: int) -> None:
+        """Take note of the length a batch turned out to have."""
+        self._is_constant = length == self._last
+        self._is_rounded = self._is_rounded and length % LENGTH_STEP == 0
+        self._last = length
 
-def _fit(tensor: Tensor, row_axis: int | None, length: int) -> Tensor:
-    if row_axis is None or tensor.shape[row_axis + 1] == length:
-        return tensor
-    axis = row_axis + 1
-    common = min(tensor.shape[axis], length)
-    shape = (*tensor.shape[:axis], length, *tensor.shape[axis + 1 :])
-    result = tensor.new_zeros(shape)
-    result.narrow(axis, 0, common).copy_(tensor.narrow(axis, 0, common))
-    return result
+    def length(self, longest: int) -> int:
+        """Return the length to expect for a batch whose longest row is `longest`."""
+        if self._is_constant and self._last is not None and self._last >= longest:
+            return self._last
+        if self._is_rounded and self._last is not None:
+            return -(-longest // LENGTH_STEP) * LENGTH_STEP
+        return longest
