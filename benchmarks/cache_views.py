@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 from examples.cifar10 import evaluate, loaders
+from examples.resnet import cifar_resnet
 from torch.nn import functional
 
 import egeria
 from benchmarks.cifar10_runs import commit
 from benchmarks.micro.frozen_training import Arm, Lap, Subject, cache_settings
 from egeria.config import CacheConfig
-from egeria.testing.convnets import cifar_resnet
 
 FREE, UNFROZEN = "free", "unfrozen"
 SHAPING = ("model", "samples", "epochs", "freeze_epoch", "depth")

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from examples.cifar10 import DEVIATION, MEAN, Cifar10, load
+from examples.resnet import cifar_resnet
 from torch import Tensor, nn
 
 import egeria
@@ -30,7 +31,6 @@ from benchmarks.micro.interleaved import compare
 from egeria.events import FidelityChecked, RungTaken
 from egeria.layers.batch import Batch
 from egeria.reference import QuantizedReference
-from egeria.testing.convnets import cifar_resnet
 
 FORMATS = ("int8", "bf16", "fp32")
 HEAD = "linear"

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import egeria
-from egeria.testing.convnets import cifar_resnet
+from resnet import cifar_resnet
 
 MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1) * 255
 DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1) * 255

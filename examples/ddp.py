@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import egeria
-from egeria.testing.convnets import cifar_resnet
+from resnet import cifar_resnet
 
 BATCH = 64
 

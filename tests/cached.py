@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from examples.resnet import cifar_resnet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -19,7 +20,6 @@ from egeria.cache.generation import Generation
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 from egeria.session import EgeriaWarning
 from egeria.testing import ScriptedController
-from egeria.testing.convnets import cifar_resnet
 from loops import FAST, differences
 from strays import nothing_left_behind
 

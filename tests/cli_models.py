@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from examples.resnet import cifar_resnet
 from torch import nn
-
-from egeria.testing.convnets import cifar_resnet
 
 
 class Named(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from egeria import attach
 from egeria.session import EgeriaWarning, Run
-from egeria.testing import Specimen
+from menagerie import Specimen
 
 FAST = {
     "policy": {"name": "egeria"},

@@ -13,8 +13,9 @@ import egeria
 from egeria import read_journal, tree
 from egeria.events import CacheDecided, CacheUsed, ModuleFrozen
 from egeria.session import EgeriaWarning
-from egeria.testing import MENAGERIE, ScriptedController
+from egeria.testing import ScriptedController
 from loops import differences
+from menagerie import MENAGERIE
 
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 REFUSED = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
+from examples.resnet import cifar_resnet
 from torch import nn
 
 from cached import Training, nothing_but_journals
 from egeria.cache.forward_modes import WATCHED_FORWARDS
 from egeria.cache.store import disk as store
 from egeria.events import CacheDecided
-from egeria.testing.convnets import cifar_resnet
 
 BATCHES = 4
 NUMBERS = {"iteration_s", "prefix_s", "serve_s", "epochs_ahead"}

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import digits
 import egeria
 from egeria import attach, events
-from egeria.cli import demo, digits, doctor, main
+from egeria.cli import demo, doctor, main
 from egeria.testing import ScriptedController
 
 VERBS = ("demo", "modules", "report", "replay", "cache", "doctor")
@@ -321,7 +322,7 @@ def few_digits(monkeypatch):
         images = torch.randn(count, 1, 16, 16, generator=generator)
         return TensorDataset(images, torch.randint(0, 10, (count,), generator=generator))
 
-    monkeypatch.setattr(demo, "load_digits", lambda: digits.Digits(train=some(128), test=some(32)))
+    monkeypatch.setattr(digits, "load_digits", lambda: digits.Digits(train=some(128), test=some(32)))
 
 
 def test_the_demo_compares_plain_training_with_egeria(few_digits, command, tmp_path):
@@ -345,6 +346,12 @@ def test_the_demo_compares_plain_training_with_egeria(few_digits, command, tmp_p
 def test_a_demo_that_shows_nothing_is_refused(arguments, command):
     status, output, errors = command("demo", *arguments)
     assert (status, output) == (2, "") and "at least 1 seed and 4 epochs" in errors
+
+
+def test_the_demo_without_a_source_checkout_says_where_to_get_it(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo.egeria, "__file__", str(tmp_path / "site-packages" / "egeria" / "__init__.py"))
+    status, output, errors = command("demo")
+    assert (status, output) == (2, "") and "source checkout" in errors and "scripts/demo" in errors
 
 
 def test_the_demo_without_scikit_learn_says_what_to_install(command, monkeypatch):

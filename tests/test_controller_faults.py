@@ -33,8 +33,8 @@ from egeria.events import (
     RunClosed,
     RungTaken,
 )
-from egeria.testing import MENAGERIE
 from loops import FAST, Loop, differences
+from menagerie import MENAGERIE
 from strays import is_alive, is_gone_within, nothing_left_behind
 
 pytestmark = [

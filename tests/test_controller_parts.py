@@ -20,7 +20,7 @@ from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
 from egeria.session.timing import Budget, IntervalClock, count_iterations
-from egeria.testing import MENAGERIE
+from menagerie import MENAGERIE
 
 OPEN_FILES = Path("/proc/self/fd")
 

@@ -37,8 +37,9 @@ from egeria.events import (
 from egeria.layers.batch import Batch
 from egeria.plasticity import sp_loss
 from egeria.report.replay import replay
-from egeria.testing import MENAGERIE, ScriptedController
+from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
+from menagerie import MENAGERIE
 from strays import is_gone_within, nothing_left_behind
 
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]

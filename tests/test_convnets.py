@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from benchmarks.models.convnets import mobilenet_v2, resnet50
+from benchmarks.models.segmentation import deeplabv3, unet
+from examples.resnet import cifar_resnet
 from torch import nn
 
 from egeria.errors import ConfigError
-from egeria.testing.convnets import cifar_resnet, mobilenet_v2, resnet50
-from egeria.testing.segmentation import deeplabv3, unet
 
 
 def count(model: nn.Module) -> int:

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from egeria import StateError, read_journal
 from egeria.events import FaultCaught, ModuleFrozen, PlasticityRead
-from egeria.testing import MENAGERIE
 from loops import FAST, Loop, differences
+from menagerie import MENAGERIE
 from ranks import run_ranks
 from test_shards import sharded, whole
 

@@ -14,8 +14,8 @@ from egeria import read_journal
 from egeria.events import ModuleFrozen, PlasticityRead, Rewrapped, StageChanged, Thawed
 from egeria.parallel import Replicas
 from egeria.report.replay import replay
-from egeria.testing import MENAGERIE
 from loops import FAST, Loop, differences
+from menagerie import MENAGERIE
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from benchmarks.models.convnets import mobilenet_v2, resnet50
+from benchmarks.models.segmentation import deeplabv3, unet
+from examples.resnet import cifar_resnet
 from torch import nn
 
 from cuts import check_partition, cut, numbered, on_meta, run_order
 from egeria.errors import ConfigError, UnsupportedModelError
 from egeria.layers.modules import LayerModule, find_atoms, parse_modules
-from egeria.testing.convnets import cifar_resnet, mobilenet_v2, resnet50
-from egeria.testing.segmentation import deeplabv3, unet
 
 # --- convolutional networks ---
 

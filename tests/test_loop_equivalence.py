@@ -8,8 +8,9 @@ from torch import nn
 from egeria import read_journal, tree
 from egeria.events import Declined, ModuleFrozen, PlasticityRead, StageChanged
 from egeria.report.replay import replay
-from egeria.testing import MENAGERIE, ScriptedController
+from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
+from menagerie import MENAGERIE
 
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 UNSUPPORTED = [specimen for specimen in MENAGERIE if specimen.unsupported]

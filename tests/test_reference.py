@@ -13,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.models.convnets import mobilenet_v2, resnet50
+from benchmarks.models.segmentation import unet
+from examples.resnet import cifar_resnet
 from torch import nn
 
 from egeria.errors import ConfigError, ReferenceModelError
@@ -29,10 +32,8 @@ from egeria.reference import (
     quantization,
     warm_up,
 )
-from egeria.testing import MENAGERIE
-from egeria.testing.convnets import cifar_resnet, mobilenet_v2, resnet50
-from egeria.testing.segmentation import unet
 from loops import outside
+from menagerie import MENAGERIE
 
 OLD = Machine()
 VNNI = Machine(vnni=True)

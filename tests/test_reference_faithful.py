@@ -282,7 +282,7 @@ from egeria.layers.batch import Batch
 from egeria.layers.modules import parse_modules
 from egeria.reference import QuantizedReference, Machine
 from egeria.reference.survey import in_fp32
-from egeria.testing import MENAGERIE
+from menagerie import MENAGERIE
 specimen = next(specimen for specimen in MENAGERIE if specimen.name == "SkipConnected")
 torch.manual_seed(0)
 model = specimen.build()

@@ -16,8 +16,9 @@ import egeria
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
 from egeria.parallel import Replicas, choose_parallel
-from egeria.testing import MENAGERIE, ScriptedController
+from egeria.testing import ScriptedController
 from loops import FAST
+from menagerie import MENAGERIE
 from ranks import run_cases, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

@@ -10,8 +10,8 @@ import pytest
 
 from egeria import read_journal
 from egeria.events import ComputeProfiled, ControllerChosen, PlasticityRead, Resumed, RunStarted
-from egeria.testing import MENAGERIE
 from loops import FAST, Loop, differences
+from menagerie import MENAGERIE
 from ranks import run_ranks
 
 STEPS = 60

@@ -23,8 +23,9 @@ from egeria.events import (
 from egeria.policy import POLICIES, RULES, EgeriaPolicy, find_policy
 from egeria.policy.base import FrontPolicy
 from egeria.report.replay import replay
-from egeria.testing import MENAGERIE, ScriptedController
+from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
+from menagerie import MENAGERIE
 
 SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 STEPS = 60

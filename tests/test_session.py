@@ -28,8 +28,9 @@ from egeria.events import (
 )
 from egeria.layers.freezing import Freezer
 from egeria.session import evaluation
-from egeria.testing import MENAGERIE, ScriptedController
+from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
+from menagerie import MENAGERIE
 
 SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 PARTS = SPECIMENS["PartsByName"]

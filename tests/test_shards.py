@@ -19,8 +19,9 @@ from egeria.layers.modules import parse_modules
 from egeria.layers.shards import element_shares, gather, is_sharded, outline
 from egeria.layers.taps import forward_shares
 from egeria.parallel import Sharded, choose_parallel
-from egeria.testing import MENAGERIE, ScriptedController
+from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
+from menagerie import MENAGERIE
 from ranks import run_cases, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

@@ -20,9 +20,9 @@ from egeria.layers.modules import LayerModule
 from egeria.skipping import prefix as skip
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.rows import RowArguments, signature
-from egeria.testing import MENAGERIE
-from egeria.testing.menagerie.oddities import Parcel, Parts
 from loops import outside
+from menagerie import MENAGERIE
+from menagerie.oddities import Parcel, Parts
 from skipping import Frozen, assert_replay_is_computing, batch_of, num_rows, unequal
 
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]

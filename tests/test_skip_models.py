@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.models.segmentation import deeplabv3, deeplabv3plus, unet
 
 from egeria.errors import UncacheableError
-from egeria.testing.segmentation import deeplabv3, deeplabv3plus, unet
 from skipping import Frozen, assert_replay_is_computing, batch_of, copies
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the dev extra")

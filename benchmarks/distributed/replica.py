@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from examples.resnet import cifar_resnet
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
@@ -17,7 +18,6 @@ from torch.nn import functional
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
 from egeria.parallel import Replicas
-from egeria.testing.convnets import cifar_resnet
 
 WARM_UP = 2
 """Iterations behind a freeze that are not timed: buckets are laid out anew in the first of them."""

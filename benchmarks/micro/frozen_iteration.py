@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 
 import torch
+from examples.resnet import cifar_resnet
 from torch.nn import functional
 
 from benchmarks.micro.interleaved import Comparison, compare
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
-from egeria.testing.convnets import cifar_resnet
 
 
 class Trainer:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from examples.cifar10 import Cifar10, load
+from examples.resnet import cifar_resnet
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -28,7 +29,6 @@ from egeria.journal.recorder import Recorder
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import LayerModule, parse_modules
 from egeria.session.following import ModelHandle
-from egeria.testing.convnets import cifar_resnet
 
 QUIET_S = 0.3
 """Without a new row in the store for so long, the writer is done."""

@@ -19,16 +19,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from examples.resnet import cifar_resnet
 from torch import nn
 
 from benchmarks.micro.interleaved import compare
+from benchmarks.models.convnets import mobilenet_v2, resnet50
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.modules import parse_modules
 from egeria.layers.taps import capture
 from egeria.layers.undisturbed import undisturbed
 from egeria.plasticity import pool_map, sp_loss
 from egeria.reference import Machine, QuantizedReference, warm_up
-from egeria.testing.convnets import cifar_resnet, mobilenet_v2, resnet50
 
 _LARGEST_MAP = 16
 _PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from examples.resnet import initialise
 from torch import Tensor, nn
 from torch.nn import functional
 
-from egeria.testing.convnets import initialise
-from egeria.testing.segmentation import AtrousPyramid, conv_bn_relu
+from benchmarks.models.segmentation import AtrousPyramid, conv_bn_relu
 
 
 class DilatedBlock(nn.Module):

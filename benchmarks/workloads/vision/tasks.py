@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
+from examples.resnet import CifarDepth, cifar_resnet
 from torch import nn
 
+from benchmarks.models.convnets import mobilenet_v2, resnet50
+from benchmarks.models.segmentation import deeplabv3
 from benchmarks.workloads.vision import camvid, cifar10, tinyimagenet20
 from benchmarks.workloads.vision.recipe import Recipe
 from benchmarks.workloads.vision.recipes import RECIPES
 from benchmarks.workloads.vision.small_deeplab import SmallDeepLab
 from benchmarks.workloads.vision.task import Task
-from egeria.testing.convnets import CifarDepth, cifar_resnet, mobilenet_v2, resnet50
-from egeria.testing.segmentation import deeplabv3
 
 
 def residual_net(depth: CifarDepth, recipe: Recipe) -> nn.Module:

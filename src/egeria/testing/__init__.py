@@ -1,6 +1,5 @@
-"""What tests and benchmarks share, open to users too: small models, a menagerie, scripted parts."""
+"""What users need to test a policy or a controller of their own."""
 
-from egeria.testing.menagerie import MENAGERIE, Specimen
 from egeria.testing.scripted import ScriptedController
 
-__all__ = ["MENAGERIE", "ScriptedController", "Specimen"]
+__all__ = ["ScriptedController"]

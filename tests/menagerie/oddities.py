@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from egeria.testing.menagerie.specimen import Arguments, Specimen, vectors
+from menagerie.specimen import Arguments, Specimen, vectors
 
 
 class Part(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from egeria.testing.menagerie.specimen import Arguments, Specimen, tokens
+from menagerie.specimen import Arguments, Specimen, tokens
 
 
 class Layer(nn.Module):

@@ -7,11 +7,12 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
+from examples.resnet import initialise
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.models.convnets import ResNetTrunk
 from egeria.errors import ConfigError
-from egeria.testing.convnets import ResNetTrunk, initialise
 
 
 def conv_bn_relu(in_channels: int, channels: int, kernel: int, dilation: int = 1) -> nn.Sequential:

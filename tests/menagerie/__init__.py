@@ -4,8 +4,8 @@ The laws of the design run over all of them. A model that is known not to work s
 reason in `unsupported`.
 """
 
-from egeria.testing.menagerie import convolutions, oddities, sequences
-from egeria.testing.menagerie.specimen import Specimen
+from menagerie import convolutions, oddities, sequences
+from menagerie.specimen import Specimen
 
 MENAGERIE: tuple[Specimen, ...] = (*convolutions.SPECIMENS, *sequences.SPECIMENS, *oddities.SPECIMENS)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from egeria.testing.menagerie.specimen import Specimen, images
+from menagerie.specimen import Specimen, images
 
 
 class Block(nn.Module):
