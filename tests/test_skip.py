@@ -35,6 +35,17 @@ REFUSED = {
 }
 """Specimens that cannot be skipped at any depth, and why."""
 
+of_each_kind = pytest.mark.parametrize(
+    "specimen",
+    [
+        pytest.param(
+            specimen, id=specimen.name, marks=[] if index % 4 == 0 or specimen.name in REFUSED else pytest.mark.slow
+        )
+        for index, specimen in enumerate(SUPPORTED)
+    ],
+)
+"""All specimens at night: law 3 takes each through a whole training anyway."""
+
 
 def example_of(specimen, seed=0):
     return specimen.example(torch.Generator().manual_seed(seed))
@@ -44,7 +55,7 @@ def vectors(num_rows=6, seed=0, width=8):
     return (torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)),), {}
 
 
-@pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
+@of_each_kind
 def test_law_3_replaying_is_computing_or_refused_with_a_reason(specimen):
     example = example_of(specimen)
     deepest = len(Frozen(specimen.build, example).modules) - 1
@@ -66,7 +77,7 @@ def test_law_3_with_tied_weights_frozen():
     assert_replay_is_computing(plain, skipping, skipping.find(), example_of(specimen, 1))
 
 
-@pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
+@of_each_kind
 def test_trying_out_leaves_no_trace(specimen):
     frozen = Frozen(specimen.build, example_of(specimen), 1)
     batch = batch_of(example_of(specimen))

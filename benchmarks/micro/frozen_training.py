@@ -1,4 +1,4 @@
-"""Training with a boundary that stays where it is put: plain, frozen, with the front as inference or from the cache.
+"""Training with a boundary that stays where it is put: plain, frozen, or with the front from the cache.
 
 What is measured are the library's own parts, `Freezer`, `ModelHandle`, `SampleFeed` and `ActivationCache`, put
 together as a session does, but without a controller: nothing is evaluated, and the boundary moves when told.

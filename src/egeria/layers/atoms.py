@@ -100,12 +100,12 @@ def parent_of(name: str) -> str:
 
 
 def is_under(name: str, ancestor: str) -> bool:
-    """Tell whether `name` lies inside `ancestor`; everything lies inside the empty name."""
+    """Return whether `name` lies inside `ancestor`; everything lies inside the empty name."""
     return not ancestor or name.startswith(ancestor + ".")
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Tell whether the module has a forward pass; lists and dicts of modules have none."""
+    """Return whether the module has a forward pass; lists and dicts of modules have none."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
@@ -151,7 +151,7 @@ class _Census:
         self._blocks = self._outermost_blocks(model)
 
     def blocks_dominate(self, model: nn.Module) -> bool:
-        """Tell whether the blocks hold at least half of the weight matrices."""
+        """Return whether the blocks hold at least half of the weight matrices."""
         held = frozenset().union(*(self._weights[block] for block in self._blocks))
         return bool(self._blocks) and 2 * len(held) >= len(self._weights[model])
 
@@ -173,7 +173,7 @@ class _Census:
         return "unit" if any(p.ndim >= 2 for p in module.parameters()) else "loose"
 
     def _is_indivisible(self, module: nn.Module) -> bool:
-        """Tell what is not to be cut apart: torch's own composites, leaves, and parametrized layers."""
+        """Return whether a module is not to be cut apart: torch's own composites, leaves, and parametrized layers."""
         of_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in _PURE_CONTAINERS
         holds_no_block = self._blocks.isdisjoint(module.modules())
         is_leaf = next(module.children(), None) is None
@@ -197,7 +197,7 @@ class _Census:
         return type(module) in self._repeated and len(self._weights[module]) >= 2
 
     def _is_stage(self, module: nn.Module) -> bool:
-        """Tell a stage from a block: it holds siblings, and beside them less than one sibling.
+        """Return whether a module is a stage: it holds siblings, and beside them less than one sibling.
 
         Experts inside a transformer block are siblings too, but its attention outweighs each.
         """

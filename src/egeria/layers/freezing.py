@@ -54,7 +54,7 @@ class Freezer:
 
     @property
     def is_undone(self) -> bool:
-        """Tell whether somebody else switched gradients of a frozen parameter on again."""
+        """Whether somebody else switched gradients of a frozen parameter on again."""
         return any(parameter.requires_grad for record in self._records for parameter in record.parameters)
 
     def freeze_to(self, depth: int, *, input_needs_grad: bool = False) -> None:
@@ -129,7 +129,7 @@ Entry = tuple[Mapping[str, Tensor | None], str]
 
 
 class FrozenTensors:
-    """Tells whether tensors were assigned, written to, or set to train.
+    """Detects whether tensors were assigned, written to, or set to train.
 
     What writes through `data` (averages of weights, Lookahead) leaves no trace but the values, and mostly concerns
     all weights: so the smallest are compared by value.

@@ -79,7 +79,7 @@ def _home(name: str, names: Sequence[str]) -> str:
 
 
 def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
-    """Tell whether the size changes by a factor of `JUMP` at atom i, and not only for one atom.
+    """Return whether the size changes by a factor of `JUMP` at atom i, and not only for one atom.
 
     Where sizes alternate (every other block a mixture of experts, say) there is no stage to find.
     """

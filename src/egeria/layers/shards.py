@@ -21,7 +21,7 @@ def without_wrapper(model: nn.Module) -> nn.Module:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether the model or a part of it was compiled in place (`model.compile()`)."""
+    """Return whether the model or a part of it was compiled in place (`model.compile()`)."""
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
@@ -34,7 +34,7 @@ _SHARDED = "FSDPModule"
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether the parameters of a model are in parts, so that no process can run it alone."""
+    """Return whether the parameters of a model are in parts, so that no process can run it alone."""
     in_parts = any(is_dtensor(parameter) for parameter in model.parameters())
     return in_parts or any(_has_class_of_shards(module) for module in model.modules())  # whole for the moment
 
@@ -83,12 +83,12 @@ def choose_dtypes_again(module: nn.Module) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether this process holds a part of a tensor only."""
+    """Return whether this process holds a part of a tensor only."""
     return hasattr(tensor, "full_tensor")
 
 
 def is_touched(module: nn.Module) -> bool:
-    """Tell whether `fully_shard` has changed the class of a module or given it hooks."""
+    """Return whether `fully_shard` has changed the class of a module or given it hooks."""
     tables = (table for name, table in vars(module).items() if name.endswith("_hooks"))
     return _has_class_of_shards(module) or any(without_torch(table) != table for table in tables)
 

@@ -97,7 +97,7 @@ _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forw
 
 
 def is_ours(hook: Any) -> bool:
-    """Tell whether a hook is a function of this library, or one with arguments given in advance (`partial`)."""
+    """Return whether a hook is a function of this library, or one with arguments given in advance (`partial`)."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("egeria.")
 
 

@@ -113,11 +113,11 @@ class Prefix:
         return [(table, name) for table in tables for name in table]
 
     def is_hooked(self) -> bool:
-        """Tell whether a forward hook was put on a frozen layer since, which replaying would leave out."""
+        """Return whether a forward hook was put on a frozen layer since, which replaying would leave out."""
         return any(without_torch(module._forward_hooks) for module in self._modules)
 
     def fits(self, batch: Batch, rows: Sequence[Tensor]) -> bool:
-        """Tell whether rows [B, ...] have the shapes that a batch of a known kind needs."""
+        """Return whether rows [B, ...] have the shapes that a batch of a known kind needs."""
         template = self._templates.get(_key(batch))
         if template is None or len(rows) != len(self.row_leaves):
             return False
@@ -126,7 +126,7 @@ class Prefix:
         return [tuple(stored.shape) for stored in rows] == wanted
 
     def knows(self, batch: Batch) -> bool:
-        """Tell whether a batch of this kind was tried out, so that stubs know their shapes."""
+        """Return whether a batch of this kind was tried out, so that stubs know their shapes."""
         return _key(batch) in self._templates
 
     def learn(self, batch: Batch) -> None:
@@ -269,7 +269,7 @@ class Prefix:
         require(fits, f"{leaf.root} gives something of another kind in another kind of batch")
 
     def _has_constants(self, template: Template) -> bool:
-        """Tell whether anything but rows comes from the batch that was tried out."""
+        """Return whether anything but rows comes from the batch that was tried out."""
         return len(self.leaves) > len(self.row_leaves) or template.has_integers
 
     def _keep_constants(self, template: Template, values: Mapping[Place, Tensor]) -> None:

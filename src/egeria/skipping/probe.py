@@ -61,7 +61,7 @@ def difference(first: Tensor, second: Tensor) -> float:
 
 
 def is_close(first: Tensor, second: Tensor, limit: float) -> bool:
-    """Tell whether two tensors are the same up to rounding, also that of their own dtype."""
+    """Return whether two tensors are the same up to rounding, also that of their own dtype."""
     if second.is_floating_point():
         limit = max(limit, 8 * torch.finfo(second.dtype).eps)
     return first.dtype == second.dtype and difference(first, second) <= limit
@@ -140,7 +140,7 @@ def float_tensors(given: Any) -> list[Tensor]:
 
 
 def gradients_agree(first: Sequence[Tensor | None], second: Sequence[Tensor | None], limit: float) -> bool:
-    """Tell whether gradients are the same up to rounding, relative to the largest of them all.
+    """Return whether gradients are the same up to rounding, relative to the largest of them all.
 
     Some are zero but for rounding, such as that of a bias in front of a normalisation.
     """
@@ -167,7 +167,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_equal(before: Any, after: Any) -> bool:
-    """Tell whether a value was set to what it was; a tensor made anew counts as another one."""
+    """Return whether a value was set to what it was; a tensor made anew counts as another one."""
     first, second = dict(tree.contents(before)), dict(tree.contents(after))
     if type(before) is not type(after) or first.keys() != second.keys() or not first:
         return False
@@ -382,14 +382,14 @@ def find_roots(model: nn.Module, modules: Sequence[LayerModule]) -> dict[str, nn
 
 
 def is_opaque(output: Any) -> bool:
-    """Tell whether an output holds tensors in objects, or tensors that are not plain memory."""
+    """Return whether an output holds tensors in objects, or tensors that are not plain memory."""
     plain = list(tree.leaves(output))
     is_odd = any(type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_nested for t in plain)
     return is_odd or sum(isinstance(value, Tensor) for _, value in tree.contents(output)) != len(plain)
 
 
 def is_unsettled(module: nn.Module) -> bool:
-    """Tell whether a module is a dropout or a normalisation over the batch, and in training mode."""
+    """Return whether a module is a dropout or a normalisation over the batch, and in training mode."""
     if not module.training:
         return False
     if isinstance(module, nn.modules.dropout._DropoutNd):

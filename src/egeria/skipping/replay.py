@@ -53,7 +53,7 @@ class Form:
 
 
 def can_be_poisoned(tensor: Tensor) -> bool:
-    """Tell whether the dtype has a NaN."""
+    """Return whether the dtype has a NaN."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

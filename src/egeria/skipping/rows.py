@@ -255,7 +255,7 @@ def cuttable_axes(
     Args:
         rows: the batch.
         axes: batch axis of each tensor.
-        differs: replays the batch with some values, and tells what differs.
+        differs: replays the batch with some values, and returns the name of what differs.
     """
     found_lengths = true_lengths(rows.batch.kwargs, rows.num_rows)
     if found_lengths is None:
