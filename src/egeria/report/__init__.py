@@ -3,7 +3,7 @@
 from egeria.report.build import Report, report
 from egeria.report.freezing import DepthPoint, FreezeMark, Module
 from egeria.report.metrics import Metric
-from egeria.report.pace import Clock, Pace
+from egeria.report.pace import Clock, DepthPace
 from egeria.report.summary import Summary
 
-__all__ = ["Clock", "DepthPoint", "FreezeMark", "Metric", "Module", "Pace", "Report", "Summary", "report"]
+__all__ = ["Clock", "DepthPace", "DepthPoint", "FreezeMark", "Metric", "Module", "Report", "Summary", "report"]

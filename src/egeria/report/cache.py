@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from egeria.events import CacheDecided, CacheUsed
 from egeria.report.history import History
 from egeria.report.markup import paragraph, section, table
-from egeria.report.words import UNKNOWN, count, duration, percent
+from egeria.report.words import UNKNOWN, count, duration, mebibytes, percent
 
 MEANING = (
     "The output of the frozen front is stored by sample and read back ahead of its use, so that the forward pass of "
@@ -93,9 +93,9 @@ def _traffic(uses: tuple[CacheUse, ...]) -> str:
             percent(use.hit_share),
             count(use.used.mismatches),
             count(use.used.damaged),
-            _size(use.used.bytes_read),
-            _size(use.used.bytes_written),
-            _size(use.used.size_bytes),
+            mebibytes(use.used.bytes_read),
+            mebibytes(use.used.bytes_written),
+            mebibytes(use.used.size_bytes),
             count(use.used.stalls),
             duration(use.used.stall_s),
             count(use.used.checks),
@@ -105,7 +105,3 @@ def _traffic(uses: tuple[CacheUse, ...]) -> str:
         if use.used is not None
     ]
     return table("What came of it", columns, lines) if lines else ""
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -44,7 +44,7 @@ class Clock:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class DepthPace:
     """The median iteration while `frozen` front modules were frozen."""
 
     frozen: int
@@ -76,7 +76,7 @@ def measure_clocks(history: History) -> tuple[Clock, Clock]:
     )
 
 
-def measure_paces(history: History) -> tuple[Pace, ...]:
+def measure_paces(history: History) -> tuple[DepthPace, ...]:
     """Return the pace at each depth that the run was at, shallowest first."""
     by_depth: dict[int, list[IntervalMeasured]] = {}
     for interval in measured_intervals(history):
@@ -90,7 +90,7 @@ def measure_paces(history: History) -> tuple[Pace, ...]:
     }
     unfrozen_wall_s, unfrozen_cpu_s = medians.get(0, (None, None))
     return tuple(
-        Pace(
+        DepthPace(
             frozen=depth,
             num_steps=sum(interval.num_steps for interval in by_depth[depth]),
             wall_s=wall_s,

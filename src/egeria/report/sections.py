@@ -24,7 +24,7 @@ from egeria.events import (
 from egeria.report.history import History
 from egeria.report.markup import paragraph, section, table, text
 from egeria.report.summary import Summary
-from egeria.report.words import UNKNOWN, count, duration, number, percent, plural
+from egeria.report.words import UNKNOWN, count, duration, mebibytes, number, percent, plural
 
 MAX_EVENTS = 200
 
@@ -209,7 +209,7 @@ _LINES: dict[type[Event], Callable[[Any], tuple[str, str, str]]] = {
     FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
     Rewrapped: lambda event: (
         "reduced",
-        f"{event.reduced_bytes / 2**20:,.1f} MiB",
+        mebibytes(event.reduced_bytes),
         f"of gradients between the processes from here on; laid out anew in {duration(event.wall_s)}",
     ),
     Thawed: lambda event: (

@@ -30,7 +30,7 @@ from egeria.report.freezing import (
 )
 from egeria.report.history import History
 from egeria.report.metrics import Metric, list_metrics
-from egeria.report.pace import Clock, Pace, measure_clocks, measure_paces, measured_intervals
+from egeria.report.pace import Clock, DepthPace, measure_clocks, measure_paces, measured_intervals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class Summary:
     """False where a process did not close its run: the overhead then counts its evaluations alone."""
     wall: Clock
     cpu: Clock
-    paces: tuple[Pace, ...]
+    paces: tuple[DepthPace, ...]
     depths: tuple[DepthPoint, ...]
     mean_parameter_share: float | None
     """Frozen share of the parameters, mean over the steps done."""

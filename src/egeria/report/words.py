@@ -42,6 +42,11 @@ def count(value: int | None) -> str:
     return UNKNOWN if value is None else f"{value:,}"
 
 
+def mebibytes(num_bytes: float) -> str:
+    """Write an amount of memory."""
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def plural(amount: int, singular: str) -> str:
     """Write an amount of things."""
     return f"{amount:,} {singular}{'' if amount == 1 else 's'}"
