@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import egeria
 from cached import Pictures, freezes_up_to, small_resnet
-from egeria.cache import CacheDirectory, Outlook, ShardSampler, StoreError, cache
+from egeria.cache import CacheDirectory, Outlook, ShardSampler, StoreError, decision
 from egeria.cache.store.disk import DiskStore
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
+from egeria.layers.shards import is_sharded
 from egeria.parallel import Replicas
 from egeria.session import hosts, skipping
 from egeria.testing import ScriptedController
@@ -72,7 +73,7 @@ def without_equal_buffers():
 def faulty(fault):
     """Let something fail, in the second process but for what only the first does."""
     if fault == "open" and distributed.get_rank() == 0:
-        return mock.patch.object(cache, "open_generation", mock.Mock(side_effect=RuntimeError("injected")))
+        return mock.patch.object(decision.GenerationOpener, "open", mock.Mock(side_effect=RuntimeError("injected")))
     if fault in (None, "open") or distributed.get_rank() == 0:
         return nullcontext()
     raising = mock.Mock(side_effect=StoreError("injected"))
@@ -228,8 +229,9 @@ class FSDPModule(nn.Linear):
     ],
 )
 def test_a_model_that_all_processes_must_run_together_is_declined(model, reason):
-    handle, ranks = SimpleNamespace(is_compiled=False), SimpleNamespace(is_alone=False)
-    assert reason in skipping._refusal(SimpleNamespace(model=model, handle=handle, ranks=ranks))
+    handle = SimpleNamespace(is_compiled=False)
+    training = SimpleNamespace(model=model, handle=handle, is_sharded=is_sharded(model))
+    assert reason in skipping._refusal(training, SimpleNamespace(is_alone=False))
 
 
 # --- the sampler and the outlook, in one process --------------------------------------------------

@@ -432,7 +432,7 @@ def test_copies_of_a_loader_are_plain(copied):
 
 
 def test_a_loader_read_by_a_thread():
-    loader = build("shuffle", batch_size=1, dataset=Numbers(400))
+    loader = build("shuffle", batch_size=1, dataset=Numbers(150))
     feed = feed_of(loader)
     seen = []
     thread = threading.Thread(target=lambda: seen.extend(numbers.item() for numbers, _ in loader))
@@ -441,7 +441,7 @@ def test_a_loader_read_by_a_thread():
         for drawn in feed.upcoming(3):
             assert isinstance(drawn, BatchIndices)
     thread.join(timeout=60)
-    assert sorted(seen) == list(range(400))
+    assert sorted(seen) == list(range(150))
 
 
 @pytest.mark.parametrize("loader", [[1, 2], DataLoader, iter([])], ids=["list", "class", "iterator"])
