@@ -33,6 +33,7 @@ from torch.nn import functional
 import egeria
 from benchmarks.cifar10_runs import commit
 from benchmarks.micro.frozen_training import Arm, Lap, Subject, cache_settings
+from benchmarks.proving import archive
 from egeria.config import CacheConfig
 
 FREE, UNFROZEN = "free", "unfrozen"
@@ -48,19 +49,18 @@ def main() -> None:
         result = train(options, arm, int(seed))
         path(options, arm, int(seed)).write_text(json.dumps(result, indent=1) + "\n")
         return
-    (options.record / "runs").mkdir(parents=True, exist_ok=True)
     wanted = [(arm, seed) for seed in range(options.seeds) for arm in options.arms.split(",")]
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with archive.unpacked(options.record), ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(lambda run: make(options, *run), wanted))
-    results = [json.loads(path(options, *run).read_text()) for run in wanted]
+        results = [json.loads(path(options, *run).read_text()) for run in wanted]
     (options.record / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.record / "README.md").write_text(describe(options, results))
     print((options.record / "README.md").read_text())
 
 
 def path(options: argparse.Namespace, arm: str, seed: int) -> Path:
-    """Return where the result of a run goes."""
-    return Path(options.record) / "runs" / f"{arm}-seed{seed}.json"
+    """Return where the result of a run goes; there only while the record is unpacked."""
+    return Path(options.record) / archive.JOURNALS / f"{arm}-seed{seed}.json"
 
 
 def make(options: argparse.Namespace, arm: str, seed: int) -> None:

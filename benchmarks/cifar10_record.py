@@ -20,6 +20,7 @@ import torch
 
 import egeria
 from benchmarks.cifar10_runs import commit, run_example
+from benchmarks.proving import archive
 from egeria.events import ModuleFrozen, StageChanged, Thawed
 
 KINDS = ("plain", "egeria")
@@ -36,7 +37,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    options.record.mkdir(parents=True, exist_ok=True)
+    with archive.unpacked(options.record) as options.journals:
+        make_record(options)
+
+
+def make_record(options: argparse.Namespace) -> None:
+    """Train what the record lacks, and describe all of it."""
     path = options.record / "results.json"
     results = json.loads(path.read_text()) if path.exists() else []
     for seed in range(options.seeds):
@@ -50,7 +56,7 @@ def main() -> None:
 def run_once(options: argparse.Namespace, seed: int, kind: str) -> dict[str, object]:
     """Run the example once and read what it printed."""
     command = arguments(options, seed)
-    directory = options.record / f"seed{seed}"
+    directory = options.journals / f"seed{seed}"
     if kind == "egeria":
         shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: this record's own folder
     command += ["--plain"] if kind == "plain" else ["--directory", str(directory)]
@@ -82,7 +88,8 @@ def describe(options: argparse.Namespace, results: list[dict]) -> str:
     """Return the text of the record: numbers first, then how to repeat them."""
     rows = ["| run | seed | accuracy % | CPU s | wall s | decided, by epoch |", "|---|---|---|---|---|---|"]
     for entry in results:
-        decided = timeline(options.record / f"seed{entry['seed']}", options.epochs) if entry["kind"] == "egeria" else ""
+        directory = options.journals / f"seed{entry['seed']}"
+        decided = timeline(directory, options.epochs) if entry["kind"] == "egeria" else ""
         rows.append(
             f"| {entry['kind']} | {entry['seed']} | {entry['accuracy']:.2f} | {entry['cpu_s']:.0f} "
             f"| {entry['wall_s']:.0f} | {decided} |"

@@ -23,6 +23,7 @@ import torch
 
 import egeria
 from benchmarks.cifar10_runs import commit, run_example
+from benchmarks.proving import archive
 from egeria.events import ControllerRestarted, ModuleFrozen, PlasticityRead, ReadingDropped, Thawed
 
 CONFIG = """[controller]
@@ -43,7 +44,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=25000)
     parser.add_argument("--epochs", type=int, default=40)
     options = parser.parse_args()
-    options.record.mkdir(parents=True, exist_ok=True)
+    with archive.unpacked(options.record) as options.journals:
+        make_record(options)
+
+
+def make_record(options: argparse.Namespace) -> None:
+    """Train twice at the same time, and describe both."""
     (options.record / "config.toml").write_text(CONFIG)
     results: dict[str, dict] = {}
     threads = [threading.Thread(target=lambda kind=kind: results.update({kind: run(options, kind)})) for kind in KINDS]
@@ -51,14 +57,14 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    results = {kind: {**results[kind], **facts(options.record / kind)} for kind in KINDS}
+    results = {kind: {**results[kind], **facts(options.journals / kind)} for kind in KINDS}
     (options.record / "results.json").write_text(json.dumps({"commit": commit(), **results}, indent=1) + "\n")
     (options.record / "README.md").write_text(describe(options, results))
 
 
 def run(options: argparse.Namespace, kind: str) -> dict:
     """Train once; return what it gave and how often the controller was killed."""
-    directory = options.record / kind
+    directory = options.journals / kind
     shutil.rmtree(directory, ignore_errors=True)
     kills: list[int] = []
     over = threading.Event()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import egeria
 from benchmarks.cifar10_runs import commit, run_example
 from benchmarks.micro.interleaved import compare
+from benchmarks.proving import archive
 from egeria.events import FidelityChecked, RungTaken
 from egeria.layers.batch import Batch
 from egeria.reference import QuantizedReference
@@ -48,7 +49,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=24)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    options.record.mkdir(parents=True, exist_ok=True)
+    with archive.unpacked(options.record) as options.journals:
+        make_record(options)
+
+
+def make_record(options: argparse.Namespace) -> None:
+    """Train and judge what the record lacks, and describe all of it."""
     path = options.record / "results.json"
     results: dict[str, dict] = json.loads(path.read_text()) if path.exists() else {}
     for seed in range(options.seeds):
@@ -70,7 +76,7 @@ def train(options: argparse.Namespace, kind: str, seed: int) -> dict:
     """Train once, plainly or with the reference in one format."""
     arguments = ["--data", options.data, "--model", options.model, "--samples", options.samples]
     arguments += ["--epochs", options.epochs, "--seed", seed]
-    directory = options.record / f"{kind}-seed{seed}"
+    directory = options.journals / f"{kind}-seed{seed}"
     if kind == "plain":
         return run_example([str(part) for part in [*arguments, "--plain", "--save", weights(options, seed)]])
     shutil.rmtree(directory, ignore_errors=True)

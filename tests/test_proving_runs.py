@@ -99,7 +99,9 @@ def test_finished_runs_are_left_out_and_broken_ones_made_again(copy, capsys):
 
 def test_comparing_a_record_gives_the_same_record(results, tmp_path, capsys):
     assert bench("compare", "toy", "--results", results, "--out", tmp_path / "one") == 0
+    assert not (tmp_path / "one" / "journals").exists()
     assert bench("compare", "--results", tmp_path / "one" / "journals", "--out", tmp_path / "two") == 0
+    assert bench("compare", "--results", tmp_path / "one", "--out", tmp_path / "one") == 0  # what is kept stays
     names = sorted(
         str(path.relative_to(tmp_path / "one")) for path in (tmp_path / "one").rglob("*.*") if path.is_file()
     )
@@ -116,6 +118,19 @@ def test_comparing_a_record_gives_the_same_record(results, tmp_path, capsys):
     assert str(tmp_path) not in page
     for name in re.findall(r"\]\(([^)]+)\)", page):
         assert (tmp_path / "one" / name).exists(), name
+
+
+def test_no_runs_are_made_in_a_record(results, tmp_path, capsys):
+    assert bench("compare", "toy", "--results", results, "--out", tmp_path / "one") == 0
+    arguments = ["--policy", "none", "--seeds", "0", *COMMON, "--results", tmp_path / "one" / "journals"]
+    assert bench("run", "toy", *arguments) == 2
+    assert "Unpack it elsewhere" in capsys.readouterr().err
+
+
+def test_a_damaged_archive_is_refused(tmp_path, capsys):
+    (tmp_path / "journals.tar.xz").write_bytes(b"no archive")
+    assert bench("compare", "--results", tmp_path) == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_table_has_a_line_for_the_workload(results, capsys):

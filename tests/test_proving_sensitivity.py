@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tarfile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -112,7 +113,8 @@ def test_a_record_is_made_again_from_its_journals(two_seeds, tmp_path, capsys):
     assert files(tmp_path / "two") == found
     assert {"README.md", "results.json"} <= set(found)
     assert [name for name in found if name.endswith(".svg")] == ["sensitivity.svg"]
-    assert sum(name.endswith("journal.jsonl.gz") for name in found) == 6
+    with tarfile.open(tmp_path / "one" / "journals.tar.xz") as kept:
+        assert sum(name.endswith("journal.jsonl") for name in kept.getnames()) == 6
     page = found["README.md"].decode()
     assert str(tmp_path) not in page
     assert f"--sweep '{SWEEP}'" in page
@@ -122,7 +124,8 @@ def test_a_record_is_made_again_from_its_journals(two_seeds, tmp_path, capsys):
 def test_a_record_without_one_of_its_runs_is_refused(two_seeds, tmp_path, capsys):
     arguments = ["--seeds", "0,1", *COMMON, "--results", two_seeds, "--out", tmp_path / "one"]
     assert bench("sensitivity", "toy", "--sweep", SWEEP, *arguments) == 0
-    kept = tmp_path / "one" / "journals"
+    kept = tmp_path / "unpacked"
+    shutil.unpack_archive(tmp_path / "one" / "journals.tar.xz", kept, filter="data")
     shutil.rmtree(kept / "toy" / "smoke" / "none" / "seed1")
     assert bench("sensitivity", "--results", kept) == 2
     assert "no finished run of toy, none, seed 1" in capsys.readouterr().err

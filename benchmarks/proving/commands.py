@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.proving import recipe, runfile
+from benchmarks.proving import archive, recipe, runfile
 from benchmarks.proving.catalogue import REGISTRY, find_workloads, list_workloads
 from benchmarks.proving.comparison import WorkloadComparison, compare
 from benchmarks.proving.errors import RefusedError
@@ -53,7 +53,12 @@ def run_runs(options: argparse.Namespace, console: Console) -> int:
 
 def run_compare(options: argparse.Namespace, console: Console) -> int:
     """Compare kept runs; print the tables, and write the record where one is asked for."""
-    comparisons = _comparisons(options)
+    with archive.opened(options.results) as results:
+        _compare(compare(read_results(results, options.workload, options.tier), options.against), options, console)
+    return 0
+
+
+def _compare(comparisons: Sequence[WorkloadComparison], options: argparse.Namespace, console: Console) -> None:
     for comparison in comparisons:
         console.print(f"\n{comparison.workload.name} ({comparison.tier})\n", style="bold")
         for text in (quality_table(comparison), time_table(comparison), oracle_table(comparison)):
@@ -62,12 +67,13 @@ def run_compare(options: argparse.Namespace, console: Console) -> int:
     if options.out is not None:
         write_record(comparisons, options.out)
         console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
-    return 0
 
 
 def run_table(options: argparse.Namespace, console: Console) -> int:
     """Print one line for each workload."""
-    console.print(overview(_comparisons(options)), highlight=False, soft_wrap=True, markup=False)
+    with archive.opened(options.results) as results:
+        comparisons = compare(read_results(results, options.workload, options.tier), options.against)
+    console.print(overview(comparisons), highlight=False, soft_wrap=True, markup=False)
     return 0
 
 
@@ -115,9 +121,15 @@ def run_sensitivity(options: argparse.Namespace, console: Console) -> int:
         study = _study(options)
         if _make_policies(study.policies, options, console):
             return 1
-    else:
-        study = load_study(options.results)
-    comparisons = study.compare(options.results)
+        _show_sensitivity(study, options.results, options, console)
+        return 0
+    with archive.opened(options.results) as results:
+        _show_sensitivity(load_study(results), results, options, console)
+    return 0
+
+
+def _show_sensitivity(study: Study, results: Path, options: argparse.Namespace, console: Console) -> None:
+    comparisons = study.compare(results)
     for comparison in comparisons:
         console.print(f"\n{comparison.workload.name} ({comparison.tier})\n", style="bold")
         for text in section(study, comparison):
@@ -125,7 +137,6 @@ def run_sensitivity(options: argparse.Namespace, console: Console) -> int:
     if options.out is not None:
         write_sensitivity(study, comparisons, options.out)
         console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
-    return 0
 
 
 def _study(options: argparse.Namespace) -> Study:
@@ -135,10 +146,6 @@ def _study(options: argparse.Namespace) -> Study:
         seeds=tuple(options.seeds),
         sweeps=parse_sweeps(options.sweep),
     )
-
-
-def _comparisons(options: argparse.Namespace) -> list[WorkloadComparison]:
-    return compare(read_results(options.results, options.workload, options.tier), options.against)
 
 
 def _make_policies(
@@ -172,6 +179,7 @@ def _make(
     limit: Limit = UNLIMITED,
 ) -> int:
     """Make what is missing, as far as the limit allows; return the exit status."""
+    archive.refuse_to_write(options.results)
     known = {name: found for name, found in recipes.items() if found is not None}
     missing = sort_out(wanted, options.results, known)
     if len(missing) < len(wanted):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import shutil
@@ -11,14 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.proving import runfile
+from benchmarks.proving import archive, runfile
 from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
 from benchmarks.proving.description import describe
 from benchmarks.proving.pictures import draw_all
-from benchmarks.proving.results import PACKED_NAME, Outcome
+from benchmarks.proving.results import Outcome
+from benchmarks.proving.sweeps import Study
 from egeria.journal.writer import FILE_NAME
-
-JOURNALS = "journals"
 
 
 def write_record(comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
@@ -30,12 +28,21 @@ def write_record(comparisons: Sequence[WorkloadComparison], folder: Path) -> Non
     (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
 
 
-def keep_journals(comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
-    """Copy the journals of all runs into a record, packed."""
-    for comparison in comparisons:
-        for policy in comparison.policies:
-            for outcome in policy.outcomes:
-                _keep(outcome, folder / JOURNALS / outcome.run.place)
+def keep_journals(comparisons: Sequence[WorkloadComparison], folder: Path, study: Study | None = None) -> None:
+    """Put the journals of all runs, and what they lie beside, into the archive of a record.
+
+    Args:
+        comparisons: of the runs.
+        folder: of the record.
+        study: what a `sensitivity` asked; kept beside the journals.
+    """
+    with archive.unpacked(folder) as journals:
+        for comparison in comparisons:
+            for policy in comparison.policies:
+                for outcome in policy.outcomes:
+                    _keep(outcome, journals / outcome.run.place)
+        if study is not None:
+            study.save(journals)
 
 
 def write_results(results: Any, folder: Path) -> None:
@@ -87,17 +94,10 @@ def _run_dict(outcome: Outcome) -> dict[str, Any]:
 
 
 def _keep(outcome: Outcome, place: Path) -> None:
-    """Copy a run's journal, packed; one that lies there already stays as it is."""
-    if outcome.directory.resolve() == place.resolve():
-        return
+    """Copy a run's journal and what it is."""
     place.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(outcome.directory / runfile.FILE_NAME, place / runfile.FILE_NAME)
-    packed = outcome.directory / PACKED_NAME
-    if packed.exists():
-        shutil.copyfile(packed, place / PACKED_NAME)
-        return
-    # Without the time of packing, the same journal gives the same bytes.
-    (place / PACKED_NAME).write_bytes(gzip.compress((outcome.directory / FILE_NAME).read_bytes(), mtime=0))
+    for name in (runfile.FILE_NAME, FILE_NAME):
+        shutil.copyfile(outcome.directory / name, place / name)
 
 
 def _as_dict(value: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +13,7 @@ from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.skipping import Skipped, Span, measure_skipped, spans
 from egeria.errors import JournalError
 from egeria.events import Declined, FaultCaught, MetricLogged, RunStarted
-from egeria.journal.writer import FILE_NAME
 from egeria.report.history import History, read_history
-
-PACKED_NAME = f"{FILE_NAME}.gz"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +55,7 @@ def read_results(results: Path, workloads: Sequence[str] = (), tier: str | None 
     """Return the finished runs below a directory, in a steady order.
 
     Args:
-        results: a directory of `run`, or the journals of a record.
+        results: a directory of `run`, or what `archive.opened` makes of the journals of a record.
         workloads: names; none stands for all.
         tier: 'cpu' for example; None for all.
 
@@ -121,14 +116,8 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
 
 
 def _history(directory: Path) -> History:
-    packed = directory / PACKED_NAME
     try:
-        if not packed.exists():
-            return read_history(directory)
-        with tempfile.TemporaryDirectory() as unpacked:
-            path = Path(unpacked, FILE_NAME)
-            path.write_bytes(gzip.decompress(packed.read_bytes()))
-            return read_history(path)
+        return read_history(directory)
     except (OSError, JournalError) as error:
         raise RefusedError(f"The journal in {directory} cannot be read: {error} Make the run again.") from error
 

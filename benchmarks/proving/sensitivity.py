@@ -14,7 +14,7 @@ from benchmarks.proving.accuracy_time import CLOCKS
 from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
 from benchmarks.proving.description import HOW_COMPUTE, HOW_SPREAD, HOW_TIME, circumstances, heading, method
 from benchmarks.proving.pictures import INK, save_figure
-from benchmarks.proving.record import JOURNALS, keep_journals, to_dict, write_results
+from benchmarks.proving.record import keep_journals, to_dict, write_results
 from benchmarks.proving.statistics import Spread
 from benchmarks.proving.sweeps import Point, Study, Sweep
 from benchmarks.proving.tables import NAMES, markdown
@@ -39,8 +39,7 @@ class _Row:
 def write_sensitivity(study: Study, comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
     """Write a record: README.md, results.json, one picture, the journals packed, and what was asked."""
     folder.mkdir(parents=True, exist_ok=True)
-    keep_journals(comparisons, folder)
-    study.save(folder / JOURNALS)
+    keep_journals(comparisons, folder, study)
     draw(study, comparisons, folder / PICTURE)
     sweeps = [_sweep_dict(comparison, sweep) for comparison in comparisons for sweep in study.sweeps]
     write_results({"sweeps": sweeps, "comparisons": [to_dict(found) for found in comparisons]}, folder)
