@@ -109,14 +109,9 @@ DISTURBANCES = {
 }
 
 
-@pytest.fixture(scope="module")
-def disturbed():
-    return run_cases(train_disturbed, DISTURBANCES)
-
-
 @pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda disturb: disturb.__name__)
-def test_one_rank_that_cannot_go_on_thaws_all_at_the_same_step(disturb, disturbed):
-    (first, weights, trained, told), (second, others, _, told_there) = disturbed[disturb]
+def test_one_rank_that_cannot_go_on_thaws_all_at_the_same_step(disturb):
+    (first, weights, trained, told), (second, others, _, told_there) = run_ranks(train_disturbed, disturb)
     assert max(first[:26]) > 0, "nothing was frozen yet"
     assert first == second
     assert first[-1] == second[-1] == 0 and all(trained)
@@ -198,7 +193,7 @@ def test_a_rank_that_dies_ends_the_job_as_it_would_without_egeria(tmp_path):
     for plain in (True, False):
         path = tmp_path / str(plain)
         with pytest.raises(AssertionError, match="rank 1:\nit ended without an answer"):
-            run_ranks(survivor, plain, str(path))
+            run_ranks(survivor, plain, str(path), fresh=True)
         found[plain] = ast.literal_eval(path.read_text())
     assert found[True][0] == found[False][0] == "RuntimeError"
     assert found[True][2] == found[False][2] == 21, "training ends at the same step"
@@ -219,8 +214,8 @@ def hang(timeout_s):
 
 
 def test_nobody_waits_longer_than_the_timeout_of_the_process_group():
-    (steps, seconds), _ = run_ranks(hang, 5.0, timeout_s=5.0)
-    assert steps == 21 and seconds < 14
+    (steps, seconds), _ = run_ranks(hang, 3.0, timeout_s=3.0, fresh=True)
+    assert steps == 21 and seconds < 9
 
 
 def attach_otherwise(what):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import egeria
 from egeria.testing import ScriptedController
 from loops import FAST
-from ranks import run_cases
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -137,15 +137,10 @@ def train(way):
     return said, losses, frozen
 
 
-@pytest.fixture(scope="module")
-def answers():
-    return run_cases(train, [*WAYS, "reentrant"])
-
-
 @pytest.mark.parametrize("way", [*WAYS, "reentrant"])
-def test_it_is_refused_with_the_reason_and_the_alternative(way, answers):
+def test_it_is_refused_with_the_reason_and_the_alternative(way):
     expected = WAYS[way][1] if way in WAYS else "use_reentrant=False"
-    said, losses, frozen = answers[way][0]
+    said, losses, frozen = run_ranks(train, way)[0]
     assert frozen == 0 and (len(losses) == 24 or way in CANNOT_TRAIN)
     refusals = [message for message in said if message.startswith("egeria: freezing")]
     assert len(refusals) == 1

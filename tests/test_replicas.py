@@ -85,7 +85,7 @@ def test_bytes_reduced_are_the_trainable_bytes_at_each_depth():
 
 
 def hundred_cycles(hook):
-    width = 512
+    width = 256
     # In one bucket: with two, PowerSGD on gloo mixes up the ranks' messages, with nothing frozen too.
     frozen = Frozen(wide_model(width, depth=6), bucket_cap_mb=64)
     if hook == "powersgd":
@@ -127,14 +127,9 @@ def gradient_error(model, alone, step, width, depth):
     return float(torch.stack(found).max())
 
 
-@pytest.fixture(scope="module")
-def cycles():
-    return run_cases(hundred_cycles, ["none", "fp16", "powersgd"])
-
-
 @pytest.mark.parametrize(("hook", "tolerance"), [("none", 1e-4), ("fp16", 2e-2), ("powersgd", None)])
-def test_a_hundred_cycles_leave_no_memory_no_hook_and_right_gradients(hook, tolerance, cycles):
-    first, second = cycles[hook]
+def test_a_hundred_cycles_leave_no_memory_no_hook_and_right_gradients(hook, tolerance):
+    first, second = run_ranks(hundred_cycles, hook)
     assert all(torch.equal(*pair) for pair in zip(first[3], second[3], strict=True)), "ranks differ"
     for error, growth, hooks, _ in (first, second):
         assert tolerance is None or error < tolerance
@@ -180,19 +175,14 @@ def buffers_of_frozen_layers(broadcasts):
     return names, values, sorted(frozen.wrapper.named_module_buffers)
 
 
-@pytest.fixture(scope="module")
-def buffers():
-    return run_cases(buffers_of_frozen_layers, [True, False])
-
-
-def test_frozen_buffers_are_equal_and_broadcast_no_more(buffers):
-    (names, first, thawed), (_, second, _) = buffers[True]
+def test_frozen_buffers_are_equal_and_broadcast_no_more():
+    (names, first, thawed), (_, second, _) = run_ranks(buffers_of_frozen_layers, True)
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
     assert {name[0] for name in names} == {"2", "3", "4"} and {name[0] for name in thawed} == {"0", "1", "2", "3", "4"}
 
 
-def test_buffers_that_ranks_keep_for_themselves_stay_their_own(buffers):
-    (_, first, _), (_, second, _) = buffers[False]
+def test_buffers_that_ranks_keep_for_themselves_stay_their_own():
+    (_, first, _), (_, second, _) = run_ranks(buffers_of_frozen_layers, False)
     assert not all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 

@@ -22,7 +22,7 @@ from egeria.parallel import Sharded, choose_parallel
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
 from menagerie import MENAGERIE
-from ranks import run_cases, run_ranks
+from ranks import each_third, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
@@ -87,10 +87,6 @@ def train(name, folder):
     return frozen, whole(loop.everything())
 
 
-def train_all(folder):
-    return {name: train(name, folder) for name in SUPPORTED}
-
-
 def _is_close(first, second):
     return not isinstance(first, torch.Tensor) or torch.allclose(first, second, rtol=1e-4, atol=1e-6)
 
@@ -104,41 +100,26 @@ def decisions(folder):
     ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("shards")
-
-
-@pytest.fixture(scope="module")
-def one(folder):
-    [found] = run_ranks(train_all, str(folder / "one"), num_ranks=1)
-    return found
-
-
-@pytest.fixture(scope="module")
-def two(folder):
-    return run_ranks(train_all, str(folder / "two"))
-
-
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_two_ranks_that_share_the_parameters_decide_and_train_like_one(name, one, two, folder):
-    frozen, end = one[name]
+@pytest.mark.parametrize("name", each_third(SUPPORTED, always=AS_ONE | NOT_SHARDED.keys() | ROUNDED))
+def test_two_ranks_that_share_the_parameters_decide_and_train_like_one(name, tmp_path):
+    two = run_ranks(train, name, str(tmp_path / "two"))
     if name in NOT_SHARDED:
-        assert all(NOT_SHARDED[name] in found[name] for found in two), "this model can be sharded now"
+        assert all(NOT_SHARDED[name] in found for found in two), "this model can be sharded now"
         pytest.skip(f"fully_shard cannot train it, with or without egeria: {NOT_SHARDED[name]}")
-    for found in two:
-        assert found[name][0] == frozen
-        assert all(_is_close(*pair) for pair in zip(found[name][1].values(), end.values(), strict=True))
-        assert name in ROUNDED or differences(found[name][1], end) == []
-    assert name in ROUNDED or decisions(folder / "two" / name) == decisions(folder / "one" / name)
-    assert max(frozen) > 0 and read_journal(folder / "one" / name).of(Thawed)
-    assert not read_journal(folder / "two" / name).of(FaultCaught)
+    [(frozen, end)] = run_ranks(train, name, str(tmp_path / "one"), num_ranks=1)
+    for also, parts_end in two:
+        assert also == frozen
+        assert all(_is_close(*pair) for pair in zip(parts_end.values(), end.values(), strict=True))
+        assert name in ROUNDED or differences(parts_end, end) == []
+    assert name in ROUNDED or decisions(tmp_path / "two" / name) == decisions(tmp_path / "one" / name)
+    assert max(frozen) > 0 and read_journal(tmp_path / "one" / name).of(Thawed)
+    assert not read_journal(tmp_path / "two" / name).of(FaultCaught)
 
 
 # --- copies that one process can run ------------------------------------------------------------
 
 
-def copies(_case):
+def copies():
     plain = encoder()
     model = shard(encoder())
     before = {name: id(entry) for name, entry in model.named_parameters()}
@@ -172,7 +153,7 @@ def encoder(width=8, depth=5):
 
 
 def test_copies_are_plain_and_the_model_stays_as_it_is():
-    for found in run_cases(copies, ["once"])["once"]:
+    for found in run_ranks(copies):
         assert all(found)
 
 
@@ -184,7 +165,7 @@ def measured(policy, folder):
     model = encoder()
     model = shard(model) if distributed.get_world_size() > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 120)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, MEASURED_STEPS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = {"plasticity": {"interval_steps": 2, "mode": "train"}, "controller": FAST["controller"]}
@@ -192,7 +173,7 @@ def measured(policy, folder):
             model,
             optimizer,
             scheduler=scheduler,
-            total_steps=120,
+            total_steps=MEASURED_STEPS,
             config=config,
             policy=policy,
             controller="inline",
@@ -200,7 +181,7 @@ def measured(policy, folder):
         )
         data = torch.Generator().manual_seed(0)
         frozen = []
-        for _ in range(120):
+        for _ in range(MEASURED_STEPS):
             x = torch.randn(16, 8, generator=data)
             run.model.train()
             loss = (run.model(x) - x).square().mean()
@@ -214,34 +195,25 @@ def measured(policy, folder):
     return frozen, whole({name: entry.detach() for name, entry in model.named_parameters()})
 
 
-def measured_in_all(policies, folder):
-    return {policy: measured(policy, folder) for policy in policies}
-
-
+MEASURED_STEPS = 80
 MEASURING = ("forecast", "autofreeze", "weight_change", "freezeout")
 
 
-@pytest.fixture(scope="module")
-def by_policy(folder):
-    [one] = run_ranks(measured_in_all, MEASURING, str(folder / "m1"), num_ranks=1)
-    return one, run_ranks(measured_in_all, MEASURING, str(folder / "m2"))
-
-
 @pytest.mark.parametrize("policy", MEASURING)
-def test_measures_of_parts_add_up_to_those_of_the_whole(policy, by_policy, folder):
-    one, two = by_policy
-    alone, parts = (read_journal(folder / side / policy).of(IntervalMeasured) for side in ("m1", "m2"))
+def test_measures_of_parts_add_up_to_those_of_the_whole(policy, tmp_path):
+    [(frozen, weights)] = run_ranks(measured, policy, str(tmp_path / "one"), num_ranks=1)
+    two = run_ranks(measured, policy, str(tmp_path / "two"))
+    alone, parts = (read_journal(tmp_path / side / policy).of(IntervalMeasured) for side in ("one", "two"))
     for name in ("gradients", "weight_changes", "noise", "way_ahead"):
         values = [[getattr(event, name) for event in events] for events in (alone, parts)]
         assert _flat(values[1]) == pytest.approx(_flat(values[0]), rel=1e-3, abs=1e-9, nan_ok=True)
     assert any(getattr(event, name) for event in parts for name in ("gradients", "weight_changes", "noise")) or (
         policy == "freezeout"
     )
-    frozen, weights = one[policy]
-    for found in two:
-        assert found[policy][0] == frozen
+    for also, parts_weights in two:
+        assert also == frozen
         for name, weight in weights.items():
-            assert torch.allclose(found[policy][1][name], weight, rtol=1e-4, atol=1e-6)
+            assert torch.allclose(parts_weights[name], weight, rtol=1e-4, atol=1e-6)
     assert max(frozen) > 0 or policy == "weight_change"  # whose threshold is for longer runs
 
 
@@ -296,18 +268,9 @@ def fail(where, folder):
 WAYS = ("nothing", "refresh", "reading", "policy", "evaluation of the loop")
 
 
-@pytest.fixture(scope="module")
-def failing(folder):
-    return run_ranks(fail_all, str(folder / "failing"), timeout_s=30)
-
-
-def fail_all(folder):
-    return {where: fail(where, folder) for where in WAYS}
-
-
 @pytest.mark.parametrize("where", WAYS)
-def test_a_failure_of_ours_leaves_no_process_waiting(where, failing):
-    first, second = (found[where] for found in failing)
+def test_a_failure_of_ours_leaves_no_process_waiting(where, tmp_path):
+    first, second = run_ranks(fail, where, str(tmp_path), timeout_s=30)
     assert first[0] == second[0] and first[1] and second[1]
     assert differences(first[2], second[2]) == []
     depth = {"nothing": 3, "evaluation of the loop": 3, "refresh": 0, "reading": 0, "policy": 0}[where]
@@ -317,7 +280,7 @@ def test_a_failure_of_ours_leaves_no_process_waiting(where, failing):
 # --- what a unit looks for at its first forward pass --------------------------------------------
 
 
-def thaw_after_a_resume(_case):
+def thaw_after_a_resume():
     """Freeze before the first forward pass of a model that computes in bfloat16, as a resumed run does, then thaw."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
 
@@ -340,11 +303,11 @@ def thaw_after_a_resume(_case):
 
 
 def test_what_thaws_after_a_resume_has_gradients_in_its_own_format():
-    for found in run_cases(thaw_after_a_resume, ["once"])["once"]:
+    for found in run_ranks(thaw_after_a_resume):
         assert set(found) == {"torch.float32"}
 
 
-def refused_meshes(_case):
+def refused_meshes():
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
@@ -362,5 +325,5 @@ def refused_meshes(_case):
 
 
 def test_parts_that_are_in_several_processes_are_counted_once():
-    for found in run_cases(refused_meshes, ["once"])["once"]:
+    for found in run_ranks(refused_meshes):
         assert found == ({0.5}, "Sharded", {1.0}, False)

@@ -16,13 +16,12 @@ from egeria.parallel import Replicas
 from egeria.report.replay import replay
 from loops import FAST, Loop, differences
 from menagerie import MENAGERIE
-from ranks import run_ranks
+from ranks import each_third, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
 CONFIG = {**FAST, "freezing": {"tolerance_share": 3.0}}
-STEPS = 30
-each = pytest.mark.parametrize("name", SUPPORTED)
+STEPS = 20
 
 
 @dataclass
@@ -65,11 +64,6 @@ def _frozen_tensors(loop: Loop) -> dict[str, torch.Tensor]:
     }
 
 
-def train_all(folder: str, data_seed: int | None = None) -> dict[str, Course]:
-    """Train one specimen after the other in the same processes."""
-    return {name: train(name, folder, data_seed) for name in SUPPORTED}
-
-
 def decisions(folder: Path) -> list[Any]:
     """Return what a journal says was read and decided, the seconds left out."""
     journal = read_journal(folder)
@@ -80,43 +74,19 @@ def decisions(folder: Path) -> list[Any]:
     ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    """One rank, in a process like the others."""
-    [found] = run_ranks(train_all, str(folder / "one"), num_ranks=1)
-    return found
-
-
-@pytest.fixture(scope="module")
-def alike(folder):
-    """Two ranks that see the same batches."""
-    return run_ranks(train_all, str(folder / "two"))
-
-
-@pytest.fixture(scope="module")
-def unlike(folder):
-    """Two ranks that see batches of their own."""
-    return run_ranks(train_all, str(folder / "unlike"), 7)
-
-
-@each
-def test_law_6_two_ranks_decide_and_train_like_one(name, alone, alike, folder):
-    one = alone[name]
-    for course in (found[name] for found in alike):
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_law_6_two_ranks_decide_and_train_like_one(name, tmp_path):
+    [one] = run_ranks(train, name, str(tmp_path / "one"), num_ranks=1)
+    for course in run_ranks(train, name, str(tmp_path / "two")):
         assert course.frozen == one.frozen
         assert differences(course.end, one.end) == []
-    assert decisions(folder / "two" / name) == decisions(folder / "one" / name)
-    assert max(one.frozen) > 1 and read_journal(folder / "one" / name).of(Thawed)
+    assert decisions(tmp_path / "two" / name) == decisions(tmp_path / "one" / name)
+    assert max(one.frozen) > 1 and read_journal(tmp_path / "one" / name).of(Thawed)
 
 
-@each
-def test_law_6_ranks_agree_at_every_step_on_data_of_their_own(name, unlike, folder):
-    first, second = (found[name] for found in unlike)
+@pytest.mark.parametrize("name", each_third(SUPPORTED))
+def test_law_6_ranks_agree_at_every_step_on_data_of_their_own(name, tmp_path):
+    first, second = run_ranks(train, name, str(tmp_path), 7)
     assert first.frozen == second.frozen and max(first.frozen) > 0
     for ours, theirs in zip(first.frozen_tensors, second.frozen_tensors, strict=True):
         assert differences(ours, theirs) == []
@@ -125,6 +95,6 @@ def test_law_6_ranks_agree_at_every_step_on_data_of_their_own(name, unlike, fold
         for c in (first, second)
     ]
     assert differences(*weights) == []
-    assert replay(folder / "unlike" / name).agrees
-    journal = read_journal(folder / "unlike" / name)
+    assert replay(tmp_path / name).agrees
+    journal = read_journal(tmp_path / name)
     assert journal.of(Thawed) and len(journal.of(Rewrapped)) >= 2
