@@ -1,9 +1,10 @@
-"""The glossary names what the library has."""
+"""The glossary names what the library has, and no class name of the library means two things."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -35,3 +36,12 @@ def test_the_glossary_is_sorted_and_has_each_word_once():
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     words = [match["word"].replace("*", "").casefold() for match in ROW.finditer(text)][1:]
     assert len(words) > 40 and words == sorted(set(words))
+
+
+def test_no_class_name_stands_for_two_things():
+    places = defaultdict(list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
