@@ -112,10 +112,13 @@ class Training:
             self.losses.append(loss.item())
 
 
-WAYS = ["before", "in place", "after", "in place, after"]
+def all_at_night_but(checked):
+    """Return the ways to compile, before or after `attach`; all but one wait for the nightly run."""
+    ways = ["before", "in place", "after", "in place, after"]
+    return [way if way == checked else pytest.param(way, marks=pytest.mark.slow) for way in ways]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", all_at_night_but("in place, after"))
 def test_fourteen_freezes_all_run_compiled_and_equal_to_eager(way, tmp_path):
     plain = Training("eager", tmp_path / "eager")
     compiled = Training(way, tmp_path / "compiled")
@@ -141,7 +144,7 @@ def test_fourteen_freezes_all_run_compiled_and_equal_to_eager(way, tmp_path):
     plain.run.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", all_at_night_but("before"))
 def test_statistics_of_frozen_layers_stay_though_the_loop_calls_train(way, tmp_path):
     loop = Training(way, tmp_path)
     loop.step(60)

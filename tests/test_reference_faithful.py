@@ -313,8 +313,8 @@ def test_joins_of_unlike_ranges_are_silent_in_a_new_process(is_resumed, tmp_path
 
 
 def _run_anew(script):
-    path = str(Path(__file__).resolve().parent.parent / "src")
-    environment = {**os.environ, "PYTHONPATH": path}
+    tests = Path(__file__).resolve().parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests.parent / "src", tests)))}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100, check=False
     )
