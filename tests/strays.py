@@ -74,14 +74,18 @@ def _left(before: dict[str, set]) -> dict[str, set]:
 
 
 def _of_strangers() -> set[str]:
-    """Return the shared memory that processes which are not ours have mapped, such as other tests at the same time."""
+    """Return the shared memory that processes which are not ours have mapped, such as other tests at the same time.
+
+    A process whose parent has ended may be one of ours that was left behind, so it counts as no stranger.
+    """
     own = psutil.Process()
     ours = {own.pid, *(child.pid for child in own.children(recursive=True))}
     found = set()
     for pid in set(psutil.pids()) - ours:
         try:
-            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-        except OSError:
+            is_orphan = psutil.Process(pid).ppid() <= 1
+            maps = "" if is_orphan else Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        except (OSError, psutil.Error):
             continue
         found |= {line.rpartition(f"{SHARED}/")[2].split()[0] for line in maps.splitlines() if f"{SHARED}/" in line}
     return found

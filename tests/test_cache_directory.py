@@ -18,7 +18,8 @@ import torch
 
 import egeria
 from egeria.cache.store import directory as directories
-from egeria.cache.store.directory import CacheDirectory, RunLock, survey, sweep
+from egeria.cache.store.directory import CacheDirectory, survey, sweep
+from egeria.cache.store.lock import RunLock
 from egeria.cache.store.rows import RowLayout, StoreError
 
 pytestmark = pytest.mark.timeout(200)  # a busy machine takes its time to start a process
@@ -348,7 +349,7 @@ def test_where_files_cannot_be_locked_there_is_no_cache_and_nothing_is_removed(n
     def refused(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("egeria.cache.store.directory.fcntl.flock", refused)
+    monkeypatch.setattr("egeria.cache.store.lock.fcntl.flock", refused)
     with pytest.raises(StoreError, match="cannot be used"):
         CacheDirectory(tmp_path)
     assert "run-00000000000000aa" in names(tmp_path)
@@ -356,7 +357,7 @@ def test_where_files_cannot_be_locked_there_is_no_cache_and_nothing_is_removed(n
 
 
 def test_a_system_without_locks_has_no_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("egeria.cache.store.directory.fcntl", None)
+    monkeypatch.setattr("egeria.cache.store.lock.fcntl", None)
     with pytest.raises(StoreError, match="cannot be locked"):
         CacheDirectory(tmp_path)
 

@@ -198,9 +198,9 @@ class _Place(CacheDirectory):
         super().__init__(path)
         self._arm, self._slow_bytes_per_s = arm, slow_bytes_per_s
 
-    def create(self, number: int, layouts: Sequence[Any], capacity: int, *, boundary: str = "") -> DiskStore:
+    def create(self, number: int, layouts: Sequence[Any], capacity: int, **description: Any) -> DiskStore:
         """Make the store of a generation."""
-        store = super().create(number, layouts, capacity, boundary=boundary)
+        store = super().create(number, layouts, capacity, **description)
         if self._slow_bytes_per_s is None:
             self._arm.store = store
         else:
