@@ -25,7 +25,8 @@ from egeria.events import IntervalMeasured
 from egeria.report.history import read_history
 
 NUM_EPOCHS = 5
-pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
+# Processes that import torch take long on machines that do other things too.
+pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
 
 
 def finish(run: RunFile, directory: Path) -> list[int]:

@@ -24,7 +24,8 @@ from egeria.report.history import read_history
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = ["--tier", "gpu", "--device", "cpu", "--seeds", "0"]
-pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
+# Processes that import torch take long on machines that do other things too.
+pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(("left_s", "expected"), [(105, False), (115, False), (125, True)])

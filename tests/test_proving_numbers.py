@@ -21,6 +21,8 @@ from egeria.events import CacheDecided, CacheUsed, ComputeProfiled, MetricLogged
 from egeria.journal import JournalWriter
 from egeria.report.history import read_history
 
+pytestmark = pytest.mark.bench
+
 ACCURACY = WorkloadFacts(name="made-up", metric="accuracy", higher_is_better=True, is_relative=False, paper="")
 PERPLEXITY = WorkloadFacts(name="made-up", metric="perplexity", higher_is_better=False, is_relative=True, paper="")
 

@@ -28,6 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from egeria.events import ComputeProfiled, MetricLogged, ModuleFrozen, RunStarted
 from egeria.journal import JournalWriter
 
+pytestmark = pytest.mark.bench
+
 
 class Truth:
     """Freezing module `i` is without loss from share `earliest[i]` on."""

@@ -36,7 +36,8 @@ POLICIES = {
     "default": Policy(text="mine", name="default", settings=EAGER),
     "static": STATIC,
 }
-pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
+# Processes that import torch take long on machines that do other things too.
+pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

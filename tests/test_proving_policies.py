@@ -6,6 +6,8 @@ import pytest
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import parse_policies, parse_policy
 
+pytestmark = pytest.mark.bench
+
 
 def test_commas_part_policies_but_not_their_settings():
     found = parse_policies(["none,static:schedule=0.5:1+0.75:3,start=0.25,egeria", "default"])

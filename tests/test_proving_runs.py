@@ -23,7 +23,8 @@ EAGER = (
     "egeria:plasticity.interval_steps=2,plasticity.window=2,bootstrapping.change_threshold=0.99,"
     "controller.kind=inline,controller.budget_share=1.0,freezing.tolerance_share=0.9"
 )
-pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
+# Processes that import torch take long on machines that do other things too.
+pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
 COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke"]
 # Each process takes seconds to import torch: one set of runs serves all tests that only read it.
 

@@ -27,7 +27,8 @@ EAGER = (
 )
 SWEEP = f"{EAGER},plasticity.window=2,10"
 COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke"]
-pytestmark = pytest.mark.timeout(600)  # processes that import torch, on machines that do other things too
+# Processes that import torch take long on machines that do other things too.
+pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
 
 
 def bench(*arguments: object) -> int:

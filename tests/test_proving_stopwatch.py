@@ -7,8 +7,11 @@ import sys
 import time
 
 import psutil
+import pytest
 import torch
 from benchmarks.proving.stopwatch import Stopwatch
+
+pytestmark = pytest.mark.bench
 
 CPU = torch.device("cpu")
 

@@ -13,6 +13,8 @@ from tests.pieces import CPU, new_training
 from egeria.events import MetricLogged
 from egeria.report.history import read_history
 
+pytestmark = pytest.mark.bench
+
 
 @pytest.mark.parametrize("policy", ["none", "static:schedule=0.5:1"])
 def test_looking_more_often_changes_nothing_but_what_is_seen(policy, tmp_path):

@@ -21,7 +21,7 @@ from tests.pieces import told, wanted_run
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 A_MINUTE_S = 60.0
-pytestmark = pytest.mark.smoke
+pytestmark = pytest.mark.bench
 
 
 @pytest.mark.timeout(600)

@@ -21,6 +21,8 @@ from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
 
 from egeria.layers.modules import parse_modules
 
+pytestmark = pytest.mark.bench
+
 CPU = torch.device("cpu")
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 

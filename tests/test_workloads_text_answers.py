@@ -12,6 +12,8 @@ from benchmarks.workloads.text.minilm import find_weights, load_config, load_tok
 from benchmarks.workloads.text.windows import best_spans, cut_windows, training_rows
 from benchmarks.workloads.workload import MissingDataError
 
+pytestmark = pytest.mark.bench
+
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):

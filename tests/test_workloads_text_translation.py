@@ -18,6 +18,8 @@ from benchmarks.workloads.text.translation import Corpus, Pairs, TranslationLoss
 
 from egeria.layers.modules import parse_modules
 
+pytestmark = pytest.mark.bench
+
 CPU = torch.device("cpu")
 SENTENCES = ["a man rides a horse", "two dogs play in the snow", "ein Mann reitet", "zwei Hunde spielen im Schnee"]
 

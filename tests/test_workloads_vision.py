@@ -25,6 +25,8 @@ from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
 from PIL import Image
 from torch import nn
 
+pytestmark = pytest.mark.bench
+
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 TINY = Recipe(
     num_train=24,
