@@ -11,15 +11,6 @@ import torch
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with ranks come first and in one process of xdist, which keeps the pool of ranks for them."""
-    for item in items:
-        if item.get_closest_marker("dist"):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-    items.sort(key=lambda item: item.get_closest_marker("dist") is None)
-
-
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Small models gain nothing from threads, and two test runs at once would fight over them."""

@@ -112,13 +112,12 @@ class Training:
             self.losses.append(loss.item())
 
 
-def all_at_night_but(checked):
-    """Return the ways to compile, before or after `attach`; all but one wait for the nightly run."""
-    ways = ["before", "in place", "after", "in place, after"]
-    return [way if way == checked else pytest.param(way, marks=pytest.mark.slow) for way in ways]
+WAYS = ["before", "in place", "after", "in place, after"]
+"""To compile, before or after `attach`."""
 
 
-@pytest.mark.parametrize("way", all_at_night_but("in place, after"))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_fourteen_freezes_all_run_compiled_and_equal_to_eager(way, tmp_path):
     plain = Training("eager", tmp_path / "eager")
     compiled = Training(way, tmp_path / "compiled")
@@ -144,7 +143,7 @@ def test_fourteen_freezes_all_run_compiled_and_equal_to_eager(way, tmp_path):
     plain.run.close()
 
 
-@pytest.mark.parametrize("way", all_at_night_but("before"))
+@pytest.mark.parametrize("way", ["before", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_statistics_of_frozen_layers_stay_though_the_loop_calls_train(way, tmp_path):
     loop = Training(way, tmp_path)
     loop.step(60)
@@ -265,7 +264,9 @@ def _train_replica(way):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("way", ["in place", "wrapper", "inside"])
+@pytest.mark.parametrize(
+    "way", ["in place", *(pytest.param(way, marks=pytest.mark.slow) for way in ("wrapper", "inside"))]
+)
 def test_compiled_replicas_freeze_alike(way):
     (frozen, first, told, graphs), (also, second, *_) = run_ranks(train_replica, way)
     assert frozen == also == 3 and told == [] and graphs >= 4

@@ -214,8 +214,8 @@ def hang(timeout_s):
 
 
 def test_nobody_waits_longer_than_the_timeout_of_the_process_group():
-    (steps, seconds), _ = run_ranks(hang, 3.0, timeout_s=3.0, fresh=True)
-    assert steps == 21 and seconds < 9
+    (steps, seconds), _ = run_ranks(hang, 2.0, timeout_s=2.0, fresh=True)
+    assert steps == 21 and seconds < 6
 
 
 def attach_otherwise(what):

@@ -112,6 +112,7 @@ def test_the_ddp_example_runs_under_python_and_torchrun_and_goes_on_in_either(tm
     assert egeria.read_journal(tmp_path / "one").of(Resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 def test_the_ddp_example_trains_on_two_hosts_as_on_one(tmp_path):
