@@ -18,8 +18,7 @@ from egeria.errors import JournalError
 from egeria.journal import JournalWriter
 from egeria.report import FreezeMark, report
 from egeria.report.history import read_history
-from egeria.report.reference import list_rungs
-from egeria.report.summary import summarize
+from egeria.report.summary import list_formats, summarize
 
 NAMES = ("stem", "body", "head")
 SECTIONS = ("pictures", "time", "events", "modules", "settings", "glossary")
@@ -179,7 +178,7 @@ def test_time_saved_is_the_hand_worked_sum(tmp_path):
     assert summary.wall.unfrozen_s == pytest.approx(6.4 + 0.05 + 1.0)
     assert summary.wall.saved_share == pytest.approx(1.0 / 7.45)
     assert summary.wall.overhead_share == pytest.approx(0.05 / 6.4)
-    assert (summary.steps_measured, summary.steps_done, summary.closed) == (70, 75, True)
+    assert (summary.steps_measured, summary.steps_done, summary.history.closed) == (70, 75, True)
 
 
 def test_pace_at_each_depth(tmp_path):
@@ -237,7 +236,7 @@ def test_metrics_know_which_way_is_better(tmp_path):
 
 def test_a_run_without_closing_counts_its_evaluations_as_overhead(tmp_path):
     summary = summary_of(tmp_path, run_of_75_steps()[:-1])
-    assert not summary.closed and not summary.overhead_complete
+    assert not summary.history.closed and not summary.history.overhead.complete
     assert summary.wall.overhead_s == pytest.approx(0.02 + 2 * 0.01)
     assert summary.cpu.overhead_s == pytest.approx(0.02 + 2 * 0.02)
     assert summary.wall.saved_s == pytest.approx(1.05 - 0.04)
@@ -269,7 +268,7 @@ def test_without_an_unfrozen_interval_the_saving_is_unknown(tmp_path):
     course = [started(), events.Resumed(step=500, frozen=1, stage="knowledge-guided"), interval(510, frozen=1)]
     made = report(write(tmp_path, [*course, closed(520, frozen=1)]))
     assert made.summary.wall.saved_s is None
-    assert made.summary.span == (500, 520)
+    assert (made.summary.history.first_step, made.summary.steps_done) == (500, 520)
     assert made.summary.mean_parameter_share == pytest.approx(0.1)
     assert "not known" in str(made) and "begins at step 500" in str(made)
     page_of(made)
@@ -286,8 +285,8 @@ def test_a_resumed_run_leaves_out_what_it_went_back_on(tmp_path):
         closed(60, frozen=1, wall=0.03, cpu=0.03),
     ]
     summary = summary_of(tmp_path, crashed, again)
-    assert (summary.num_processes, summary.steps_done, summary.frozen_now) == (2, 60, 1)
-    assert summary.num_overridden == len([event for event in crashed if event.step > 40])
+    assert (summary.history.num_processes, summary.steps_done, summary.frozen_now) == (2, 60, 1)
+    assert summary.history.num_overridden == len([event for event in crashed if event.step > 40])
     assert [mark.action for mark in summary.timeline] == ["frozen"]
     # Unfrozen: 0.10, 0.12, 0.11; the crashed process has one refresh and one reading up to step 40.
     assert summary.wall.unfrozen_iteration_s == pytest.approx(0.11)
@@ -299,12 +298,12 @@ def test_a_closed_run_that_is_resumed_keeps_its_overhead(tmp_path):
     again = [started(), events.Resumed(step=75, frozen=0, stage="knowledge-guided"), interval(80), closed(80)]
     summary = summary_of(tmp_path, run_of_75_steps(), again)
     assert summary.wall.overhead_s == pytest.approx(0.10)
-    assert summary.overhead_complete and summary.closed
+    assert summary.history.overhead.complete and summary.history.closed
 
 
 def test_a_fresh_run_in_an_old_directory_stands_alone(tmp_path):
     summary = summary_of(tmp_path, run_of_75_steps(), [started(), interval(10), closed(10)])
-    assert (summary.steps_done, summary.num_earlier_runs, summary.timeline) == (10, 1, ())
+    assert (summary.steps_done, summary.history.num_earlier_runs, summary.timeline) == (10, 1, ())
 
 
 def test_an_attempt_that_never_stepped_replaces_nothing(tmp_path):
@@ -316,7 +315,7 @@ def test_a_torn_last_line_is_counted_and_left_out(tmp_path):
     with (tmp_path / "journal.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"event":"interval","step":80,"los')
     made = report(tmp_path)
-    assert made.summary.num_damaged == 1
+    assert made.summary.history.num_damaged == 1
     assert made.summary.steps_done == 70
     assert "not closed" in str(made) and "1 line of the journal" in str(made)
 
@@ -530,8 +529,11 @@ def test_the_page_tells_of_the_controller_and_the_reference(tmp_path):
         events.IntervalChanged(step=45, before=10, after=25, reason="over the budget"),
     ]
     write(tmp_path, course)
-    rungs = list_rungs(read_history(tmp_path))
-    assert [(use.rung, use.step, use.num_checks) for use in rungs] == [("int8-static", 20, 2), ("fp32", 40, 0)]
+    rungs = list_formats(read_history(tmp_path))
+    assert [(use.taken.after, use.taken.step, use.num_checks) for use in rungs] == [
+        ("int8-static", 20, 2),
+        ("fp32", 40, 0),
+    ]
     assert rungs[0].largest_share == pytest.approx(0.3) and rungs[1].largest_share is None
     page = report(tmp_path).path.read_text(encoding="utf-8")
     told = ("14 of 16 cores are spare", "replaced, 1 so far", "10 to 25 steps", "too coarse", 'id="reference"', "30.0")

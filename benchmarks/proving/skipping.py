@@ -6,9 +6,9 @@ import bisect
 from dataclasses import dataclass
 
 from egeria.events import ComputeProfiled
-from egeria.report.cache import list_uses
 from egeria.report.freezing import BACKWARD_SHARE, depth_points, mean_over_steps
 from egeria.report.history import History
+from egeria.report.summary import list_uses
 
 FORWARD_SHARE = 1 - BACKWARD_SHARE
 

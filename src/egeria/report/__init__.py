@@ -2,8 +2,6 @@
 
 from egeria.report.build import Report, report
 from egeria.report.freezing import DepthPoint, FreezeMark, Module
-from egeria.report.metrics import Metric
-from egeria.report.pace import Clock, DepthPace
-from egeria.report.summary import Summary
+from egeria.report.summary import Clock, DepthPace, Metric, Summary
 
 __all__ = ["Clock", "DepthPace", "DepthPoint", "FreezeMark", "Metric", "Module", "Report", "Summary", "report"]

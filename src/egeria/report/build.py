@@ -1,17 +1,20 @@
-"""`report`: reads a journal, writes the page, and gives back the numbers."""
+"""`report`: reads a journal, writes the page, and returns the numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING
 
 from egeria.report.history import read_history
-from egeria.report.summary import Summary, summarize
-from egeria.report.terminal import panel, plain
+from egeria.report.summary import Clock, Summary, summarize
+from egeria.report.wording import cautions, duration, number, percent, printable, progress, verdict
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 PAGE_NAME = "report.html"
+MAX_METRICS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +28,36 @@ class Report:
     """Where the page is, or why there is none."""
 
     def __str__(self) -> str:
-        return plain(self.summary, self.message)
+        rows = _rows(self.summary)
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(
+            [
+                f"egeria report: {printable(self.summary.name)}",
+                printable(verdict(self.summary)),
+                *(f"  {label:<{width}}  {value}" for label, value in rows),
+                *(f"  note: {printable(caution)}" for caution in cautions(self.summary)),
+                self.message,
+            ]
+        )
 
     def __rich__(self) -> RenderableType:
-        return panel(self.summary, self.message)
+        from rich.console import Group  # noqa: PLC0415  (only those who print to a rich console wait for it)
+        from rich.panel import Panel  # noqa: PLC0415
+        from rich.table import Table  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
+        table = Table.grid(padding=(0, 2))
+        for label, value in _rows(self.summary):
+            # `Text`, not markup: a module may be called [red].
+            table.add_row(Text(label, style="dim"), Text(value))
+        notes = [Text(f"• {printable(caution)}", style="yellow") for caution in cautions(self.summary)]
+        found = Text(printable(verdict(self.summary)), style="bold")
+        return Panel(
+            Group(found, Text(), table, *notes, Text(self.message, style="dim")),
+            title=Text(f"egeria: {printable(self.summary.name)}"),
+            title_align="left",
+            expand=False,
+        )
 
 
 def report(directory: str | Path) -> Report:
@@ -46,11 +75,10 @@ def report(directory: str | Path) -> Report:
     # Drawing takes half a second to import: only those who ask for a report wait for it.
     from egeria.report.page import render_page  # noqa: PLC0415
 
-    history = read_history(directory)
-    summary = summarize(history)
-    path = history.directory / PAGE_NAME
+    summary = summarize(read_history(directory))
+    path = summary.history.directory / PAGE_NAME
     try:
-        path.write_text(render_page(history, summary), encoding="utf-8", errors="replace")
+        path.write_text(render_page(summary), encoding="utf-8", errors="replace")
     except OSError as error:
         message = (
             f"The page belongs beside the journal; {path} cannot be written: {error}. "
@@ -58,3 +86,34 @@ def report(directory: str | Path) -> Report:
         )
         return Report(summary=summary, path=None, message=message)
     return Report(summary=summary, path=path, message=f"page: {path}")
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    """Return the headline numbers, each under its name."""
+    of_modules = f" of {len(summary.modules)} modules" if summary.modules else ""
+    rows = [
+        ("progress", f"{progress(summary)}, {summary.stage}"),
+        ("time saved, wall", _saved(summary.wall)),
+        ("time saved, CPU", _saved(summary.cpu)),
+        ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
+        (
+            "frozen now",
+            f"{summary.frozen_now}{of_modules} ({percent(summary.depths[-1].parameter_share)} of parameters)",
+        ),
+        (
+            "mean over the run",
+            f"{percent(summary.mean_parameter_share)} of parameters frozen, "
+            f"{percent(summary.mean_skipped_share)} of compute skipped",
+        ),
+        *(
+            (metric.name, f"{number(metric.final)} (best {number(metric.best)})")
+            for metric in summary.metrics[:MAX_METRICS]
+        ),
+    ]
+    return [(printable(label), printable(value)) for label, value in rows]
+
+
+def _saved(clock: Clock) -> str:
+    if clock.saved_s is None:
+        return "not known: nothing ran unfrozen to compare with"
+    return f"{percent(clock.saved_share, signed=True)} ({duration(clock.saved_s)})"

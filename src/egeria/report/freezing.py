@@ -60,7 +60,7 @@ class _Change:
     after: int
     reason: str
     names: dict[int, str]
-    """Names that the event itself gave."""
+    """Those that the event itself gave."""
 
 
 def depth_points(history: History) -> tuple[DepthPoint, ...]:

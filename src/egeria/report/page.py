@@ -1,52 +1,96 @@
-"""The page: one HTML file that needs nothing but itself."""
+"""The page: one HTML file that needs nothing but itself, from the template beside this module."""
 
 from __future__ import annotations
 
-from egeria.report.cache import cache_section
-from egeria.report.history import History
-from egeria.report.markup import figure, paragraph, section, text
-from egeria.report.pictures import draw_pictures
-from egeria.report.reference import reference_section
-from egeria.report.sections import (
-    events_section,
-    glossary_section,
-    headline,
-    metrics_section,
-    modules_section,
-    settings_section,
-    time_section,
+from collections.abc import Callable
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from egeria.events import (
+    CacheDecided,
+    ControllerChosen,
+    ControllerRestarted,
+    Declined,
+    Event,
+    FaultCaught,
+    FreezeWaits,
+    IntervalChanged,
+    ModuleFrozen,
+    Resumed,
+    Rewrapped,
+    RungTaken,
+    StageChanged,
+    Thawed,
 )
-from egeria.report.style import STYLE
+from egeria.report import wording
+from egeria.report.pictures import draw_pictures
 from egeria.report.summary import Summary
-from egeria.report.words import cautions, progress, verdict
 
-# The page may load nothing and run nothing, whatever a name in the journal says.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+MAX_EVENTS = 200
 
 
-def render_page(history: History, summary: Summary) -> str:
+def render_page(summary: Summary) -> str:
     """Return the HTML of the report."""
-    figures = "".join(map(figure, draw_pictures(history, summary)))
-    pictures = figures or paragraph("There is nothing to draw yet: no interval was completed and no metric logged.")
-    notes = "".join(f"<li>{text(caution)}</li>" for caution in cautions(summary))
-    body = (
-        f'<header><h1>{text(summary.name)}</h1><p class="soft">egeria report, {text(progress(summary))}</p></header>'
-        f'<main><p class="verdict">{text(verdict(summary))}</p>{headline(summary)}'
-        + (f'<ul class="notes" aria-label="What to know">{notes}</ul>' if notes else "")
-        + section("pictures", "Pictures", pictures)
-        + time_section(summary)
-        + events_section(history)
-        + modules_section(summary)
-        + reference_section(history)
-        + cache_section(history)
-        + metrics_section(summary)
-        + settings_section(summary)
-        + glossary_section()
-        + "</main><footer>Made by egeria from the journal of the run, and from nothing else.</footer>"
+    environment = Environment(
+        loader=PackageLoader("egeria.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(summary.name)}: egeria report</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
+    for write in (wording.count, wording.duration, wording.mebibytes, wording.number, wording.percent, wording.plural):
+        environment.filters[write.__name__] = write
+    return environment.get_template("page.html.jinja").render(
+        summary=summary,
+        progress=wording.progress(summary),
+        verdict=wording.verdict(summary),
+        cautions=wording.cautions(summary),
+        pictures=draw_pictures(summary),
+        events=[line for event in summary.history.events if (line := _event_line(event))],
+        max_events=MAX_EVENTS,
+        settings=_settings(summary),
     )
+
+
+_LINES: dict[type[Event], Callable[[Any], tuple[str, str, str]]] = {
+    ControllerChosen: lambda event: ("controller", event.controller, event.reason),
+    ControllerRestarted: lambda event: ("controller", f"replaced, {event.count} so far", event.reason),
+    CacheDecided: lambda event: ("frozen forward", event.mode, event.reason),
+    IntervalChanged: lambda event: ("interval", f"{event.before} to {event.after} steps", event.reason),
+    RungTaken: lambda event: ("reference", event.after, event.reason),
+    ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
+    FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
+    Rewrapped: lambda event: (
+        "reduced",
+        wording.mebibytes(event.reduced_bytes),
+        f"of gradients between the processes from here on; laid out anew in {wording.duration(event.wall_s)}",
+    ),
+    Thawed: lambda event: (
+        "thawed",
+        wording.plural(event.frozen_before, "module"),
+        f"{event.reason}; window now {event.window}",
+    ),
+    StageChanged: lambda event: ("stage", event.stage, event.reason),
+    Resumed: lambda event: ("resumed", f"{wording.plural(event.frozen, 'module')} frozen, {event.stage}", ""),
+    Declined: lambda event: ("declined", event.what, event.reason),
+    FaultCaught: lambda event: ("fault", event.where, event.error),
+}
+
+
+def _event_line(event: Event) -> tuple[str, ...]:
+    """Return step, event, what and why; nothing for a kind that the table leaves out."""
+    line = _LINES.get(type(event))
+    return () if line is None else (wording.count(event.step), *line(event))
+
+
+def _settings(summary: Summary) -> list[tuple[str, Any]]:
+    started = summary.started
+    run = {
+        "total_steps": started.total_steps,
+        "interval_steps": f"{started.interval_steps} ({started.interval_reason})",
+        "unfreezing rule": started.rule,
+        "deepest freeze": wording.plural(summary.deepest_freeze, "module"),
+        "readings": f"{wording.count(summary.num_readings)}, {wording.count(summary.num_dropped)} dropped",
+    }
+    return [("run", run), *started.config.items(), ("environment", started.environment)]

@@ -1,42 +1,34 @@
-"""The pictures of the report: loss, plasticity, frozen share and pace over the steps of a run."""
+"""The pictures of the report: loss, plasticity, frozen share and iteration time over the steps of a run."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from egeria.events import IntervalMeasured
+from egeria.events import IntervalMeasured, PlasticityRead, Resumed, Thawed
 from egeria.report.history import History
-from egeria.report.metrics import lower_is_better
-from egeria.report.pace import measured_intervals
-from egeria.report.plasticity import plasticity_picture
-from egeria.report.summary import Summary
-from egeria.report.svg import COLOURS, Picture, draw, finite, mark_changes, module_colour, plot, thin, use_log
-from egeria.report.words import duration, number, percent, plural
+from egeria.report.summary import Summary, measured_intervals
+from egeria.report.svg import COLOURS, MAX_POINTS, Picture, draw, finite, module_colour, plot, use_log
+from egeria.report.wording import duration, number, percent, plural
 
 MAX_METRIC_PANELS = 4
 
 
-def draw_pictures(history: History, summary: Summary) -> list[Picture]:
+def draw_pictures(summary: Summary) -> list[Picture]:
     """Draw what the journal has data for."""
-    makers: tuple[Callable[[History, Summary], Picture | None], ...] = (
-        loss_picture,
-        plasticity_picture,
-        frozen_picture,
-        pace_picture,
-    )
-    return [picture for make in makers if (picture := make(history, summary)) is not None]
+    makers = (_loss_picture, _plasticity_picture, _frozen_picture, _pace_picture)
+    return [picture for make in makers if (picture := make(summary)) is not None]
 
 
-def loss_picture(history: History, summary: Summary) -> Picture | None:
+def _loss_picture(summary: Summary) -> Picture | None:
     """Draw the training loss, the learning rate and the user's metrics."""
-    intervals = history.of(IntervalMeasured)
-    metrics = [metric for metric in summary.metrics if metric.num_finite]
+    intervals = summary.history.of(IntervalMeasured)
+    metrics = [metric for metric in summary.metrics if any(map(math.isfinite, metric.values))]
     if not intervals and not metrics:
         return None
-    losses = [metric for metric in metrics if lower_is_better(metric.name) and "loss" in metric.name.lower()]
+    losses = [metric for metric in metrics if metric.lower_is_better and "loss" in metric.name.lower()]
     others = [metric for metric in metrics if metric not in losses]
     shown = others[:MAX_METRIC_PANELS]
     steps = [interval.step for interval in intervals]
@@ -48,63 +40,117 @@ def loss_picture(history: History, summary: Summary) -> Picture | None:
             plot(panels[0], metric.steps, metric.values, colours[metric.name], marker=".")
         _use_log_where_wide(panels[0])
         panels[0].set_ylabel("loss")
-        _draw_learning_rate(panels[0], steps, [interval.learning_rate for interval in intervals])
+        _draw_learning_rate(panels[0], intervals)
         for axes, metric in zip(panels[1:], shown, strict=True):
             plot(axes, metric.steps, metric.values, colours[metric.name], marker=".")
             # Above the panel: beside its short axis there is no room. A `$` in a name is no mathematics.
             axes.set_title(_short(metric.name), loc="left", fontsize=9, parse_math=False)
         for axes in panels:
-            mark_changes(axes, summary.timeline)
+            _mark_changes(axes, summary)
 
     caption = "Mean training loss of each interval."
     if len(others) > len(shown):
         caption += f" The first {len(shown)} of {len(others)} other metrics are drawn."
-    legend = [("var(--loss)", "training loss"), ("var(--rate)", "learning rate (right axis, logarithmic)")]
-    legend += list(zip(colours.values(), colours, strict=True))
+    known = [interval.loss for interval in intervals if interval.loss is not None]
+    ends = f"Training loss from {number(known[0])} to {number(known[-1])}. " if known else ""
     return Picture(
         title="Loss and metrics",
         caption=caption,
-        svg=draw("loss", _loss_alt(intervals, summary), [2.4, *([1.2] * len(shown))], summary.span, paint),
-        legend=(*legend, *_change_legend(summary)),
+        svg=draw(
+            "loss",
+            ends + "; ".join(f"{metric.name} ends at {number(metric.final)}" for metric in summary.metrics),
+            [2.4, *([1.2] * len(shown))],
+            _span(summary),
+            paint,
+        ),
+        legend=(
+            ("var(--loss)", "training loss"),
+            ("var(--rate)", "learning rate (right axis, logarithmic)"),
+            *((colour, name) for name, colour in colours.items()),
+            *_change_legend(summary),
+        ),
     )
 
 
-def frozen_picture(history: History, summary: Summary) -> Picture | None:
+def _plasticity_picture(summary: Summary) -> Picture | None:
+    """Draw raw and smoothed readings, a colour for each module, and the smoothed one at which each module froze."""
+    pieces = _curves(summary.history)
+    if not pieces:
+        return None
+    num_readings = sum(map(len, pieces))
+    num_modules = max(len(summary.modules), 1 + max(piece[0].module for piece in pieces))
+    freezes = {(mark.module, mark.step) for mark in summary.timeline if mark.action == "frozen"}
+    num_hidden = sum(math.isnan(_positive(reading.value)) for piece in pieces for reading in piece)
+
+    def paint(panels: list[Any]) -> None:
+        axes = panels[0]
+        for piece in pieces:
+            # Half of the points for the raw curve, half for the smoothed one.
+            limit = max(20, MAX_POINTS * len(piece) // (2 * num_readings))
+            colour = module_colour(piece[0].module, num_modules)
+            steps = [reading.step for reading in piece]
+            plot(axes, steps, [_positive(r.value) for r in piece], colour, limit=limit, linewidth=0.8, alpha=0.45)
+            plot(axes, steps, [_positive(r.smoothed) for r in piece], colour, limit=limit, linewidth=1.8)
+            last = piece[-1]
+            if (last.module, last.step) in freezes:
+                axes.plot([last.step], [_positive(last.smoothed)], "o", color=colour, markersize=6)
+        if num_hidden < num_readings:
+            use_log(axes)
+        axes.set_ylabel("plasticity")
+        _mark_changes(axes, summary, "thawed")
+
+    names = {piece[0].module: piece[0].name for piece in pieces}
+    caption = (
+        "Readings of the frontmost active module (thin), their running mean (thick), and where it froze (dot). "
+        "A flat curve means that the module has stopped changing what it computes."
+    )
+    if num_hidden:
+        caption += f" {plural(num_hidden, 'reading')} of 0 or not finite have no place on the logarithmic axis."
+    alt = f"Plasticity over steps, logarithmic: {plural(num_readings, 'reading')} of {plural(len(names), 'module')}."
+    return Picture(
+        title="Plasticity",
+        caption=caption,
+        svg=draw("plasticity", alt, [2.8], _span(summary), paint),
+        legend=(
+            *((module_colour(place, num_modules), f"{place} {name}") for place, name in sorted(names.items())),
+            *_change_legend(summary, "thawed"),
+        ),
+    )
+
+
+def _frozen_picture(summary: Summary) -> Picture | None:
     """Draw the frozen share of the parameters and the skipped share of the compute."""
     if len(summary.depths) == 1 and summary.frozen_now == 0:
         return None
     steps = [*(point.step for point in summary.depths), summary.steps_done]
-    curves = [("var(--freeze)", "parameters frozen", [point.parameter_share for point in summary.depths])]
+    curves = [("freeze", "parameters frozen", [point.parameter_share for point in summary.depths])]
     if all(point.skipped_share is not None for point in summary.depths):
-        curves.append(("var(--skip)", "compute skipped", [point.skipped_share for point in summary.depths]))
+        curves.append(("skip", "compute skipped", [point.skipped_share for point in summary.depths]))
 
     def paint(panels: list[Any]) -> None:
-        for (_, _, shares), colour in zip(curves, (COLOURS["freeze"], COLOURS["skip"]), strict=False):
+        for name, _, shares in curves:
             heights = [100 * share for share in finite([*shares, shares[-1]])]
-            panels[0].step(steps, heights, where="post", color=colour)
-            panels[0].fill_between(steps, heights, step="post", color=colour, alpha=0.12, linewidth=0)
+            panels[0].step(steps, heights, where="post", color=COLOURS[name])
+            panels[0].fill_between(steps, heights, step="post", color=COLOURS[name], alpha=0.12, linewidth=0)
         panels[0].set_ylim(0, 100)
         panels[0].set_ylabel("%")
 
+    alt = (
+        f"Step plot. At the end {percent(summary.depths[-1].parameter_share)} of the parameters are frozen; the "
+        f"mean over the run is {percent(summary.mean_parameter_share)}."
+    )
     return Picture(
         title="Frozen and skipped",
         caption="Share of all parameters that is frozen, and of an iteration's compute that freezing skips: the "
         "backward pass of the frozen modules, counting an iteration as one part forward and two parts backward.",
-        svg=draw(
-            "frozen",
-            f"Step plot. At the end {percent(summary.depths[-1].parameter_share)} of the parameters are frozen; the "
-            f"mean over the run is {percent(summary.mean_parameter_share)}.",
-            [2.0],
-            summary.span,
-            paint,
-        ),
-        legend=tuple((colour, label) for colour, label, _ in curves),
+        svg=draw("frozen", alt, [2.0], _span(summary), paint),
+        legend=tuple((f"var(--{name})", label) for name, label, _ in curves),
     )
 
 
-def pace_picture(history: History, summary: Summary) -> Picture | None:
+def _pace_picture(summary: Summary) -> Picture | None:
     """Draw the iteration time of each interval, by both clocks, with the unfrozen pace."""
-    intervals = measured_intervals(history)
+    intervals = measured_intervals(summary.history)
     if not intervals:
         return None
     steps = [interval.step for interval in intervals]
@@ -122,22 +168,19 @@ def pace_picture(history: History, summary: Summary) -> Picture | None:
                 axes.axhline(1000 * unfrozen_s, color=COLOURS["ink"], linestyle="--", linewidth=1)
             axes.set_ylim(0, top)
             axes.set_ylabel(f"{name}, ms")
-            mark_changes(axes, summary.timeline)
+            _mark_changes(axes, summary)
 
     caption = "Median time of an iteration in each interval, egeria's overhead excluded."
     if num_above:
         caption += f" {plural(num_above, 'value')} above the top edge."
+    alt = (
+        f"Iteration time over steps. Unfrozen median: {duration(summary.wall.unfrozen_iteration_s)} of wall time; "
+        f"last interval: {duration(intervals[-1].iteration_wall_s)}."
+    )
     return Picture(
         title="Iteration time",
         caption=caption,
-        svg=draw(
-            "pace",
-            f"Iteration time over steps. Unfrozen median: {duration(summary.wall.unfrozen_iteration_s)} of wall time; "
-            f"last interval: {duration(intervals[-1].iteration_wall_s)}.",
-            [1.7, 1.7],
-            summary.span,
-            paint,
-        ),
+        svg=draw("pace", alt, [1.7, 1.7], _span(summary), paint),
         legend=(
             ("var(--loss)", "iteration time"),
             ("currentColor", "unfrozen median (dashed)"),
@@ -146,18 +189,38 @@ def pace_picture(history: History, summary: Summary) -> Picture | None:
     )
 
 
-def _draw_learning_rate(axes: Any, steps: Sequence[int], rates: Sequence[float]) -> None:
-    points = [(step, rate) for step, rate in zip(steps, finite(rates), strict=True) if rate > 0]
+def _span(summary: Summary) -> tuple[int, int]:
+    return summary.history.first_step, summary.steps_done
+
+
+def _mark_changes(axes: Any, summary: Summary, *actions: str) -> None:
+    """Draw a line where modules freeze or thaw."""
+    for step, action in dict.fromkeys((mark.step, mark.action) for mark in summary.timeline):
+        if not actions or action in actions:
+            colour, line = ("freeze", ":") if action == "frozen" else ("thaw", "--")
+            axes.axvline(step, color=COLOURS[colour], linestyle=line, linewidth=1.2)
+
+
+def _change_legend(summary: Summary, *actions: str) -> list[tuple[str, str]]:
+    labels = {
+        "frozen": ("var(--freeze)", "a module freezes (dotted)"),
+        "thawed": ("var(--thaw)", "modules thaw (dashed)"),
+    }
+    found = {mark.action for mark in summary.timeline}
+    return [label for action, label in labels.items() if action in found and (not actions or action in actions)]
+
+
+def _draw_learning_rate(axes: Any, intervals: Sequence[IntervalMeasured]) -> None:
+    points = [(interval.step, rate) for interval in intervals if (rate := finite([interval.learning_rate])[0]) > 0]
     if not points:
         return
     twin = axes.twinx()
     twin.grid(False)
     use_log(twin)
-    kept_steps, kept_rates = thin([step for step, _ in points], [rate for _, rate in points], 1000)
-    twin.step(kept_steps, kept_rates, where="post", color=COLOURS["rate"], linewidth=1.0)
-    low, high = min(kept_rates), max(kept_rates)
+    steps, rates = zip(*points, strict=True)
+    plot(twin, steps, rates, COLOURS["rate"], limit=1000, linewidth=1.0, drawstyle="steps-post", marker="")
     # A constant rate would leave the logarithmic axis without a single number on it.
-    twin.set_ylim(low / 3, high * 3)
+    twin.set_ylim(min(rates) / 3, max(rates) * 3)
     twin.set_ylabel("learning rate")
     twin.spines["right"].set_visible(True)
 
@@ -174,25 +237,26 @@ def _top(values: Sequence[float], unfrozen_s: float | None) -> float:
     return max(1.1 * min(max(values), 2 * usual), 1e-6)
 
 
-def _change_legend(summary: Summary) -> list[tuple[str, str]]:
-    actions = {mark.action for mark in summary.timeline}
-    return [
-        (f"var(--{colour})", label)
-        for action, colour, label in (
-            ("frozen", "freeze", "a module freezes (dotted)"),
-            ("thawed", "thaw", "modules thaw (dashed)"),
-        )
-        if action in actions
-    ]
-
-
-def _loss_alt(intervals: Sequence[IntervalMeasured], summary: Summary) -> str:
-    losses = [interval.loss for interval in intervals if interval.loss is not None]
-    ends = f"Training loss from {number(losses[0])} to {number(losses[-1])}. " if losses else ""
-    return ends + "; ".join(f"{metric.name} ends at {number(metric.final)}" for metric in summary.metrics)
-
-
 def _short(name: str) -> str:
     """Return a name that the drawing library has letters for; the legend has it in full."""
     letters = "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in name)
     return letters if len(letters) <= 60 else letters[:57] + "..."
+
+
+def _curves(history: History) -> list[list[PlasticityRead]]:
+    """Cut the readings where another module, a thaw or a resume begins a fresh curve."""
+    pieces: list[list[PlasticityRead]] = []
+    fresh = True
+    for event in history.events:
+        if isinstance(event, (Thawed, Resumed)):
+            fresh = True
+        elif isinstance(event, PlasticityRead):
+            if fresh or pieces[-1][-1].module != event.module:
+                pieces.append([])
+            pieces[-1].append(event)
+            fresh = False
+    return pieces
+
+
+def _positive(value: float) -> float:
+    return value if finite([value])[0] > 0 else math.nan

@@ -10,7 +10,6 @@ from pathlib import Path
 from egeria.config import Config
 from egeria.errors import JournalError
 from egeria.events import (
-    Event,
     FreezeWaits,
     IntervalMeasured,
     ModuleFrozen,
@@ -66,7 +65,7 @@ class Replay:
 
     @property
     def agrees(self) -> bool:
-        """Tell whether both decided alike."""
+        """Whether both decided alike."""
         return self.recorded == self.replayed
 
 
@@ -92,32 +91,39 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
         )
     cut = history.last(ModulesOrdered) or started
     policy = _policy(started, cut, config)
-    replayed: list[ReplayedDecision] = []
-    unused, unread, waiting_since = 0, 0, None
-    measured = _measured(history, started)
     # Intervals in a row in which the run looked at nothing and the replay would have. Under its own settings a replay
     # lacks what the run lacked, and decides the same without it.
     most_unread = math.inf if config is None else _settings_of(started).controller.queue_length
+    replayed, num_unused, waiting_since = _feed(policy, history, _measured(history, started), most_unread)
+    return Replay(
+        recorded=tuple(entry for event in history.events for entry in _decisions(event.step, [event])),
+        replayed=tuple(replayed),
+        module_names=tuple(module["name"] for module in cut.modules),
+        num_unused=num_unused,
+        waiting_since=waiting_since,
+    )
+
+
+def _feed(
+    policy: Policy, history: History, measured: frozenset[str], most_unread: float
+) -> tuple[list[ReplayedDecision], int, int | None]:
+    """Return what the policy decides, the number of readings it had no use for, and since when it lacks some."""
+    replayed: list[ReplayedDecision] = []
+    unused, unread, waiting_since = 0, 0, None
     for event in history.events:
         if isinstance(event, IntervalMeasured):
             if waiting_since is None and (unread > most_unread or _lacks(policy, event, measured)):
                 waiting_since = event.step
-            replayed += _decided(event.step, policy.observe_interval(_interval(event)))
+            replayed += _decisions(event.step, policy.observe_interval(_interval(event)))
             unread = 0 if PLASTICITY not in policy.needs or policy.monitored is None else unread + 1
         elif isinstance(event, PlasticityRead) and event.module == policy.monitored:
             unread = 0
-            replayed += _decided(event.step, policy.observe_reading(_reading(event)).decisions)
+            replayed += _decisions(event.step, policy.observe_reading(_reading(event)).decisions)
         elif isinstance(event, PlasticityRead):
             unused, unread = unused + 1, 0
             if waiting_since is None and policy.monitored is not None and event.module > policy.monitored:
                 waiting_since = event.step
-    return Replay(
-        recorded=tuple(entry for event in history.events for entry in _recorded(event)),
-        replayed=tuple(replayed),
-        module_names=tuple(module["name"] for module in cut.modules),
-        num_unused=unused,
-        waiting_since=waiting_since,
-    )
+    return replayed, unused, waiting_since
 
 
 def _policy(started: RunStarted, cut: RunStarted | ModulesOrdered, config: Config | None) -> Policy:
@@ -142,7 +148,7 @@ def _settings_of(started: RunStarted) -> Config:
 
 
 def _measured(history: History, started: RunStarted) -> frozenset[str]:
-    """Return what the run measured, now and then at least, or would have told if there had been anything to tell."""
+    """Return what the run measured, at times at least, or would have recorded had there been anything."""
     own: frozenset[str] = getattr(POLICIES.get(started.config.get("policy", {}).get("name")), "needs", frozenset())
     intervals = history.of(IntervalMeasured)
     seen = {
@@ -154,7 +160,7 @@ def _measured(history: History, started: RunStarted) -> frozenset[str]:
 
 
 def _lacks(policy: Policy, event: IntervalMeasured, measured: frozenset[str]) -> bool:
-    """Tell whether the policy goes by something that the run did not measure in this interval."""
+    """Return whether the policy needs something that the run did not measure in this interval."""
     wanted = policy.needs if policy.monitored is not None else policy.needs - {PLASTICITY}
     return (
         (GRADIENTS in wanted and event.gradients is None)
@@ -164,47 +170,39 @@ def _lacks(policy: Policy, event: IntervalMeasured, measured: frozenset[str]) ->
 
 
 def _interval(event: IntervalMeasured) -> Interval:
+    numbers = {name: getattr(event, name) for name in ("gradients", "weight_changes", "noise")}
     return Interval(
         step=event.step,
         evaluation=event.evaluation,
         loss=event.loss,
         learning_rate=event.learning_rate,
-        gradients=None if event.gradients is None else tuple(event.gradients),
-        weight_changes=None if event.weight_changes is None else tuple(event.weight_changes),
-        noise=None if event.noise is None else tuple(event.noise),
         remaining_rate_sum=event.way_ahead,
         last_rate=event.last_rate,
+        **{name: None if values is None else tuple(values) for name, values in numbers.items()},
     )
 
 
 def _reading(event: PlasticityRead) -> Reading:
-    return Reading(
-        step=event.step,
-        evaluation=event.evaluation,
-        module=event.module,
-        value=event.value,
-        age=event.age,
-        work_share=event.work_share,
-    )
+    fields = ("step", "evaluation", "module", "value", "age", "work_share")
+    return Reading(**{name: getattr(event, name) for name in fields})
 
 
-def _decided(step: int, decisions: Sequence[EndBootstrapping | Freeze | Thaw]) -> list[ReplayedDecision]:
-    kinds = {EndBootstrapping: "knowledge-guided", Freeze: "freeze", Thaw: "thaw"}
+_KINDS: dict[type, str] = {
+    EndBootstrapping: "knowledge-guided",
+    StageChanged: "knowledge-guided",
+    Freeze: "freeze",
+    ModuleFrozen: "freeze",
+    FreezeWaits: "freeze",
+    Thaw: "thaw",
+    Thawed: "thaw",
+}
+"""What the decisions of a policy, and the events that record them, are called here."""
+
+
+def _decisions(step: int, found: Sequence[object]) -> list[ReplayedDecision]:
+    """Return the decisions among events, or among what a policy returned."""
     return [
-        ReplayedDecision(
-            step=step,
-            kind=kinds[type(decision)],
-            module=decision.module if isinstance(decision, Freeze) else None,
-        )
-        for decision in decisions
+        ReplayedDecision(step=step, kind=kind, module=getattr(decision, "module", None) if kind == "freeze" else None)
+        for decision in found
+        if (kind := _KINDS.get(type(decision))) is not None
     ]
-
-
-def _recorded(event: Event) -> list[ReplayedDecision]:
-    if isinstance(event, StageChanged):
-        return [ReplayedDecision(step=event.step, kind="knowledge-guided", module=None)]
-    if isinstance(event, (ModuleFrozen, FreezeWaits)):
-        return [ReplayedDecision(step=event.step, kind="freeze", module=event.module)]
-    if isinstance(event, Thawed):
-        return [ReplayedDecision(step=event.step, kind="thaw", module=None)]
-    return []

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
+import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from egeria.events import (
+    CacheDecided,
+    CacheUsed,
     Declined,
     FaultCaught,
+    FidelityChecked,
+    IntervalMeasured,
+    MetricLogged,
     ModulesOrdered,
     PlasticityRead,
     ReadingDropped,
     Resumed,
+    RungTaken,
     RunStarted,
     StageChanged,
 )
@@ -29,38 +37,138 @@ from egeria.report.freezing import (
     mean_over_steps,
 )
 from egeria.report.history import History
-from egeria.report.metrics import Metric, list_metrics
-from egeria.report.pace import Clock, DepthPace, measure_clocks, measure_paces, measured_intervals
+
+_WORDS_OF_LESS = {
+    "loss", "error", "err", "perplexity", "ppl", "mse", "rmse", "mae", "wer", "cer", "ter", "fid", "nll",
+}  # fmt: skip
+_UNKNOWN_START = RunStarted(
+    step=0,
+    config={},
+    modules=[],
+    trainable=[],
+    deepest_freeze=0,
+    rule="unknown",
+    total_steps=None,
+    interval_steps=0,
+    interval_reason="unknown: the first lines of the journal are missing",
+    environment={},
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """Training time by one clock (wall or CPU), in seconds.
+
+    `training_s + overhead_s + saved_s` is the estimate for the same steps with nothing frozen.
+    """
+
+    unfrozen_iteration_s: float | None
+    """Median iteration time over the intervals with nothing frozen; None where there was none."""
+    training_s: float
+    """Iteration time times steps, over all intervals; the overhead of egeria is not in it."""
+    overhead_s: float
+    """All that egeria itself cost."""
+    saved_s: float | None
+    """Unfrozen minus found iteration time, times steps, over the intervals with something frozen; less the overhead."""
+
+    @property
+    def unfrozen_s(self) -> float | None:
+        """What the same steps would have taken with nothing frozen, without egeria."""
+        return None if self.saved_s is None else self.training_s + self.overhead_s + self.saved_s
+
+    @property
+    def saved_share(self) -> float | None:
+        """The time saved as a share of `unfrozen_s`; negative where egeria cost more than it saved."""
+        return _ratio(self.saved_s, self.unfrozen_s)
+
+    @property
+    def overhead_share(self) -> float | None:
+        """The overhead as a share of the training time."""
+        return _ratio(self.overhead_s, self.training_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DepthPace:
+    """The median iteration while `frozen` front modules were frozen."""
+
+    frozen: int
+    num_steps: int
+    wall_s: float
+    cpu_s: float
+    wall_ratio: float | None
+    """To the unfrozen iteration: 0.8 means that an iteration takes a fifth less."""
+    cpu_ratio: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One metric that the user logged, over the run."""
+
+    name: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether less of it is better, guessed from the words in its name; the page says which way it was read."""
+        return not _WORDS_OF_LESS.isdisjoint(re.split(r"[^a-z]+", self.name.lower()))
+
+    @property
+    def final(self) -> float:
+        """The value logged last, finite or not."""
+        return self.values[-1]
+
+    @property
+    def best(self) -> float | None:
+        """The best finite value; None where there was none."""
+        finite = [value for value in self.values if math.isfinite(value)]
+        return (min if self.lower_is_better else max)(finite) if finite else None
+
+    @property
+    def best_step(self) -> int | None:
+        """The step at which the best value was first logged."""
+        return None if self.best is None else self.steps[self.values.index(self.best)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatUse:
+    """One number format that the reference had, and what its checks found."""
+
+    taken: RungTaken
+    num_checks: int
+    largest_share: float | None
+    """Its error as a share of the plasticity it was to show, the largest of all checks; None without any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheUse:
+    """One decision about the frozen forward pass, and what came of it."""
+
+    decided: CacheDecided
+    used: CacheUsed | None
+    """The last word on it; None where nothing was stored."""
+
+    @property
+    def hit_share(self) -> float | None:
+        """Share of the samples that came from the store; None where nothing was stored."""
+        return None if self.used is None else _ratio(self.used.hits, self.used.hits + self.used.misses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
     """What a run did and what it cost; shares are between 0 and 1, times in seconds."""
 
-    directory: Path
+    history: History
+    started: RunStarted
+    """How the run began; empty where the journal lacks its first lines."""
     name: str
     modules: tuple[Module, ...]
     deepest_freeze: int
-    total_steps: int | None
-    first_step: int
-    """Where the journal begins; above 0 for a run that went on in a new directory."""
     steps_done: int
-    """Optimizer steps by the end of the journal, those before `first_step` included."""
+    """Optimizer steps by the end of the journal, those before its first step included."""
     steps_measured: int
     """Steps in intervals of known pace; the times speak of these alone."""
-    interval_steps: int
-    interval_reason: str
-    rule: str
     stage: str
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    closed: bool
-    num_processes: int
-    num_overridden: int
-    num_earlier_runs: int
-    num_damaged: int
-    overhead_complete: bool
-    """False where a process did not close its run: the overhead then counts its evaluations alone."""
     wall: Clock
     cpu: Clock
     paces: tuple[DepthPace, ...]
@@ -79,11 +187,8 @@ class Summary:
     faults: tuple[tuple[str, str, int], ...]
     """Where something of ours failed, the error, and how often."""
     metrics: tuple[Metric, ...]
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The steps that the journal covers."""
-        return self.first_step, self.steps_done
+    formats: tuple[FormatUse, ...]
+    cache: tuple[CacheUse, ...]
 
     @property
     def frozen_now(self) -> int:
@@ -98,35 +203,23 @@ class Summary:
 
 def summarize(history: History) -> Summary:
     """Compute the summary of a run; whatever the journal does not tell is empty or None."""
-    start = history.last(RunStarted) or _UNKNOWN_START
-    cut = history.last(ModulesOrdered) or start
+    started = history.last(RunStarted) or _UNKNOWN_START
     steps_done = max((event.step for event in history.events), default=0)
     depths = depth_points(history)
-    wall, cpu = measure_clocks(history)
+    intervals = measured_intervals(history)
+    faults = Counter((event.where, event.error) for event in history.of(FaultCaught))
     return Summary(
-        directory=history.directory,
+        history=history,
+        started=started,
         name=history.directory.resolve().name,
         modules=list_modules(history, depths, steps_done),
-        deepest_freeze=cut.deepest_freeze,
-        total_steps=start.total_steps,
-        first_step=history.first_step,
+        deepest_freeze=(history.last(ModulesOrdered) or started).deepest_freeze,
         steps_done=steps_done,
-        steps_measured=sum(interval.num_steps for interval in measured_intervals(history)),
-        interval_steps=start.interval_steps,
-        interval_reason=start.interval_reason,
-        rule=start.rule,
-        stage=_stage(history),
-        config=start.config,
-        environment=start.environment,
-        closed=history.closed,
-        num_processes=history.num_processes,
-        num_overridden=history.num_overridden,
-        num_earlier_runs=history.num_earlier_runs,
-        num_damaged=history.num_damaged,
-        overhead_complete=history.overhead.complete,
-        wall=wall,
-        cpu=cpu,
-        paces=measure_paces(history),
+        steps_measured=sum(interval.num_steps for interval in intervals),
+        stage=_stage(history, started),
+        wall=_clock(intervals, _wall_s, history.overhead.wall_s),
+        cpu=_clock(intervals, _cpu_s, history.overhead.cpu_s),
+        paces=_paces(intervals),
         depths=depths,
         mean_parameter_share=mean_over_steps(depths, steps_done, lambda point: point.parameter_share),
         mean_skipped_share=mean_over_steps(depths, steps_done, lambda point: point.skipped_share),
@@ -135,34 +228,115 @@ def summarize(history: History) -> Summary:
         num_readings=len(history.of(PlasticityRead)),
         dropped=dict(Counter(event.reason for event in history.of(ReadingDropped)).most_common()),
         declined=tuple(dict.fromkeys((event.what, event.reason) for event in history.of(Declined))),
-        faults=_faults(history),
-        metrics=list_metrics(history),
+        faults=tuple((where, error, amount) for (where, error), amount in faults.items()),
+        metrics=_list_metrics(history),
+        formats=list_formats(history),
+        cache=list_uses(history),
     )
 
 
-_UNKNOWN_START = RunStarted(
-    step=0,
-    config={},
-    modules=[],
-    trainable=[],
-    deepest_freeze=0,
-    rule="unknown",
-    total_steps=None,
-    interval_steps=0,
-    interval_reason="unknown: the first lines of the journal are missing",
-    environment={},
-)
+def measured_intervals(history: History) -> list[IntervalMeasured]:
+    """Return the intervals that have steps and a time; the others (a time of 0 too) say nothing of the pace."""
+    return [
+        interval
+        for interval in history.of(IntervalMeasured)
+        if interval.num_steps > 0
+        and 0 < interval.iteration_wall_s < math.inf
+        and math.isfinite(interval.iteration_cpu_s)
+    ]
 
 
-def _stage(history: History) -> str:
+def list_formats(history: History) -> tuple[FormatUse, ...]:
+    """Return the number formats of the reference, in the order they were taken."""
+    taken = history.of(RungTaken)
+    ends = [*(event.step for event in taken[1:]), math.inf][: len(taken)]
+    uses = []
+    for event, end in zip(taken, ends, strict=True):
+        # The check that ends the use of a format is written at the same step as the format after it.
+        checks = [
+            check
+            for check in history.of(FidelityChecked)
+            if check.rung == event.after and event.step <= check.step <= end
+        ]
+        shares = [check.error / check.plasticity for check in checks if check.plasticity > 0]
+        uses.append(FormatUse(taken=event, num_checks=len(checks), largest_share=max(shares, default=None)))
+    return tuple(uses)
+
+
+def list_uses(history: History) -> tuple[CacheUse, ...]:
+    """Return the decisions about the frozen forward pass, oldest first."""
+    last = {event.generation: event for event in history.of(CacheUsed)}
+    return tuple(
+        CacheUse(decided=event, used=last.get(event.generation) if event.mode == "stored" else None)
+        for event in history.of(CacheDecided)
+    )
+
+
+def _list_metrics(history: History) -> tuple[Metric, ...]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for event in history.of(MetricLogged):
+        for name, value in event.values.items():
+            if isinstance(value, (int, float)):
+                found.setdefault(str(name), []).append((event.step, float(value)))
+    return tuple(
+        Metric(name=name, steps=tuple(step for step, _ in points), values=tuple(value for _, value in points))
+        for name, points in found.items()
+    )
+
+
+def _wall_s(interval: IntervalMeasured) -> float:
+    return interval.iteration_wall_s
+
+
+def _cpu_s(interval: IntervalMeasured) -> float:
+    return interval.iteration_cpu_s
+
+
+def _clock(intervals: list[IntervalMeasured], read: Callable[[IntervalMeasured], float], overhead_s: float) -> Clock:
+    unfrozen = [read(interval) for interval in intervals if interval.frozen == 0]
+    unfrozen_s = statistics.median(unfrozen) if unfrozen else None
+    saved_s = None
+    if unfrozen_s is not None:
+        # Only where something was frozen: else the jitter of the unfrozen pace would pass for a saving.
+        gains = ((unfrozen_s - read(interval)) * interval.num_steps for interval in intervals if interval.frozen > 0)
+        saved_s = sum(gains) - overhead_s
+    return Clock(
+        unfrozen_iteration_s=unfrozen_s,
+        training_s=sum(read(interval) * interval.num_steps for interval in intervals),
+        overhead_s=overhead_s,
+        saved_s=saved_s,
+    )
+
+
+def _paces(intervals: list[IntervalMeasured]) -> tuple[DepthPace, ...]:
+    """Return the pace at each depth that the run was at, shallowest first."""
+    paces: list[DepthPace] = []
+    unfrozen_wall_s = unfrozen_cpu_s = None
+    for depth in sorted({interval.frozen for interval in intervals}):
+        at_depth = [interval for interval in intervals if interval.frozen == depth]
+        wall_s, cpu_s = statistics.median(map(_wall_s, at_depth)), statistics.median(map(_cpu_s, at_depth))
+        if depth == 0:
+            unfrozen_wall_s, unfrozen_cpu_s = wall_s, cpu_s
+        paces.append(
+            DepthPace(
+                frozen=depth,
+                num_steps=sum(interval.num_steps for interval in at_depth),
+                wall_s=wall_s,
+                cpu_s=cpu_s,
+                wall_ratio=_ratio(wall_s, unfrozen_wall_s),
+                cpu_ratio=_ratio(cpu_s, unfrozen_cpu_s),
+            )
+        )
+    return tuple(paces)
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole is not None and whole > 0 else None
+
+
+def _stage(history: History, started: RunStarted) -> str:
     stages = [event.stage for event in history.events if isinstance(event, (StageChanged, Resumed))]
     if stages:
         return stages[-1]
-    start = history.last(RunStarted)
-    settings = start.config.get("policy") if start is not None else None
+    settings = started.config.get("policy")
     return first_stage(settings.get("name") if isinstance(settings, dict) else None)
-
-
-def _faults(history: History) -> tuple[tuple[str, str, int], ...]:
-    counts = Counter((event.where, event.error) for event in history.of(FaultCaught))
-    return tuple((where, error, amount) for (where, error), amount in counts.items())

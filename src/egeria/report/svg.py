@@ -7,7 +7,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +16,13 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from egeria.report.freezing import FreezeMark
-
 WIDTH_INCHES = 7.6
 MAX_POINTS = 2000
 """Points of a curve; a longer one is thinned so that the page stays small."""
 LUMINANCE = 0.2
 SATURATION = 0.75
-COLOURS = {
-    "ink": "#010101",
-    "grid": "#020202",
-    "loss": "#030303",
-    "rate": "#040404",
-    "freeze": "#050505",
-    "thaw": "#060606",
-    "skip": "#070707",
-}
+NAMES = ("ink", "grid", "loss", "rate", "freeze", "thaw", "skip")
+COLOURS = {name: "#" + 3 * f"{place:02x}" for place, name in enumerate(NAMES, 1)}
 """Stand-ins drawn by matplotlib; on the page each becomes the CSS variable of its name, light or dark."""
 
 _STYLE: dict[Any, Any] = {
@@ -91,7 +82,8 @@ def draw(
             axes.set_axisbelow(True)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         paint(panels)
-        panels[-1].set_xlim(*_widened(steps))
+        margin = max(0.02 * (steps[1] - steps[0]), 0.5)
+        panels[-1].set_xlim(steps[0] - margin, steps[1] + margin)
         panels[-1].set_xlabel("step")
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -111,14 +103,6 @@ def plot(
     few = len(steps) <= 1
     kept_steps, kept_values = thin(steps, finite(values), limit)
     axes.plot(kept_steps, kept_values, color=colour, **({"marker": "."} if few else {}) | style)
-
-
-def mark_changes(axes: Any, marks: Iterable[FreezeMark]) -> None:
-    """Draw a line where modules freeze or thaw."""
-    for step, action in dict.fromkeys((mark.step, mark.action) for mark in marks):
-        frozen = action == "frozen"
-        colour = COLOURS["freeze" if frozen else "thaw"]
-        axes.axvline(step, color=colour, linestyle=":" if frozen else "--", linewidth=1.2)
 
 
 def use_log(axes: Any) -> None:
@@ -164,11 +148,6 @@ def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[lis
         solid = [place for place in places if math.isfinite(values[place])] or list(places[:1])
         kept.extend(sorted({min(solid, key=values.__getitem__), max(solid, key=values.__getitem__)}))
     return [steps[place] for place in kept], [values[place] for place in kept]
-
-
-def _widened(steps: tuple[int, int]) -> tuple[float, float]:
-    margin = max(0.02 * (steps[1] - steps[0]), 0.5)
-    return steps[0] - margin, steps[1] + margin
 
 
 def _inline(text: str, prefix: str, alt: str) -> str:

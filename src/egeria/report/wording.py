@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from egeria.report.history import History
 from egeria.report.summary import Summary
 
 UNKNOWN = "\N{EN DASH}"
@@ -58,21 +59,13 @@ def printable(text: str) -> str:
 
 
 def progress(summary: Summary) -> str:
-    """Say how far the run came."""
-    if summary.total_steps is None:
-        return f"{count(summary.steps_done)} steps"
-    return f"{count(summary.steps_done)} of {count(summary.total_steps)} steps"
-
-
-def frozen_now(summary: Summary) -> str:
-    """Say how much is frozen at the end of the journal."""
-    if not summary.modules:
-        return str(summary.frozen_now)
-    return f"{summary.frozen_now} of {len(summary.modules)} modules"
+    """Return how far the run came."""
+    total = summary.started.total_steps
+    return f"{count(summary.steps_done)} {'' if total is None else f'of {count(total)} '}steps"
 
 
 def verdict(summary: Summary) -> str:
-    """Say in a sentence or two what freezing brought."""
+    """Return in a sentence or two what freezing brought."""
     if summary.why_nothing_froze is not None:
         return summary.why_nothing_froze
     wall = summary.wall
@@ -93,49 +86,44 @@ def verdict(summary: Summary) -> str:
 
 
 def cautions(summary: Summary) -> list[str]:
-    """List what a reader must know before trusting the numbers."""
-    found = _doubts(summary)
+    """Return what a reader must know before trusting the numbers."""
+    found = _doubts(summary.history, summary.steps_done)
     if summary.num_dropped:
         reasons = "; ".join(f"{reason} ({amount})" for reason, amount in summary.dropped.items())
         found.append(f"{plural(summary.num_dropped, 'evaluation')} gave no usable reading: {reasons}.")
-    for what, reason in summary.declined:
-        found.append(f"Declined: {what} ({reason}).")
+    found += [f"Declined: {what} ({reason})." for what, reason in summary.declined]
     for where, error, amount in summary.faults:
         found.append(f"Fault in {where}, {plural(amount, 'time')}; training went on: {error}")
     return found
 
 
-def _doubts(summary: Summary) -> list[str]:
-    """List why the journal may not tell the whole run."""
-    times = plural(summary.num_processes - 1, "time")
-    overridden = plural(summary.num_overridden, "event")
-    doubts = (
-        (
-            not summary.closed,
-            "The run was not closed (it still runs, or it crashed): the numbers stand as of step "
-            f"{count(summary.steps_done)}.",
-        ),
-        (
-            not summary.overhead_complete,
+def _doubts(history: History, steps_done: int) -> list[str]:
+    """Return why the journal may not hold the whole run."""
+    found = []
+    if not history.closed:
+        step = count(steps_done)
+        found.append(f"The run was not closed (it still runs, or it crashed): the numbers stand as of step {step}.")
+    if not history.overhead.complete:
+        found.append(
             "The overhead counts readings and reference refreshes alone, because a process did not close its run: "
-            "the true overhead is a little higher.",
-        ),
-        (
-            summary.first_step > 0,
-            f"The journal begins at step {count(summary.first_step)}, where the run was resumed; what came before "
-            "stands in another directory and is not counted.",
-        ),
-        (
-            summary.num_processes > 1,
-            f"The run was resumed {times}; {overridden} after the points it went back to are left out.",
-        ),
-        (
-            summary.num_earlier_runs > 0,
-            f"The directory also holds {plural(summary.num_earlier_runs, 'earlier run')}, left out here.",
-        ),
-        (summary.num_damaged > 0, f"{plural(summary.num_damaged, 'line')} of the journal could not be read."),
-    )
-    return [sentence for holds, sentence in doubts if holds]
+            "the true overhead is a little higher."
+        )
+    if history.first_step > 0:
+        found.append(
+            f"The journal begins at step {count(history.first_step)}, where the run was resumed; what came before "
+            "stands in another directory and is not counted."
+        )
+    if history.num_processes > 1:
+        overridden = plural(history.num_overridden, "event")
+        found.append(
+            f"The run was resumed {plural(history.num_processes - 1, 'time')}; {overridden} after the points it went "
+            "back to are left out."
+        )
+    if history.num_earlier_runs > 0:
+        found.append(f"The directory also holds {plural(history.num_earlier_runs, 'earlier run')}, left out here.")
+    if history.num_damaged > 0:
+        found.append(f"{plural(history.num_damaged, 'line')} of the journal could not be read.")
+    return found
 
 
 def _minus(text: str) -> str:
