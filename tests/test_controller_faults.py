@@ -78,7 +78,8 @@ class Training:
 
     @property
     def pid(self):
-        return self.loop.run._session._parts.evaluation._controller.pid
+        child = self.loop.run._session._parts.evaluation._controller._child
+        return child and child.pid
 
     def finish(self):
         """Train on, close, and check that it was the plain training all along."""
@@ -335,7 +336,7 @@ def test_forked_data_workers_neither_hold_nor_end_the_controller(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             run.step(0.0)
-        pids.add(run._session._parts.evaluation._controller.pid)
+        pids.add(getattr(run._session._parts.evaluation._controller._child, "pid", None))
     assert len(pids - {None}) == 1, "the end of a worker ended the controller"
     assert len(read_journal(tmp_path).of(PlasticityRead)) >= 12
     (pid,) = pids - {None}
@@ -373,7 +374,7 @@ def step():
 while not egeria.read_journal(sys.argv[1]).of(PlasticityRead):
     step()
 controller = run._session._parts.evaluation._controller
-print("pid", controller.pid, flush=True)
+print("pid", controller._child.pid, flush=True)
 """
 
 
@@ -390,7 +391,7 @@ def _end_with(how, directory):
         pytest.param("os._exit(4)", 4, marks=pytest.mark.slow),
         pytest.param("raise ValueError('mine')", 1, marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", -9),
-        pytest.param("os.kill(controller.pid, signal.SIGSTOP); sys.exit(5)", 5, marks=pytest.mark.slow),
+        pytest.param("os.kill(controller._child.pid, signal.SIGSTOP); sys.exit(5)", 5, marks=pytest.mark.slow),
         pytest.param("if os.fork() == 0: time.sleep(3); os._exit(0)\nos._exit(6)", 6, marks=pytest.mark.slow),
     ],
     ids=["end of the script", "sys.exit", "os._exit", "an exception", "SIGKILL", "with a hanging controller", "forked"],
@@ -413,10 +414,10 @@ try:
         step()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
-    before = controller.pid
+    before = controller._child.pid
     for _ in range(5):
         step()
-    print(controller.pid == before, flush=True)
+    print(controller._child.pid == before, flush=True)
     run.close()
 """
     with _end_with(how, tmp_path) as process:

@@ -7,15 +7,15 @@ import itertools
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
-from egeria.config import ControllerConfig
-from egeria.controller.choice import choose, spare_cores, usable_cores
-from egeria.controller.launch import Watchdog
+from egeria.controller.child import Heartbeat, Reports, Watchdog
+from egeria.controller.process import choose, spare_cores, usable_cores
 from egeria.controller.shared_memory import Segment, SharedQueue, pack, unpack
-from egeria.controller.worker import HYSTERESIS, SAMPLE_S, LoadGate, RestOfMachine
+from egeria.controller.worker import HYSTERESIS, SAMPLE_S, LoadGate, load_of_others
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
@@ -171,41 +171,25 @@ def test_memory_is_given_back(tmp_path):
 # --- watchdog --------------------------------------------------------------------------------------
 
 
-def watchdog_at(clock, **limits):
-    return Watchdog(ControllerConfig(timeout_s=10, **limits), clock=lambda: clock[0])
-
-
 def test_silence_is_suffered_for_so_long_and_work_ten_times_as_long():
-    clock = [0.0]
-    watchdog = watchdog_at(clock)
+    clock, answer = [0.0], Reports((), 0.0)
+    watchdog = Watchdog(10, clock=lambda: clock[0])
     clock[0] = 90
     assert not watchdog.is_lost, "it has not come up yet"
-    watchdog.note_ready()
-    assert watchdog.is_lost
-    clock[0] = 0.0
-    watchdog.note_work()
-    clock[0] = 9
+    watchdog.note_received(answer)
+    clock[0] = 1000
+    assert not watchdog.is_lost, "it has nothing to do"
+    watchdog.note_sent()
+    clock[0] = 1009
     assert not watchdog.is_lost
-    clock[0] = 11
+    clock[0] = 1011
     assert watchdog.is_lost
-    watchdog.note_work()
+    watchdog.note_received(answer)
+    watchdog.note_sent()
     while not watchdog.is_lost:
         clock[0] += 5
-        watchdog.note_heartbeat()
-    assert 11 + 100 <= clock[0] <= 11 + 110
-
-
-def test_restarts_are_bounded_in_a_run_and_without_a_reading_between():
-    watchdog = watchdog_at([0.0], restarts=5)
-    assert [watchdog.allow_restart() for _ in range(6)] == [True] * 5 + [False]
-    watchdog = watchdog_at([0.0], restarts=50)
-    assert [watchdog.allow_restart() for _ in range(11)] == [True] * 10 + [False]
-    watchdog = watchdog_at([0.0], restarts=5)
-    allowed = []
-    for _ in range(6):
-        allowed.append(watchdog.allow_restart())
-        watchdog.note_reading()
-    assert allowed == [True] * 5 + [False] and watchdog.num_restarts == 6
+        watchdog.note_received(Heartbeat())
+    assert 1011 + 100 <= clock[0] <= 1011 + 110
 
 
 # --- the gate ----------------------------------------------------------------------------------
@@ -260,11 +244,12 @@ def test_a_limit_of_one_never_closes():
 
 
 def test_the_load_of_the_rest_leaves_out_our_own_work():
-    load = RestOfMachine()
+    process = psutil.Process()
+    load_of_others(process)
     deadline = os.times().elapsed + 0.5
     while os.times().elapsed < deadline:
         sum(range(1000))
-    assert 0 <= load() <= 1
+    assert 0 <= load_of_others(process) <= 1
 
 
 # --- the choice --------------------------------------------------------------------------------
@@ -275,7 +260,7 @@ class Loader:
 
 
 def test_two_spare_cores_take_the_process(monkeypatch):
-    monkeypatch.setattr("egeria.controller.choice.usable_cores", lambda: 8.0)
+    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 8.0)
     choice = choose("auto", "auto", nn.Linear(2, 2))
     assert (choice.kind, choice.device) == ("process", "cpu") and "8 cores" in choice.reason
     assert choose("auto", "auto", nn.Linear(2, 2), Loader()).kind == "process"
@@ -286,10 +271,12 @@ def test_two_spare_cores_take_the_process(monkeypatch):
 
 
 def test_the_workers_and_the_other_ranks_of_the_job_need_cores_too(monkeypatch):
-    monkeypatch.setattr("egeria.controller.choice.usable_cores", lambda: 16.0)
-    assert spare_cores(None, {}) == 15
-    assert spare_cores(Loader(), {}) == 12
-    assert spare_cores(Loader(), {"LOCAL_WORLD_SIZE": "4"}) == 0
+    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 16.0)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert spare_cores() == 15
+    assert spare_cores(Loader()) == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert spare_cores(Loader()) == 0
 
 
 def test_a_container_s_quota_counts(tmp_path):

@@ -59,7 +59,7 @@ def patient(monkeypatch):
 
     def wait(self):
         status, deadline = poll(self), time.monotonic() + LONGEST_WAIT_S
-        while (self._pending or self._num_refreshing) and time.monotonic() < deadline:
+        while self._child is not None and self._child.watchdog.is_busy and time.monotonic() < deadline:
             time.sleep(0.001)
             newer = poll(self)
             status = dataclasses.replace(newer, reports=status.reports + newer.reports)
@@ -80,10 +80,10 @@ def lent(started, patient, monkeypatch):
     """One process for many runs: it takes another model as it does when the shapes of a model change."""
 
     def lend(plan, config):
-        started._plan, started._precision, started._shapes = plan, plan.precision, []
+        started._plan, started._precision, started._shapes = plan, plan.precision, None
         return started
 
-    monkeypatch.setattr("egeria.controller.choice.ProcessController", lend)
+    monkeypatch.setattr("egeria.controller.process.ProcessController", lend)
     monkeypatch.setattr(started, "close", started.poll)
 
 
@@ -217,7 +217,7 @@ def test_a_process_that_had_no_batch_to_try_formats_on_does_not_stay_with_the_la
             while rungs[-1:] != ["fp32" if batch is None else "int8-static"] and time.monotonic() < deadline:
                 rungs += [report.after for report in controller.poll().reports if isinstance(report, RungTaken)]
             if batch is None:
-                os.kill(controller.pid, signal.SIGKILL)
+                os.kill(controller._child.pid, signal.SIGKILL)
                 while not any(isinstance(report, ControllerRestarted) for report in controller.poll().reports):
                     assert time.monotonic() < deadline
         assert rungs[0] == "fp32" and rungs[-1] == "int8-static"
@@ -286,7 +286,7 @@ def test_readings_from_before_a_thaw_or_a_freeze_are_dropped_and_counted(tmp_pat
 
 
 def test_the_choice_is_told_once_with_its_reason(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("egeria.controller.choice.usable_cores", lambda: 1.0)
+    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 1.0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with caplog.at_level("INFO", logger="egeria"):
         egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=9, directory=tmp_path).close()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from egeria import Config
-from egeria.controller.inline import Assessor, EvaluationPlan
-from egeria.controller.protocol import Ticket
+from egeria.controller import EvaluationPlan, Request, Ticket
+from egeria.controller.inline import InlineController
 from egeria.events import FidelityChecked
 from egeria.plasticity import l2_distance
 from egeria.policy import harmless_error, with_metric_of_policy
@@ -17,10 +17,16 @@ from egeria.policy import harmless_error, with_metric_of_policy
 class WrongBy:
     """A reference that is wrong by a given error, until it takes the next format."""
 
-    number_format, builder, is_stale = "int8-static", "made up", False
+    number_format = "int8-static"
 
     def __init__(self, error):
         self.own_error = error
+
+    def activation(self, tap, batch):
+        return torch.ones(4, 4)
+
+    def recalibrate(self):
+        return False
 
     def error(self, tap, metric):
         return self.own_error
@@ -36,15 +42,12 @@ class WrongBy:
 def outcomes(error, plasticity, **plan):
     """Give readings of this plasticity; return what was made of the error."""
     settings = {"largest_map": 16, "window": 4, "precision": "auto", "device": "cpu", "fidelity_share": 0.1}
-    assessor = Assessor(EvaluationPlan(taps=("a",), metric=l2_distance, **settings, **plan), WrongBy(error))
-    reference = torch.ones(4, 4)
-    training = reference * (1 + plasticity**0.5)
-    reports = []
+    controller = InlineController(EvaluationPlan(taps=("a",), metric=l2_distance, **settings, **plan), WrongBy(error))
+    training = torch.ones(4, 4) * (1 + plasticity**0.5)
     for evaluation in range(1, 4):
         ticket = Ticket(evaluation=evaluation, step=evaluation, module=0, tap="a")
-        outputs = (assessor.plan.reduce(entry) for entry in (training, reference))
-        reports += assessor.conclude(ticket, *outputs)
-    return [report.outcome for report in reports if isinstance(report, FidelityChecked)]
+        controller.submit(Request(ticket=ticket, batch=None, activation=training))
+    return [report.outcome for report in controller.poll().reports if isinstance(report, FidelityChecked)]
 
 
 @pytest.mark.parametrize(

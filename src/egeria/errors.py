@@ -34,3 +34,8 @@ class UncacheableError(EgeriaError):
 
 class ControllerError(EgeriaError):
     """No controller process can be started; evaluations are made in the training process."""
+
+
+def brief(error: BaseException) -> str:
+    """Return an error on one line of at most 500 characters, for a message or the journal."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

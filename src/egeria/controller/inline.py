@@ -1,4 +1,4 @@
-"""Evaluating plasticity: comparing the training model with the reference, and the controller that does it at once."""
+"""Evaluating plasticity: comparing the training model with the reference, in the process that asks for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket, brief
+from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket
+from egeria.errors import brief
 from egeria.events import Declined, FidelityChecked, ReferenceRefreshed
 from egeria.layers.batch import Batch
 from egeria.plasticity import GRAM_FORMS, Metric, flatten_rows, gram, pool_map
@@ -45,131 +46,36 @@ class EvaluationPlan:
     """Error of a reading that no decision turns on, however small plasticity is."""
 
     def reduce(self, activation: Tensor, *, as_gram: bool | None = None) -> ComparedOutput:
-        """Pool an activation [B, ...], and take its gram [B, B] where the metric allows it and it is smaller.
-
-        Args:
-            activation: what a tap gave.
-            as_gram: as the output to compare with; None decides here.
-        """
+        """Pool an activation [B, ...]; take its gram where the metric allows it and it is smaller, or as told."""
         pooled = pool_map(activation.detach(), self.largest_map)
         rows = pooled.shape[0]
         if as_gram is None:
             as_gram = self.metric in GRAM_FORMS and pooled.numel() > rows * rows
         return ComparedOutput(tensor=gram(flatten_rows(pooled)) if as_gram else pooled, is_gram=as_gram)
 
-    def compare(self, training: ComparedOutput, reference: ComparedOutput) -> float:
-        """Return the metric between two outputs of the same form."""
+    def compare(self, training: ComparedOutput, activation: Tensor) -> float:
+        """Return the metric between an output and another model's activation [B, ...] for the same rows."""
+        reference = self.reduce(activation, as_gram=training.is_gram)
         metric = GRAM_FORMS[self.metric] if training.is_gram else self.metric
         with torch.no_grad():
             return float(metric(training.tensor, reference.tensor.to(training.tensor.device)))
 
 
-class Assessor:
-    """Runs the reference, compares, and checks whether the reference is exact enough.
+class InlineController:
+    """Runs the reference model inside `submit`; the controller process does so in `evaluate`.
 
-    Once in the life of a snapshot, after `checks_at` readings of a tap, its error is compared with
+    Once in the life of a snapshot, after `checks_at` readings of a tap, the error of the reference is compared with
     what it is there to show: the metric between the full-precision snapshot and its quantized form
     may be at most `fidelity_share` of the mean of those readings, or harmless. Above that the activation ranges are
     taken again, and if that does not help the next, more exact number format is taken.
     """
 
     def __init__(self, plan: EvaluationPlan, reference: QuantizedReference | None = None) -> None:
-        self.plan = plan
-        self.reference = reference or QuantizedReference(plan.taps, precision=plan.precision, device=plan.device)
-        self.checks_at = min(MOST_UNCHECKED, max(2, plan.window // 2))
+        self._plan = plan
+        self._reference = reference or QuantizedReference(plan.taps, precision=plan.precision, device=plan.device)
+        self._checks_at = min(MOST_UNCHECKED, max(2, plan.window // 2))
         self._readings: dict[str, list[float]] = {}
         self._checked: set[str] = set()
-
-    def refresh(self, evaluation: int, model: nn.Module, batch: Batch | None) -> list[Report]:
-        """Take over the weights of the model; return that, and the changes of number format."""
-        self.reference.refresh(model, batch)
-        self._readings, self._checked = {}, set()
-        builder = self.reference.builder
-        refreshed = ReferenceRefreshed(step=0, evaluation=evaluation, builder=builder, wall_s=0.0, cpu_s=0.0)
-        return [*self.reference.take_changes(), refreshed]
-
-    def run_reference(self, tap: str, batch: Batch, num_rows: int, *, as_gram: bool) -> ComparedOutput:
-        """Return the reference's output for the first rows of the batch.
-
-        Raises:
-            ValueError: the reference has nothing to compare at this tap.
-        """
-        activation = self.reference.activation(tap, batch)
-        if activation is None:
-            raise ValueError(f"the reference gave no activation at {tap}")
-        return self.plan.reduce(activation[:num_rows], as_gram=as_gram)
-
-    def conclude(
-        self, ticket: Ticket, training: ComparedOutput, reference: ComparedOutput, cpu_s: float = 0.0
-    ) -> list[Report]:
-        """Compare the two outputs of an evaluation, and check the reference's fidelity when it is time to."""
-        try:
-            value = self.plan.compare(training, reference)
-        except Exception as error:
-            return [ticket.failed(error)]
-        reading = ticket.reading(value, cpu_s)
-        try:
-            return [reading, *self._check_fidelity(ticket.tap, value)]
-        except Exception as error:
-            what = "checking the reference against its full-precision form"
-            return [reading, Declined(step=0, what=what, reason=brief(error))]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the reference's state and the readings of this snapshot."""
-        readings = {tap: list(values) for tap, values in self._readings.items()}
-        return {"reference": self.reference.state_dict(), "readings": readings, "checked": sorted(self._checked)}
-
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Continue from a saved state."""
-        self.reference.load_state_dict(state["reference"], model)
-        self._readings = {tap: list(values) for tap, values in state["readings"].items()}
-        self._checked = set(state["checked"])
-
-    def _check_fidelity(self, tap: str, value: float) -> list[Report]:
-        readings = self._readings.setdefault(tap, [])
-        if math.isfinite(value):
-            readings.append(value)
-        if len(readings) != self.checks_at or self.reference.number_format == "fp32" or tap in self._checked:
-            return []
-        self._checked.add(tap)
-        plasticity = statistics.fmean(readings)
-        rung, error = self.reference.number_format, self.reference.error(tap, self._metric)
-        if error is None:
-            return []
-        outcome = "kept"
-        if not error <= self._limit(plasticity):
-            outcome, error = self._improve(tap, error, plasticity)
-        checked = FidelityChecked(step=0, tap=tap, rung=rung, error=error, plasticity=plasticity, outcome=outcome)
-        return [checked, *self.reference.take_changes()]
-
-    def _improve(self, tap: str, error: float, plasticity: float) -> tuple[str, float]:
-        if self.reference.is_stale and self.reference.recalibrate():
-            again = self.reference.error(tap, self._metric)
-            if again is not None and again <= self._limit(plasticity):
-                return "recalibrated", again
-        reason = (
-            f"at {tap} its own error of {error:.1e} is above {self.plan.fidelity_share:.0%} of the recent "
-            f"plasticity of {plasticity:.1e}"
-        )
-        return ("escalated" if self.reference.escalate(reason) else "exhausted"), error
-
-    def _limit(self, plasticity: float) -> float:
-        return max(self.plan.fidelity_share * plasticity, self.plan.harmless_error)
-
-    def _metric(self, first: Tensor, second: Tensor) -> Tensor:
-        training = self.plan.reduce(first)
-        return torch.tensor(self.plan.compare(training, self.plan.reduce(second, as_gram=training.is_gram)))
-
-
-class InlineController:
-    """Runs the reference model inside `submit`, in the training process.
-
-    Args:
-        plan: how to evaluate.
-    """
-
-    def __init__(self, plan: EvaluationPlan) -> None:
-        self._assessor = Assessor(plan)
         self._reports: list[Report] = []
 
     def refresh(
@@ -180,25 +86,46 @@ class InlineController:
         Raises:
             ReferenceModelError: the model cannot be copied.
         """
-        if state is None:
-            self._reports += self._assessor.refresh(evaluation, model, batch)
-        elif "reference" not in state:  # saved by a controller process
-            return False
-        else:
-            self._assessor.load_state_dict(state, model)
+        if state is not None:
+            if "reference" not in state:  # saved by a controller process
+                return False
+            self._reference.load_state_dict(state["reference"], model)
+            self._readings = {tap: list(values) for tap, values in state["readings"].items()}
+            self._checked = set(state["checked"])
+            return True
+        self._reference.refresh(model, batch)
+        self._readings, self._checked = {}, set()
+        builder = self._reference.builder
+        refreshed = ReferenceRefreshed(step=0, evaluation=evaluation, builder=builder, wall_s=0.0, cpu_s=0.0)
+        self._reports += [*self._reference.take_changes(), refreshed]
         return True
 
     def submit(self, request: Request) -> None:
         """Evaluate now; `poll` returns the reading, or that the evaluation failed."""
-        ticket, activation = request.ticket, request.activation
         try:
-            training = self._assessor.plan.reduce(activation)
-            reference = self._assessor.run_reference(
-                ticket.tap, request.batch, activation.shape[0], as_gram=training.is_gram
-            )
-            self._reports += self._assessor.conclude(ticket, training, reference)
+            training = self._plan.reduce(request.activation)
+        except Exception as error:
+            self._reports.append(request.ticket.failed(error))
+        else:
+            self.evaluate(request.ticket, request.batch, training)
+
+    def evaluate(self, ticket: Ticket, batch: Batch, training: ComparedOutput) -> None:
+        """Compare the training model's output for the batch, or the first rows of it, with the reference's."""
+        tap = ticket.tap
+        try:
+            activation = self._reference.activation(tap, batch)
+            if activation is None:
+                raise ValueError(f"the reference gave no activation at {tap}")
+            value = self._plan.compare(training, activation[: training.tensor.shape[0]])
         except Exception as error:
             self._reports.append(ticket.failed(error))
+            return
+        self._reports.append(ticket.reading(value))
+        try:
+            self._check_fidelity(tap, value)
+        except Exception as error:
+            what = "checking the reference against its full-precision form"
+            self._reports.append(Declined(step=0, what=what, reason=brief(error)))
 
     def poll(self) -> ControllerStatus:
         """Return what happened since the last call."""
@@ -209,15 +136,47 @@ class InlineController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference's state and the readings of this snapshot."""
-        return self._assessor.state_dict()
+        readings = {tap: list(values) for tap, values in self._readings.items()}
+        return {"reference": self._reference.state_dict(), "readings": readings, "checked": sorted(self._checked)}
+
+    def _check_fidelity(self, tap: str, value: float) -> None:
+        readings = self._readings.setdefault(tap, [])
+        if math.isfinite(value):
+            readings.append(value)
+        rung = self._reference.number_format
+        if len(readings) != self._checks_at or rung == "fp32" or tap in self._checked:
+            return
+        self._checked.add(tap)
+        plasticity, error = statistics.fmean(readings), self._reference.error(tap, self._metric)
+        if error is None:
+            return
+        outcome, error = self._improve(tap, error, plasticity)
+        checked = FidelityChecked(step=0, tap=tap, rung=rung, error=error, plasticity=plasticity, outcome=outcome)
+        self._reports += [checked, *self._reference.take_changes()]
+
+    def _improve(self, tap: str, error: float, plasticity: float) -> tuple[str, float]:
+        """Return what was made of an error, and the error after it."""
+        largest = max(self._plan.fidelity_share * plasticity, self._plan.harmless_error)
+        if error <= largest:
+            return "kept", error
+        if self._reference.recalibrate():
+            again = self._reference.error(tap, self._metric)
+            if again is not None and again <= largest:
+                return "recalibrated", again
+        reason = (
+            f"at {tap} its own error of {error:.1e} is above {self._plan.fidelity_share:.0%} of the recent "
+            f"plasticity of {plasticity:.1e}"
+        )
+        return ("escalated" if self._reference.escalate(reason) else "exhausted"), error
+
+    def _metric(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.tensor(self._plan.compare(self._plan.reduce(first), second))
 
 
 class AbsentController:
     """The controller of a policy that reads no plasticity: evaluates nothing."""
 
-    def refresh(
-        self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
-    ) -> bool:
+    def refresh(self, *_args: Any, **_kwargs: Any) -> bool:
         """Take no weights."""
         return False
 

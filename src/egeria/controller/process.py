@@ -1,39 +1,32 @@
-"""The controller in a separate process: training hands over, polls, and never waits."""
+"""The controller in a separate process: training hands over, polls, and never waits; and when it is chosen."""
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from egeria.config import ControllerConfig
+from egeria.controller.child import Child, Freed, TakeEvaluation, TakeSnapshot, Unusable
 from egeria.controller.inline import EvaluationPlan, InlineController
-from egeria.controller.launch import (
-    Child,
-    Freed,
-    FromController,
-    Heartbeat,
-    Ready,
-    Reports,
-    TakeEvaluation,
-    TakeModel,
-    TakeSnapshot,
-    ToController,
-    Unusable,
-    Watchdog,
-)
-from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket, brief
-from egeria.controller.shared_memory import SharedQueue, Slot
-from egeria.errors import ControllerError
-from egeria.events import ControllerRestarted, Declined, FaultCaught, ReadingDropped, ReferenceRefreshed, RungTaken
+from egeria.controller.protocol import Controller, ControllerStatus, Report, Request, Ticket
+from egeria.controller.shared_memory import Segment, SharedQueue, pack
+from egeria.errors import ControllerError, brief
+from egeria.events import ControllerRestarted, Declined, FaultCaught, ReadingDropped, RungTaken
 from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import RandomState
 from egeria.policy import Reading
 
+SPARE_CORES = 2
 LARGEST_SKELETON_BYTES = 64 * 2**20
+RESTARTS_WITHOUT_A_READING = 10
+ATTEMPTS_TO_START = 3
 
 
 class ProcessController:
@@ -46,39 +39,25 @@ class ProcessController:
 
     Where a process cannot be had at all, because it cannot be started or the model cannot be sent to it,
     evaluations are made in the training process instead, for good.
-
-    Args:
-        plan: how to evaluate.
-        config: how long the process may be silent, how often it is replaced, and what it may take.
     """
 
     def __init__(self, plan: EvaluationPlan, config: ControllerConfig) -> None:
-        self._plan = plan
-        self._config = config
-        self._queues = {
-            "evaluation": SharedQueue(config.queue_length),
-            "model": SharedQueue(1),
-            "snapshot": SharedQueue(2),  # one to work from, one on its way
-        }
+        self._plan, self._config = plan, config
+        # Of two snapshots the process works from one, and the other is on its way.
+        self._queues = {"evaluation": SharedQueue(config.queue_length), "snapshot": SharedQueue(2)}
+        self._model, self._model_bytes = Segment(), 0
         self._child: Child | None = None
         self._inline: InlineController | None = None
         self._newest: tuple[int, weakref.ref[nn.Module], Batch | None] | None = None
-        self._slots: dict[str, Slot] = {}
-        self._shapes: list[object] = []
+        self._shapes: list[object] | None = None
+        self._snapshot: TakeSnapshot | None = None
+        """The last one, for a process that replaces this one."""
+        self._precision = plan.precision
         self._pending: dict[int, Ticket] = {}
         self._reports: list[Report] = []
-        self._precision = plan.precision
-        self._watchdog = Watchdog(config)
-        self._past_cpu_s = self._child_cpu_s = 0.0
-        self._snapshot_evaluation = 0
-        self._num_refreshing = 0
-        self._is_deaf = False
-        self._has_ended = False
-
-    @property
-    def pid(self) -> int | None:
-        """The number of the process, None while there is none."""
-        return self._child.pid if self._child else None
+        self._num_restarts = self._num_without_reading = 0
+        self._has_come_up = self._has_ended = False
+        self._past_cpu_s = 0.0
 
     def refresh(
         self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
@@ -95,9 +74,7 @@ class ProcessController:
         if state is not None or self._has_ended:
             return False
         try:
-            if self._child is None:
-                self._start()
-            return self._queue_snapshot(evaluation, model, batch)
+            return self._queue_snapshot(self._child or self._start(), evaluation, model, batch)
         except ControllerError as error:
             self._evaluate_inline(error)
             return True
@@ -112,15 +89,16 @@ class ProcessController:
             self._reports.append(ticket.lost("the controller has ended"))
             return
         try:
-            training, num_rows = self._plan.reduce(activation), activation.shape[0]
-            slot = self._queues["evaluation"].put((request.batch, RandomState.current(), num_rows, training))
+            training = self._plan.reduce(activation)
+            slot = self._queues["evaluation"].put((request.batch, RandomState.current(), training))
         except Exception as error:
             self._reports.append(ticket.failed(error))
             return
         if slot is None:
             self._reports.append(ticket.lost("the controller is behind: its queue is full"))
             return
-        self._send(TakeEvaluation(ticket, slot))
+        if self._child is not None:
+            self._child.send(TakeEvaluation(ticket, slot))
         self._pending[ticket.evaluation] = ticket
 
     def poll(self) -> ControllerStatus:
@@ -136,14 +114,10 @@ class ProcessController:
                 self._start()
         except ControllerError as error:
             self._evaluate_inline(error)
-        if self._inline is not None:
-            self._reports += self._inline.poll().reports
         return self._status()
 
     def close(self) -> ControllerStatus:
         """End the process and give back the memory; evaluations under way are lost."""
-        if self._inline is not None:
-            self._reports += self._inline.close().reports
         self._release("the run ended before the controller came to it")
         self._has_ended = True
         return self._status()
@@ -155,11 +129,95 @@ class ProcessController:
     def _status(self) -> ControllerStatus:
         reports, self._reports = self._reports, []
         return ControllerStatus(
-            reports=reports,
+            reports=reports + (self._inline.poll().reports if self._inline else []),
             is_asynchronous=self._child is not None,
             has_ended=self._has_ended,
-            cpu_s=self._past_cpu_s + self._child_cpu_s,
+            cpu_s=self._past_cpu_s + (self._child.cpu_s if self._child else 0.0),
         )
+
+    def _start(self) -> Child:
+        segments = {"model": [self._model], **{name: queue.segments for name, queue in self._queues.items()}}
+        settings = {
+            "memory": {name: [each.descriptor for each in entries] for name, entries in segments.items()},
+            "load_limit": self._config.load_limit,
+            "patience_s": self._config.patience_s,
+            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+        }
+        try:
+            self._child = Child(settings, self._config.timeout_s)
+        except Exception as error:
+            raise ControllerError(f"the controller process cannot be started ({brief(error)})") from error
+        return self._child
+
+    def _queue_snapshot(self, child: Child, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
+        queue = self._queues["snapshot"]
+        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+        shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        is_new = shapes != self._shapes
+        if not queue.free or (is_new and len(queue.free) < len(queue.segments)):
+            return False
+        try:
+            if is_new:
+                self._model_bytes = self._pack_model(model, tensors)
+            slot = queue.put((tensors, batch))
+        except Exception as error:
+            raise ControllerError(f"the model cannot be sent to the controller process ({brief(error)})") from error
+        assert slot is not None
+        self._shapes = shapes
+        self._snapshot = TakeSnapshot(evaluation, slot, self._model_bytes if is_new else None, self._precision)
+        child.send(self._snapshot)
+        return True
+
+    def _pack_model(self, model: nn.Module, weights: list[Tensor]) -> int:
+        """Pack how the model is built; its weights follow with the snapshot."""
+        size_bytes = pack((self._plan, model), self._model, without_values=weights)
+        weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+        if size_bytes > max(LARGEST_SKELETON_BYTES, weights_bytes):
+            raise ValueError(f"its classes and attributes carry {size_bytes / 2**20:.0f} MiB along")
+        return size_bytes
+
+    def _receive(self, child: Child) -> None:
+        messages, fault = child.receive()
+        self._has_come_up = self._has_come_up or child.watchdog.is_ready
+        for message in messages:
+            if isinstance(message, Freed):
+                self._queues[message.queue].free.add(message.number)
+            elif isinstance(message, Unusable):
+                raise ControllerError(f"the model cannot be rebuilt in the controller process ({message.reason})")
+            else:
+                for report in message.reports:
+                    self._take_in(report)
+        if fault:
+            self._replace(fault)
+
+    def _take_in(self, report: Report) -> None:
+        if isinstance(report, Reading | ReadingDropped):
+            if self._pending.pop(report.evaluation, None) is None:
+                return
+            self._num_without_reading = 0
+        elif isinstance(report, RungTaken) and report.before:
+            # A process that replaces this one begins where it ended. The first choice it makes by itself.
+            self._precision = report.after.removesuffix("-static")
+        self._reports.append(report)
+
+    def _replace(self, reason: str) -> None:
+        """End the process and start another, which gets the model and the last snapshot again."""
+        reason = f"{reason} ({self._end_child()})"
+        if not self._has_come_up and self._num_without_reading == ATTEMPTS_TO_START:
+            raise ControllerError(f"the controller process does not come up: {reason}")
+        self._drop_pending(f"the controller was replaced: {reason}")
+        self._num_restarts += 1
+        self._num_without_reading += 1
+        if self._num_without_reading > RESTARTS_WITHOUT_A_READING or self._num_restarts > self._config.restarts:
+            self._has_ended = True
+            text = f"it ended {self._num_restarts} times, last because {reason}"
+            self._reports.append(Declined(step=0, what="judging plasticity", reason=text))
+            return
+        child = self._start()
+        self._reports.append(ControllerRestarted(step=0, count=self._num_restarts, reason=reason))
+        if self._snapshot is not None:
+            child.send(replace(self._snapshot, model_bytes=self._model_bytes, precision=self._precision))
 
     def _evaluate_inline(self, error: ControllerError) -> None:
         self._release("its controller process is given up")
@@ -176,141 +234,14 @@ class ProcessController:
             text = "the weights are gathered anew"
             self._reports.append(FaultCaught(step=0, where="refreshing the reference", error=text, count=1))
 
-    # --- to the process ------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        descriptors = {name: [entry.descriptor for entry in queue.segments] for name, queue in self._queues.items()}
-        settings = {
-            "queues": descriptors,
-            "load_limit": self._config.load_limit,
-            "patience_s": self._config.patience_s,
-            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-            "matmul_precision": torch.get_float32_matmul_precision(),
-        }
-        try:
-            self._child = Child(settings, [entry for entries in descriptors.values() for entry in entries])
-        except Exception as error:
-            raise ControllerError(f"the controller process cannot be started ({brief(error)})") from error
-        self._watchdog.note_start()
-
-    def _queue_snapshot(self, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
-        snapshots = self._queues["snapshot"]
-        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-        try:
-            shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
-            is_new = shapes != self._shapes
-            if not snapshots.free or (is_new and len(snapshots.free) < len(snapshots.segments)):
-                return False
-            if is_new:
-                self._slots["model"] = self._pack_model(model, tensors)
-            slot = snapshots.put((tensors, batch))
-        except Exception as error:
-            raise ControllerError(f"the model cannot be sent to the controller process ({brief(error)})") from error
-        assert slot is not None
-        self._shapes, self._snapshot_evaluation, self._slots["snapshot"] = shapes, evaluation, slot
-        self._send_snapshot(with_model=is_new)
-        return True
-
-    def _pack_model(self, model: nn.Module, weights: list[Tensor]) -> Slot:
-        """Pack how the model is built; its weights follow with the snapshot."""
-        models = self._queues["model"]
-        models.empty()
-        slot = models.put((self._plan, model), without_values=weights)
-        assert slot is not None
-        weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-        if slot.size_bytes > max(LARGEST_SKELETON_BYTES, weights_bytes):
-            raise ValueError(f"its classes and attributes carry {slot.size_bytes / 2**20:.0f} MiB along")
-        return slot
-
-    def _send_snapshot(self, *, with_model: bool) -> None:
-        if with_model:
-            self._send(TakeModel(self._slots["model"], self._precision))
-        self._num_refreshing += 1
-        self._send(TakeSnapshot(self._snapshot_evaluation, self._slots["snapshot"]))
-
-    def _send(self, message: ToController) -> None:
-        """Send; where that fails `poll` replaces the process."""
-        if self._child is None:
-            return
-        if not self._is_busy:
-            self._watchdog.note_work()  # there was nothing to do before
-        try:
-            self._child.send(message)
-        except Exception:
-            self._is_deaf = True
-
-    # --- from the process ----------------------------------------------------------------------
-
-    @property
-    def _is_busy(self) -> bool:
-        return bool(self._pending or self._num_refreshing) or not self._watchdog.is_ready
-
-    def _receive(self, child: Child) -> None:
-        try:
-            for message in child.receive():
-                self._take_in_message(message)
-        except (EOFError, OSError):
-            self._replace("it died")
-        else:
-            if self._is_deaf:
-                self._replace("it does not read its messages")
-            elif self._is_busy and self._watchdog.is_lost:
-                self._replace(f"it gave no sign of life for {self._config.timeout_s:g} s")
-
-    def _take_in_message(self, message: FromController) -> None:
-        if isinstance(message, Heartbeat):
-            self._watchdog.note_heartbeat()
-            return
-        self._watchdog.note_work()
-        if isinstance(message, Ready):
-            self._watchdog.note_ready()
-        elif isinstance(message, Freed):
-            if message.queue != "model":  # kept for a process that replaces this one
-                self._queues[message.queue].free.add(message.number)
-        elif isinstance(message, Unusable):
-            raise ControllerError(f"the model cannot be rebuilt in the controller process ({message.reason})")
-        elif isinstance(message, Reports):
-            self._child_cpu_s = message.cpu_s
-            for report in message.reports:
-                self._take_in_report(report)
-
-    def _take_in_report(self, report: Report) -> None:
-        if isinstance(report, Reading | ReadingDropped):
-            if self._pending.pop(report.evaluation, None) is None:
-                return
-            self._watchdog.note_reading()
-        elif isinstance(report, RungTaken) and report.before:
-            # A process that replaces this one begins where it ended. The first choice it makes by itself.
-            self._precision = report.after.removesuffix("-static")
-        elif isinstance(report, ReferenceRefreshed | FaultCaught):
-            self._num_refreshing = max(0, self._num_refreshing - 1)
-        self._reports.append(report)
-
-    # --- replacing it --------------------------------------------------------------------------
-
-    def _replace(self, reason: str) -> None:
-        """End the process and start another, which gets the model and the last snapshot again."""
-        reason = f"{reason} ({self._end_child()})"
-        if self._watchdog.never_came_up:
-            raise ControllerError(f"the controller process does not come up: {reason}")
-        self._drop_pending(f"the controller was replaced: {reason}")
-        if not self._watchdog.allow_restart():
-            self._has_ended = True
-            text = f"it ended {self._watchdog.num_restarts} times, last because {reason}"
-            self._reports.append(Declined(step=0, what="judging plasticity", reason=text))
-            return
-        self._start()
-        self._reports.append(ControllerRestarted(step=0, count=self._watchdog.num_restarts, reason=reason))
-        if "snapshot" in self._slots:
-            self._send_snapshot(with_model=True)
-
     def _end_child(self) -> str:
         child, self._child = self._child, None
-        self._num_refreshing, self._is_deaf = 0, False
-        self._past_cpu_s, self._child_cpu_s = self._past_cpu_s + self._child_cpu_s, 0.0
         self._queues["evaluation"].empty()
-        self._queues["snapshot"].empty(but=self._slots.get("snapshot"))  # for a process that replaces this one
-        return child.end() if child is not None else ""
+        self._queues["snapshot"].empty(but=self._snapshot.slot if self._snapshot else None)
+        if child is None:
+            return ""
+        self._past_cpu_s += child.cpu_s
+        return child.end()
 
     def _drop_pending(self, reason: str) -> None:
         self._reports += [ticket.lost(reason) for ticket in self._pending.values()]
@@ -321,3 +252,77 @@ class ProcessController:
         self._end_child()
         for queue in self._queues.values():
             queue.close()
+        self._model.close()
+
+
+# --- whether there is to be a process ----------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerChoice:
+    """A kind of controller, where its reference runs, and why."""
+
+    kind: str
+    """'process' or 'inline'."""
+    device: str
+    """'cpu' or 'cuda'."""
+    reason: str
+
+
+def make_controller(choice: ControllerChoice, plan: EvaluationPlan, config: ControllerConfig) -> Controller:
+    """Return a controller of the chosen kind.
+
+    Args:
+        choice: of the kind.
+        plan: how to evaluate.
+        config: what a controller process may take.
+    """
+    return InlineController(plan) if choice.kind == "inline" else ProcessController(plan, config)
+
+
+def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:
+    """Choose a kind of controller.
+
+    Args:
+        kind: 'auto', 'process' or 'inline'; what is not 'auto' is taken.
+        device: 'auto', 'cpu' or 'cuda': where the reference runs.
+        model: the model in training.
+        loader: its loader, whose workers need cores too.
+    """
+    on_accelerator = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    cores, spare = usable_cores(), spare_cores(loader)
+    found = f"{cores:g} cores can be used and {max(spare, 0):g} of them are spare"
+    if device == "cuda" and not on_accelerator:
+        device, found = "cpu", f"{found}; reference.device is 'cuda', but the model is not on one"
+    if device == "auto":
+        device = "cuda" if on_accelerator and kind != "process" and spare < 1 else "cpu"
+    if device == "cuda":
+        kind, reason = "inline", f"the reference runs beside the training on its device; {found}"
+    elif os.name != "posix":
+        kind, reason = "inline", "the controller process needs a POSIX system"
+    elif kind != "auto":
+        reason = f"set in controller.kind; {found}"
+    elif on_accelerator:
+        kind, reason = "process", f"training is on an accelerator; {found}"
+    else:
+        kind, reason = "process" if spare >= SPARE_CORES else "inline", f"training is on the CPU, {found}"
+    return ControllerChoice(kind=kind, device=device, reason=reason)
+
+
+def spare_cores(loader: Any = None) -> float:
+    """Return how many cores neither training threads nor data workers of this job need."""
+    workers = getattr(loader, "num_workers", 0)
+    each = torch.get_num_threads() + (workers if isinstance(workers, int) else 0)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return usable_cores() - each * (int(ranks) if ranks.isdigit() else 1)
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """Return how many cores this process may use, by its affinity and its container's quota."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
+    try:
+        granted, _, period = quota.read_text(encoding="ascii").partition(" ")
+        return min(cores, int(granted) / int(period))
+    except (OSError, ValueError):
+        return cores

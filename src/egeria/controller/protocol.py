@@ -8,37 +8,29 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from egeria.errors import brief
 from egeria.events import Event, ReadingDropped
 from egeria.layers.batch import Batch
 from egeria.policy import Reading
 
-LONGEST_TEXT = 500
 
-
-def brief(error: Exception) -> str:
-    """Return an error in a few words, for a message or the journal."""
-    return f"{type(error).__name__}: {error}"[:LONGEST_TEXT]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationFailed(ReadingDropped):
+    """A dropped reading whose evaluation raised: after three in a row no more evaluations are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """Which evaluation it is: what pairs the outputs of the two models."""
+    """Which evaluation it is, and the submodule whose output is the module's activation."""
 
     evaluation: int
     step: int
     module: int
     tap: str
-    """The submodule whose output is the module's activation."""
 
-    def reading(self, value: float, controller_cpu_s: float = 0.0) -> Reading:
+    def reading(self, value: float) -> Reading:
         """Return the reading of this evaluation."""
-        return Reading(
-            step=self.step,
-            evaluation=self.evaluation,
-            module=self.module,
-            value=value,
-            controller_cpu_s=controller_cpu_s,
-        )
+        return Reading(step=self.step, evaluation=self.evaluation, module=self.module, value=value)
 
     def failed(self, error: Exception) -> EvaluationFailed:
         """Return the event of an evaluation that raised."""
@@ -47,11 +39,6 @@ class Ticket:
     def lost(self, reason: str) -> ReadingDropped:
         """Return the event of an evaluation that never took place, though nothing is wrong."""
         return ReadingDropped(step=self.step, evaluation=self.evaluation, module=self.module, reason=reason)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationFailed(ReadingDropped):
-    """A dropped reading whose evaluation raised: after three in a row no more evaluations are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +56,7 @@ Report = Reading | Event
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerStatus:
-    """What happened since the last poll, and how the controller stands now."""
+    """What happened since the last poll, and the state of the controller now."""
 
     reports: list[Report] = field(default_factory=list)
     """Readings and journal events in order. The session fills in the `step` of the events and what it spent itself.

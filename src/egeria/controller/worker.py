@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -19,23 +20,13 @@ import psutil
 import torch
 from torch import nn
 
-from egeria.controller.inline import Assessor
-from egeria.controller.launch import (
-    Freed,
-    FromController,
-    Heartbeat,
-    Ready,
-    Reports,
-    TakeEvaluation,
-    TakeModel,
-    TakeSnapshot,
-    ToController,
-    Unusable,
-    is_writable,
-)
-from egeria.controller.protocol import Report, brief
+from egeria.controller.child import Freed, Heartbeat, Reports, TakeEvaluation, TakeSnapshot, Unusable, is_writable
+from egeria.controller.inline import InlineController
+from egeria.controller.protocol import Report
 from egeria.controller.shared_memory import Segment, unpack
+from egeria.errors import brief
 from egeria.events import FaultCaught, ReferenceRefreshed
+from egeria.policy import Reading
 from egeria.reference import warm_up
 
 LOOK_EVERY_S = 0.1
@@ -48,32 +39,22 @@ def main(
     *,
     pipe: int,
     parent: int,
-    queues: Mapping[str, Sequence[int]],
+    memory: Mapping[str, Sequence[int]],
     load_limit: float,
     patience_s: float,
     default_dtype: str,
     matmul_precision: str,
 ) -> None:
-    """Serve until the training process is gone; all arguments are plain values.
-
-    Args:
-        pipe: descriptor of our end.
-        parent: number of the training process.
-        queues: descriptors of the segments of each queue.
-        load_limit: of the gate.
-        patience_s: of the gate.
-        default_dtype: of the training process, as is `matmul_precision`.
-        matmul_precision: of `torch.set_float32_matmul_precision`.
-    """
-    sender = Sender(Connection(pipe))
+    """Serve until the training process is gone; pipe and memory are descriptors, the rest are its settings."""
+    server = Server(Connection(pipe), memory)
     lower_priority()
-    watch_parent(parent, sender)
+    threading.Thread(target=server.watch, args=(parent,), daemon=True).start()
     status = 0
     try:
         warm_up()
         torch.set_default_dtype(getattr(torch, default_dtype))
         torch.set_float32_matmul_precision(matmul_precision)
-        Server(sender, queues, LoadGate(load_limit, patience_s)).serve()
+        server.serve(LoadGate(load_limit, patience_s))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the training process has closed its end
     except BaseException:
@@ -85,7 +66,7 @@ def main(
 
 
 def lower_priority() -> None:
-    """Take one thread and a low priority, and ignore Ctrl-C, which is for the training process."""
+    """Take one thread and a low priority, and ignore Ctrl-C, which is meant for the training process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with contextlib.suppress(OSError, AttributeError):
@@ -94,10 +75,19 @@ def lower_priority() -> None:
         os.nice(5)  # 10 starved it: a first build took 19 s on a busy machine
 
 
-def watch_parent(parent: int, sender: Sender) -> None:
-    """End this process when the training process is gone; send heartbeats while it computes."""
+class Server:
+    """Works through the messages in order, while there is room for work."""
 
-    def watch() -> None:
+    def __init__(self, pipe: Connection, memory: Mapping[str, Sequence[int]]) -> None:
+        self._pipe = pipe
+        self._sending = threading.Lock()
+        self._memory = {name: [Segment(entry) for entry in descriptors] for name, descriptors in memory.items()}
+        self._work: deque[TakeSnapshot | TakeEvaluation] = deque()
+        self._model: nn.Module | None = None
+        self._controller: InlineController | None = None
+
+    def watch(self, parent: int) -> None:
+        """End this process when the training process is gone; send heartbeats while it computes."""
         # A closed pipe is no sure sign: data workers forked from the training process hold its end open.
         spent_s = 0.0
         while os.getppid() == parent:
@@ -105,134 +95,90 @@ def watch_parent(parent: int, sender: Sender) -> None:
             if time.process_time() - spent_s > WATCH_EVERY_S / 10:  # it computes: no hanging, however long it takes
                 spent_s = time.process_time()
                 with contextlib.suppress(OSError):
-                    sender.send_heartbeat()
+                    self._send_heartbeat()
         os._exit(0)
 
-    threading.Thread(target=watch, daemon=True).start()
-
-
-class Sender:
-    """The pipe to the training process, for the thread that works and the one that sends heartbeats."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
-        self._lock = threading.Lock()
-
-    def send(self, message: FromController) -> None:
-        """Send a message, however long that takes."""
-        with self._lock:
-            self.pipe.send(message)
-
-    def send_heartbeat(self) -> None:
-        """Send that this process is alive, if that is possible at once."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if is_writable(self.pipe):
-                    self.pipe.send(Heartbeat())
-            finally:
-                self._lock.release()
-
-
-class Server:
-    """Works through the messages in order, while the gate allows it.
-
-    Args:
-        sender: to the training process.
-        queues: descriptors of the segments of each queue.
-        gate: when there is room for work.
-    """
-
-    def __init__(self, sender: Sender, queues: Mapping[str, Sequence[int]], gate: LoadGate) -> None:
-        self._sender = sender
-        self._pipe = sender.pipe
-        self._queues = {name: [Segment(entry) for entry in descriptors] for name, descriptors in queues.items()}
-        self._gate = gate
-        self._work: deque[ToController] = deque()
-        self._model: nn.Module | None = None
-        self._assessor: Assessor | None = None
-
-    def serve(self) -> None:
-        """Serve until the training process closes its end."""
-        self._sender.send(Ready())
+    def serve(self, gate: LoadGate) -> None:
+        """Serve until the training process closes its end, and work when the gate is open."""
+        self._report()
         while True:
             if self._pipe.poll(0):
                 self._work.append(self._pipe.recv())  # at once, so that the pipe never fills up
-            elif self._work and self._gate.lets_through():
-                self._do(self._work.popleft())
-            elif self._pipe.poll(LOOK_EVERY_S if self._work else None):
-                self._work.append(self._pipe.recv())
-            else:
-                self._sender.send_heartbeat()  # it waits for room
+            elif self._work and gate.lets_through():
+                message = self._work.popleft()
+                if isinstance(message, TakeSnapshot):
+                    self._refresh(message)
+                else:
+                    self._evaluate(message)
+            elif not self._pipe.poll(LOOK_EVERY_S if self._work else None):
+                self._send_heartbeat()  # it waits for room
 
-    def _do(self, message: ToController) -> None:
-        if isinstance(message, TakeModel):
-            self._take_model(message)
-        elif isinstance(message, TakeSnapshot):
-            self._take_snapshot(message)
-        else:
-            self._evaluate(message)
-
-    def _take_model(self, message: TakeModel) -> None:
-        try:
-            plan, self._model = self._take("model", message)
-            self._assessor = Assessor(replace(plan, precision=message.precision))
-        except Exception as error:
-            self._sender.send(Unusable(brief(error)))
-
-    def _take_snapshot(self, message: TakeSnapshot) -> None:
+    def _refresh(self, message: TakeSnapshot) -> None:
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        evaluation = message.evaluation
+        try:
+            if message.model_bytes is not None:
+                plan, self._model = unpack(self._memory["model"][0], message.model_bytes)
+                self._controller = InlineController(replace(plan, precision=message.precision))
+        except Exception as error:
+            self._send(Unusable(brief(error)))
+            return
+        assert self._model is not None and self._controller is not None
         try:
             tensors, batch = self._take("snapshot", message)
-            if self._model is None or self._assessor is None:
-                raise RuntimeError("there is no model to put the weights into")
             with torch.no_grad():
                 for mine, theirs in zip((*self._model.parameters(), *self._model.buffers()), tensors, strict=True):
                     mine.copy_(theirs)
-            reports = self._assessor.refresh(evaluation, self._model, batch)
+            self._controller.refresh(message.evaluation, self._model, batch)
         except Exception as error:
-            reports = [FaultCaught(step=0, where="refreshing the reference", error=brief(error), count=1)]
-        spent = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
-        self._report(*(_with_cost(report, *spent) for report in reports))
+            self._report(FaultCaught(step=0, where="refreshing the reference", error=brief(error), count=1))
+            return
+        wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+        *changes, refreshed = self._controller.poll().reports
+        assert isinstance(refreshed, ReferenceRefreshed)
+        self._report(*changes, replace(refreshed, controller_wall_s=wall_s, controller_cpu_s=cpu_s))
 
     def _evaluate(self, message: TakeEvaluation) -> None:
         ticket, begin_s = message.ticket, time.process_time()
         try:
-            batch, random_state, num_rows, training = self._take("evaluation", message)
+            batch, random_state, training = self._take("evaluation", message)
             random_state.set()
-            if self._assessor is None:
-                raise RuntimeError("there is no reference model")
-            reference = self._assessor.run_reference(ticket.tap, batch, num_rows, as_gram=training.is_gram)
+            assert self._controller is not None
+            self._controller.evaluate(ticket, batch, training)
         except Exception as error:
             self._report(ticket.failed(error))
             return
-        cpu_s = time.process_time() - begin_s
-        self._report(*self._assessor.conclude(ticket, training, reference, cpu_s))
+        result, *others = self._controller.poll().reports
+        if isinstance(result, Reading):
+            result = replace(result, controller_cpu_s=time.process_time() - begin_s)
+        self._report(result, *others)
 
-    def _take(self, queue: str, message: ToController) -> Any:
+    def _take(self, queue: str, message: TakeSnapshot | TakeEvaluation) -> Any:
         try:
-            return unpack(self._queues[queue][message.slot.number], message.slot.size_bytes)
+            return unpack(self._memory[queue][message.slot.number], message.slot.size_bytes)
         finally:
-            self._sender.send(Freed(queue, message.slot.number))
+            self._send(Freed(queue, message.slot.number))
 
     def _report(self, *reports: Report) -> None:
-        self._sender.send(Reports(reports, time.process_time()))
+        self._send(Reports(reports, time.process_time()))
 
+    def _send(self, message: Freed | Unusable | Reports) -> None:
+        with self._sending:  # two threads send
+            self._pipe.send(message)
 
-def _with_cost(report: Report, wall_s: float, cpu_s: float) -> Report:
-    if not isinstance(report, ReferenceRefreshed):
-        return report
-    return replace(report, controller_wall_s=wall_s, controller_cpu_s=cpu_s)
+    def _send_heartbeat(self) -> None:
+        """Send that this process is alive, if that is possible at once."""
+        if self._sending.acquire(blocking=False):
+            try:
+                if is_writable(self._pipe):
+                    self._pipe.send(Heartbeat())
+            finally:
+                self._sending.release()
 
 
 class LoadGate:
-    """Closed while the rest of the machine is busier than `limit`, but never for longer than `patience_s`.
+    """Closed while others use more than `limit` of all processors, but never for longer than `patience_s`.
 
-    Args:
-        limit: share of all processors, 0 to 1; 1 keeps it open.
-        patience_s: seconds of waiting after which one evaluation goes through all the same.
-        load: returns the share of all processors that others are using.
-        clock: seconds.
+    A limit of 1 keeps it open.
     """
 
     def __init__(
@@ -242,12 +188,10 @@ class LoadGate:
         load: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limit = limit
-        self._patience_s = patience_s
-        self._load = load or RestOfMachine()
-        self._clock = clock
+        self._limit, self._patience_s = limit, patience_s
+        self._load, self._clock = load or functools.partial(load_of_others, psutil.Process()), clock
         self._sampled_at = clock()
-        self._is_open = limit >= 1
+        self._is_open = False
         self._waiting_since: float | None = None
 
     def lets_through(self) -> bool:
@@ -270,23 +214,7 @@ class LoadGate:
         return True
 
 
-class RestOfMachine:
-    """The load of all other processes since the last call, as a share of all processors."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._own_s, self._at_s = self._read()
-        psutil.cpu_percent(interval=None)
-
-    def __call__(self) -> float:
-        """Return the load, 0 to 1."""
-        everyone = psutil.cpu_percent(interval=None) / 100
-        own_s, at_s = self._read()
-        elapsed_s = max(at_s - self._at_s, 1e-6) * (psutil.cpu_count() or 1)
-        own = (own_s - self._own_s) / elapsed_s
-        self._own_s, self._at_s = own_s, at_s
-        return min(1.0, max(0.0, everyone - own))
-
-    def _read(self) -> tuple[float, float]:
-        times = self._process.cpu_times()
-        return times.user + times.system, time.monotonic()
+def load_of_others(process: psutil.Process) -> float:
+    """Return the share of all processors, 0 to 1, that other processes have used since the last call."""
+    own = process.cpu_percent() / (psutil.cpu_count() or 1)
+    return min(1.0, max(0.0, (psutil.cpu_percent() - own) / 100))
