@@ -27,11 +27,11 @@ from egeria.reference import (
     Machine,
     QuantizedReference,
     SnapshotReference,
-    formats,
-    int8,
+    machine,
     quantization,
     warm_up,
 )
+from egeria.reference.formats import StaticInt8
 from loops import outside
 from menagerie import MENAGERIE
 
@@ -99,8 +99,8 @@ def activations(reference, taps, batch):
 
 
 def exact(model, tap, batch):
-    reference = SnapshotReference()
-    reference.refresh(model, batch)
+    reference = SnapshotReference(str(batch.args[0].device) if batch.args else "cpu")
+    reference.refresh(model)
     return reference.activation(tap, batch)
 
 
@@ -223,7 +223,7 @@ def test_the_machine_is_what_onednn_may_use(cap, expected, old_torch, monkeypatc
         else:
             monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
     flags = frozenset({"avx512_vnni", "avx512_bf16", "amx_bf16"})
-    monkeypatch.setattr(formats, "_cpuinfo_flags", lambda: flags)
+    monkeypatch.setattr(machine, "_cpu_flags", lambda: flags)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if cap:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
@@ -484,10 +484,8 @@ def test_a_torch_without_quantisation_is_no_obstacle(monkeypatch):
 )
 def test_unusable_activations_are_passed_over(damage, message, monkeypatch):
     model, batch = resnet()
-    whole = int8.StaticInt8.readings
-    monkeypatch.setattr(
-        int8.StaticInt8, "readings", lambda self, b: {tap: damage(a) for tap, a in whole(self, b).items()}
-    )
+    whole = StaticInt8.readings
+    monkeypatch.setattr(StaticInt8, "readings", lambda self, b: {tap: damage(a) for tap, a in whole(self, b).items()})
     reference = built(model, batch, machine=BF16)
     assert reference.number_format == "bf16" and message in reference.reason
 
@@ -498,7 +496,7 @@ def test_a_failure_while_running_leads_on(monkeypatch):
     with pytest.raises(RuntimeError):  # float32 cannot do this either
         reference.activation("layer1.0", batch_of(torch.zeros(2, 5, 16, 16)))
     assert reference.number_format == "int8-static"
-    monkeypatch.setattr(int8.StaticInt8, "activation", lambda *_: 1 / 0)
+    monkeypatch.setattr(StaticInt8, "activation", lambda *_: 1 / 0)
     assert reference.activation("layer1.0", batch).shape == (8, 16, 16, 16)
     assert reference.number_format == "bf16" and "ZeroDivisionError" in reference.reason
 

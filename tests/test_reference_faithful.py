@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn import functional
 
 from egeria.layers.batch import Autocast, Batch
+from egeria.layers.taps import capture
 from egeria.plasticity import sp_loss
-from egeria.reference import Machine, QuantizedReference, SnapshotReference, int8
-from egeria.reference.formats import RunnableFormat
+from egeria.reference import Machine, QuantizedReference, SnapshotReference
+from egeria.reference.formats import StaticInt8
 
 BF16 = Machine(vnni=True, avx512_bf16=True)
 PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
@@ -114,7 +115,7 @@ def test_dice_are_thrown_at_every_call(die, precision):
 def test_dice_that_a_graph_throws_too_stay_in_it(precision):
     model, batch = Noisy(None), batch_of(images())
     reference = built(model, batch, precision)
-    assert reference._format.found()["parts"].keys() == {""}
+    assert reference._format.found["parts"].keys() == {""}
     for seed in range(3):
         torch.manual_seed(seed)
         assert_close(reference, model, batch, LIMITS[precision])
@@ -124,7 +125,7 @@ def test_dice_that_a_graph_throws_too_stay_in_it(precision):
 def test_a_generator_of_its_own_keeps_a_module_from_being_traced(precision):
     model, batch = Branching(lambda: True), batch_of(images())
     model.dice = random.Random(0)
-    parts = built(model, batch, precision)._format.found()["parts"]
+    parts = built(model, batch, precision)._format.found["parts"]
     assert parts and "" not in parts
 
 
@@ -251,10 +252,8 @@ def test_hooks_in_front_of_a_module_keep_working(name, precision):
 
 
 def _damage(monkeypatch, damage):
-    whole = int8.StaticInt8.readings
-    monkeypatch.setattr(
-        int8.StaticInt8, "readings", lambda self, b: {tap: damage(a) for tap, a in whole(self, b).items()}
-    )
+    whole = StaticInt8.readings
+    monkeypatch.setattr(StaticInt8, "readings", lambda self, b: {tap: damage(a) for tap, a in whole(self, b).items()})
 
 
 def test_activations_of_another_model_are_passed_over(monkeypatch):
@@ -323,14 +322,13 @@ def _run_anew(script):
 
 
 def test_kernels_that_complain_at_every_call_are_not_heard(monkeypatch):
-    def complaining(self, tap, batch):
+    def complaining(*call):
         warnings.warn("these ranges differ", UserWarning, stacklevel=1)
-        return activation(self, tap, batch)
+        return capture(*call)
 
     reference = built(_convnet(), batch := batch_of(images()), "int8", ("2", "3"))
     assert reference.number_format == "int8-static"
-    activation = RunnableFormat.activation
-    monkeypatch.setattr(RunnableFormat, "activation", complaining)
+    monkeypatch.setattr("egeria.reference.formats.capture", complaining)
     for _ in range(2):
         assert reference.activation("3", batch) is not None
     assert reference.number_format == "int8-static"

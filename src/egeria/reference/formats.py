@@ -1,119 +1,26 @@
-"""The number formats of a reference, each built from the float32 snapshot, and which of them the CPU is fast in."""
+"""The number formats of a reference, each built from the float32 snapshot."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from egeria import tree
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.taps import capture
 from egeria.layers.undisturbed import undisturbed
-from egeria.reference.folding import FoldedModel, fold_model
-from egeria.reference.survey import Survey, Workload, in_fp32, read_taps
-from egeria.reference.tracing import is_altered
+from egeria.reference import quantization
+from egeria.reference.machine import FormatName, Machine
+from egeria.reference.survey import Readings, Survey, check_readings, in_fp32, read_taps
+from egeria.reference.tracing import FoldedModel, is_altered, is_plain, sharing_copy
 
-_Result = TypeVar("_Result")
-FormatName = Literal["int8-static", "int8-dynamic", "bf16", "fp32"]
-
-# Ascending, as oneDNN orders them; a cap allows what stands before it and itself.
-_CAPS = (
-    "SSE41",
-    "AVX",
-    "AVX2",
-    "AVX2_VNNI",
-    "AVX2_VNNI_2",
-    "AVX512_CORE",
-    "AVX512_CORE_VNNI",
-    "AVX512_CORE_BF16",
-    "AVX512_CORE_FP16",
-    "AVX512_CORE_AMX",
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """The instructions for int8 and bf16 that kernels may use in this process."""
-
-    vnni: bool = False
-    """AVX-512 VNNI: sums of int8 products in 32 bits, so that activations may use all 8 bits."""
-    avx512_bf16: bool = False
-    """Products of bf16 vectors."""
-    amx: bool = False
-    """Products of int8 and bf16 matrices."""
-
-    @classmethod
-    def here(cls) -> Machine:
-        """Return what this CPU has, as far as the environment variable ONEDNN_MAX_CPU_ISA allows its use."""
-        flags = _cpuinfo_flags()
-        return cls(
-            vnni=_has("_is_vnni_supported", "avx512_vnni", flags) and _allowed("AVX512_CORE_VNNI"),
-            avx512_bf16=_has("_is_avx512_bf16_supported", "avx512_bf16", flags) and _allowed("AVX512_CORE_BF16"),
-            amx=_has("_is_amx_tile_supported", "amx_bf16", flags) and _allowed("AVX512_CORE_AMX"),
-        )
-
-    @property
-    def fast_bf16(self) -> bool:
-        """Whether bf16 beats float32.
-
-        Measured with one thread: 3x on residual nets and 1.9x on BERT by AVX-512 BF16 alone, 4 to 9x
-        with AMX, and a fifth to two thirds of the speed of float32 without either.
-        """
-        return self.amx or self.avx512_bf16
-
-    def fallback_order(self, workload: Workload, precision: str = "auto") -> tuple[FormatName, ...]:
-        """Return the formats to try for a workload, the cheapest first, the most exact last."""
-        int8: FormatName = "int8-static" if workload == "convolutions" else "int8-dynamic"
-        exact: tuple[FormatName, ...] = ("bf16", "fp32") if self.fast_bf16 else ("fp32",)
-        if precision == "int8":
-            return (int8, *exact)
-        if precision == "int8-dynamic":
-            return ("int8-dynamic", *exact)
-        if precision == "bf16":
-            return ("bf16", "fp32")
-        if precision == "fp32":
-            return ("fp32",)
-        # With AMX, bf16 outruns quantising every activation again, and is far more exact.
-        return exact if self.amx and int8 == "int8-dynamic" else (int8, *exact)
-
-    def __str__(self) -> str:
-        names = {"AVX-512 VNNI": self.vnni, "AVX-512 BF16": self.avx512_bf16, "AMX": self.amx}
-        return ", ".join(name for name, has in names.items() if has) or "neither VNNI, BF16 nor AMX"
-
-
-def _has(function: str, flag: str, flags: frozenset[str]) -> bool:
-    # Private functions, some of them missing before torch 2.13.
-    ask = getattr(torch.cpu, function, None)
-    return bool(ask()) if callable(ask) else flag in flags
-
-
-def _cpuinfo_flags() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split())
-
-
-def _allowed(needed: str) -> bool:
-    cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").strip().upper()
-    # An unknown name is no cap to oneDNN either; what comes after plain AMX includes it.
-    return cap not in _CAPS or _CAPS.index(cap) >= _CAPS.index(needed)
-
-
-_KEPT_IN_FLOAT32 = (
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.modules.batchnorm._NormBase,
-)
+_KEPT_IN_FLOAT32 = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+_LEAST_SHARE = 0.4
+_CALIBRATION_PRODUCTS = 1.2e10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,56 +46,56 @@ class FormatInputs:
         forms = self.built.get("parts")
         if self.survey is None and forms is None:
             raise ValueError("there is no batch to try it on")
-        return fold_model(self.snapshot, self.taps, self.survey, forms)
+        return FoldedModel(self.snapshot, self.taps, None if self.survey is None else self.survey.batch, forms)
+
+    def require_float32(self) -> None:
+        """Raise where weights are not float32: converting them would change what is compared.
+
+        Raises:
+            ValueError: a parameter has another floating-point type.
+        """
+        found = {parameter.dtype for parameter in self.snapshot.parameters() if parameter.is_floating_point()}
+        if found - {torch.float32}:
+            others = ", ".join(sorted(map(str, found - {torch.float32})))
+            raise ValueError(f"the weights must be float32, found {others}")
 
 
-class NumberFormat(Protocol):
-    """The snapshot in one number format."""
+class NumberFormat:
+    """The snapshot in one number format: a model of our own, and where in it the taps are read."""
 
     name: FormatName
+    detail: str
+    """How it is made, for the journal."""
+    found: Mapping[str, Any]
+    """What the build has found out, for `FormatInputs.built`."""
+    _kernels: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    @property
-    def detail(self) -> str:
-        """How it is made."""
-        ...
+    def __init__(self, model: nn.Module, hooks: Mapping[str, str], autocast: Autocast) -> None:
+        self._model, self._hooks, self._autocast = model, hooks, autocast
 
     def update(self) -> None:
         """Take over the weights of the snapshot as they are now."""
-        ...
+        raise NotImplementedError
 
-    def readings(self, batch: Batch) -> dict[str, Tensor | None]:
+    def readings(self, batch: Batch) -> Readings:
         """Return the activations at all taps."""
-        ...
+        with self._kernels():
+            return read_taps(self._model, self._hooks, replace(batch, autocast=self._autocast))
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
         """Return the activation at one tap in float32, running the model no further."""
-        ...
-
-    def found(self) -> dict[str, Any]:
-        """Return what the build has found out, for `FormatInputs.built`."""
-        ...
+        with self._kernels():
+            return _run_to(self._model, self._hooks[tap], replace(batch, autocast=self._autocast))
 
 
-class RunnableFormat:
-    """A model of our own, and where in it the taps are read."""
-
-    def __init__(self, model: nn.Module, hooks: Mapping[str, str], autocast: Any) -> None:
-        self._model, self._hooks, self._autocast = model, hooks, autocast
-
-    def readings(self, batch: Batch) -> dict[str, Tensor | None]:
-        """Return the activations at all taps."""
-        return read_taps(self._model, self._hooks, replace(batch, autocast=self._autocast))
-
-    def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the activation at one tap in float32, running the model no further."""
-        batch = replace(batch.first_rows(None), autocast=self._autocast)  # a copy: a model may overwrite its input
-        with undisturbed(self._model):
-            activation = capture(self._model, self._hooks.get(tap, tap), batch)
-        return None if activation is None else activation.float()
+def _run_to(model: nn.Module, path: str, batch: Batch) -> Tensor | None:
+    with undisturbed(model):
+        activation = capture(model, path, batch.first_rows(None))  # a copy: a model may overwrite its input
+    return None if activation is None else activation.float()
 
 
-class Float32(RunnableFormat):
-    """FoldedModel and channels last where the model can be traced and runs without autocast, else the plain copy.
+class Float32(NumberFormat):
+    """Folded and channels last where the model can be traced and runs without autocast, else the plain copy.
 
     At the first batch that the folded copy cannot run and the plain one can, it is the plain one for good.
     """
@@ -196,40 +103,34 @@ class Float32(RunnableFormat):
     name: FormatName = "fp32"
 
     def __init__(self, inputs: FormatInputs) -> None:
-        self._inputs = inputs
-        self._folded = _try_folding(inputs)
-        where = self._folded or FoldedModel(inputs.snapshot, inputs.taps, [], [])
-        self.detail = "fp32, batch norm folded" if self._folded else "fp32 copy"
-        super().__init__(where.model, where.hooks, in_fp32(inputs.device_type))
+        self._inputs, self._folded = inputs, _try_folding(inputs)
+        if self._folded is None:
+            self._unfold("fp32 copy")
+        else:
+            self.detail, self.found = "fp32, batch norm folded", {"parts": self._folded.forms}
+            super().__init__(self._folded.model, self._folded.hooks, in_fp32(inputs.device_type))
+
+    def _unfold(self, detail: str) -> None:
+        self._folded, self.detail, self.found = None, detail, {"parts": {}}
+        super().__init__(
+            self._inputs.snapshot, {tap: tap for tap in self._inputs.taps}, in_fp32(self._inputs.device_type)
+        )
 
     def update(self) -> None:
         """Fold again; all other tensors are the snapshot's."""
-        if self._folded:
+        if self._folded is not None:
             self._folded.update()
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
         """Return the activation at one tap in float32, running the model no further."""
-        if not self._folded or batch.autocast.enabled:
-            return self._plain(tap, batch)
+        if self._folded is None or batch.autocast.enabled:
+            return _run_to(self._inputs.snapshot, tap, batch)
         try:
             return super().activation(tap, batch)
         except Exception:
-            activation = self._plain(tap, batch)  # what fails here too is no fault of the folding
-            self._unfold()
+            activation = _run_to(self._inputs.snapshot, tap, batch)  # what fails here too is no fault of the folding
+            self._unfold("fp32 copy, since a batch was too much for the folded one")
             return activation
-
-    def _plain(self, tap: str, batch: Batch) -> Tensor | None:
-        with undisturbed(self._inputs.snapshot):
-            activation = capture(self._inputs.snapshot, tap, batch.first_rows(None))
-        return None if activation is None else activation.float()
-
-    def _unfold(self) -> None:
-        self._folded, self.detail = None, "fp32 copy, since a batch was too much for the folded one"
-        self._model, self._hooks = self._inputs.snapshot, {tap: tap for tap in self._inputs.taps}
-
-    def found(self) -> dict[str, Any]:
-        """Return the names of the traced parts."""
-        return {"parts": self._folded.part_forms if self._folded else {}}
 
 
 def _try_folding(inputs: FormatInputs) -> FoldedModel | None:
@@ -244,28 +145,26 @@ def _try_folding(inputs: FormatInputs) -> FoldedModel | None:
 
 def _agrees(folded: FoldedModel, survey: Survey) -> bool:
     readings = read_taps(folded.model, folded.hooks, survey.batch)
-    return all(_is_close(readings[tap], expected) for tap, expected in survey.readings.items())
-
-
-def _is_close(found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    return found.shape == expected.shape and torch.allclose(
-        found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().amax())
+    check_readings(readings, survey, is_fp32=True)
+    pairs = ((readings[tap], expected) for tap, expected in survey.readings.items())
+    return all(
+        found is None or expected is None or torch.allclose(found, expected, 1e-3, 1e-3 * float(expected.abs().amax()))
+        for found, expected in pairs
     )
 
 
-class BFloat16(RunnableFormat):
+class BFloat16(NumberFormat):
     """Weights in bf16, batch norm folded, under bf16 autocast: models that mix types keep working."""
 
     name: FormatName = "bf16"
+    detail = "bf16"
 
     def __init__(self, inputs: FormatInputs) -> None:
-        require_float32(inputs.snapshot)
+        inputs.require_float32()
         self._folded = inputs.fold()
         self._pairs = _in_bf16(self._folded)
-        self.detail = "bf16"
-        super().__init__(self._folded.model, self._folded.hooks, in_bf16(inputs.device_type))
+        self.found = {"parts": self._folded.forms}
+        super().__init__(self._folded.model, self._folded.hooks, _bf16_autocast(inputs.device_type))
 
     def update(self) -> None:
         """Round the weights of the snapshot again."""
@@ -274,9 +173,9 @@ class BFloat16(RunnableFormat):
             for mine, theirs in self._pairs:
                 mine.copy_(theirs)
 
-    def found(self) -> dict[str, Any]:
-        """Return the names of the traced parts."""
-        return {"parts": self._folded.part_forms}
+
+def _bf16_autocast(device_type: str) -> Autocast:
+    return Autocast(device_type=device_type, enabled=True, dtype=torch.bfloat16)
 
 
 def _in_bf16(folded: FoldedModel) -> list[tuple[Tensor, Tensor]]:
@@ -303,69 +202,107 @@ def _in_bf16(folded: FoldedModel) -> list[tuple[Tensor, Tensor]]:
 
 
 def _is_ordinary(module: nn.Module) -> bool:
-    parametrized = nn.utils.parametrize.is_parametrized(module) or isinstance(
-        module, (nn.utils.parametrize.ParametrizationList,)
+    computed = nn.utils.parametrize.is_parametrized(module) or isinstance(
+        module, nn.utils.parametrize.ParametrizationList
     )
-    return isinstance(module, fx.GraphModule) or not (parametrized or is_altered(module))
+    return isinstance(module, fx.GraphModule) or not (computed or is_altered(module))
 
 
-def in_bf16(device_type: str) -> Autocast:
-    """Return the setting for bf16."""
-    return Autocast(device_type=device_type, enabled=True, dtype=torch.bfloat16)
+class StaticInt8(NumberFormat):
+    """Weights and activations in int8, with ranges of activations found on a batch."""
 
+    name: FormatName = "int8-static"
+    _kernels = staticmethod(quantization.kernels)
 
-def require_float32(model: nn.Module) -> None:
-    """Raise where weights are not float32: converting them would change what is compared.
+    def __init__(self, inputs: FormatInputs) -> None:
+        inputs.require_float32()
+        self._toolkit, self._folded = quantization.load_toolkit(), inputs.fold()
+        with quantization.kernels():
+            self._build(inputs)
+        self.detail = _describe("static", [source for _, source in self._layers], inputs.snapshot)
+        super().__init__(self._folded.model, self._folded.hooks, in_fp32("cpu"))
 
-    Raises:
-        ValueError: a parameter has another floating-point type.
-    """
-    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {torch.float32}
-    if found:
-        raise ValueError(f"the weights must be float32, found {', '.join(sorted(map(str, found)))}")
+    def _build(self, inputs: FormatInputs) -> None:
+        folded, toolkit = self._folded, self._toolkit
+        sources = {part.name: part.graph for part in folded.parts}
+        if not sources:
+            raise ValueError("no part of the model can be traced")
+        prepared = {name: toolkit.prepare(graph, inputs.machine.vnni) for name, graph in sources.items()}
+        folded.replace_parts(prepared)
+        ranges = inputs.built.get("ranges") or self._observe(inputs, prepared)
+        self.found = {"parts": folded.forms, "ranges": ranges}
+        converted = {name: toolkit.convert(part, ranges[name]) for name, part in prepared.items()}
+        folded.replace_parts(converted, dequantize=True)
+        self._layers = [
+            (layer, sources[name].get_submodule(path))
+            for name, part in converted.items()
+            for path, layer in toolkit.weighted(part).items()
+        ]
 
-
-class OnSideStream:
-    """Lets the kernels of a number format wait for what was queued before, and what comes after wait for them."""
-
-    def __init__(self, rung: NumberFormat, device: torch.device) -> None:
-        self.name: FormatName = rung.name
-        self._rung = rung
-        make_stream: Any = torch.cuda.Stream
-        self._stream = make_stream(device)
-
-    @property
-    def detail(self) -> str:
-        """How it is made."""
-        return f"{self._rung.detail}, own CUDA stream"
+    def _observe(self, inputs: FormatInputs, prepared: Mapping[str, Any]) -> dict[str, Any]:
+        if inputs.survey is None or inputs.batch is None:
+            raise ValueError("there is no batch to find the ranges of activations on")
+        # One float32 pass is most of a build: a ResNet-50 at 224 pixels gets 4 images, a CIFAR net 32.
+        rows = int(_CALIBRATION_PRODUCTS / max(inputs.survey.products_per_row, 1))
+        batch = inputs.batch.first_rows(min(max(rows, 4), 32))
+        # Ranges need no more digits than bf16 has, and the pass takes half the time where bf16 is fast.
+        autocast = _bf16_autocast("cpu") if inputs.machine.fast_bf16 else in_fp32("cpu")
+        with undisturbed(self._folded.model), autocast.context():
+            self._folded.model(*batch.args, **batch.kwargs)
+            return {name: self._toolkit.ranges(part) for name, part in prepared.items()}
 
     def update(self) -> None:
-        """Take over the weights of the snapshot as they are now."""
-        self._beside(self._rung.update, ())
+        """Quantise the weights of the snapshot again; graph and ranges stay."""
+        self._folded.update()
+        with quantization.kernels():
+            for layer, source in self._layers:
+                self._toolkit.take_weights(layer, source)
 
-    def readings(self, batch: Batch) -> dict[str, Tensor | None]:
-        """Return the activations at all taps."""
-        return self._beside(lambda: self._rung.readings(batch), (batch.args, dict(batch.kwargs)))
 
-    def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the activation at one tap in float32, running the model no further."""
-        return self._beside(lambda: self._rung.activation(tap, batch), (batch.args, dict(batch.kwargs)))
+class DynamicInt8(NumberFormat):
+    """Linear layers in int8 that find the range of their input at every call."""
 
-    def found(self) -> dict[str, Any]:
-        """Return what the build has found out."""
-        return self._rung.found()
+    name: FormatName = "int8-dynamic"
+    _kernels = staticmethod(quantization.kernels)
 
-    def _beside(self, action: Callable[[], _Result], inputs: Any) -> _Result:
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = action()
-        # The allocator must not hand out memory that the other stream still reads.
-        for tensor in tree.leaves(inputs):
-            if tensor.is_cuda:
-                tensor.record_stream(self._stream)
-        for tensor in tree.leaves(result):
-            if tensor.is_cuda:
-                tensor.record_stream(current)
-        current.wait_stream(self._stream)
-        return result
+    def __init__(self, inputs: FormatInputs) -> None:
+        inputs.require_float32()
+        quantization.load_toolkit()
+        model = sharing_copy(inputs.snapshot)
+        with quantization.kernels():
+            self._layers = _replace_linear(model, inputs.machine.vnni)
+        self.detail, self.found = _describe("dynamic", list(self._layers), inputs.snapshot), {}
+        super().__init__(model, {tap: tap for tap in inputs.taps}, in_fp32("cpu"))
+
+    def update(self) -> None:
+        """Quantise the weights of the snapshot again."""
+        with quantization.kernels():
+            for source, layer in self._layers.items():
+                layer.update(source)
+
+
+def _replace_linear(model: nn.Module, full_range: bool) -> dict[nn.Linear, quantization.DynamicLinear]:
+    layers: dict[nn.Linear, quantization.DynamicLinear] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if name and isinstance(module, nn.Linear) and is_plain(module, (nn.Linear,)):
+            if module not in layers:
+                layers[module] = quantization.DynamicLinear(module, full_range)
+            model.set_submodule(name, layers[module])
+    return layers
+
+
+def _describe(kind: str, quantized: list[Any], model: nn.Module) -> str:
+    """Return a line for the journal; raise where too little is in int8 to be worth it, vocabularies left out."""
+    vocabulary = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    total = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in vocabulary)
+    size = sum(layer.weight.numel() for layer in quantized if id(layer.weight) not in vocabulary)
+    if size < _LEAST_SHARE * total:
+        raise ValueError(f"int8 has kernels for {size / max(total, 1):.0%} of the parameters only")
+    weighted = (nn.Linear, nn.modules.conv._ConvNd)
+    num_weighted = sum(isinstance(module, weighted) for module in model.modules())
+    return f"int8 {kind}, {quantization.ENGINE} engine, {len(quantized)} of {num_weighted} weighted layers"
+
+
+FORMATS: dict[str, Callable[[FormatInputs], NumberFormat]] = {
+    kind.name: kind for kind in (StaticInt8, DynamicInt8, BFloat16, Float32)
+}

@@ -1,7 +1,6 @@
 """Everything that torch deprecates: graph-mode static quantisation, quantised tensors and their kernels.
 
-`load_toolkit` is the only way in. It imports `torch.ao.quantization` when first called, since that
-takes more than a second, and raises where a future torch has it no more.
+`load_toolkit` is the only way in: it imports `torch.ao.quantization`, and raises where a torch has it no more.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ import copy
 import functools
 import operator
 import re
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from egeria.errors import ReferenceModelError
-from egeria.reference.survey import silence
 from egeria.reference.tracing import CONVOLUTIONS, is_altered, is_plain
 
 ENGINE = "x86"
@@ -33,29 +32,45 @@ _IN_FLOAT32 = re.compile(
 
 
 @contextmanager
-def _no_stack_traces() -> Iterator[None]:
-    """Keep a trace from noting where each node comes from: to look that up would import the whole compiler."""
-    settings: Any = fx.config
-    before = getattr(settings, "do_not_emit_stack_traces", None)
-    if before is None:  # older releases have no such setting
+def _changed(settings: Any, name: str, value: Any) -> Iterator[None]:
+    """Change a setting of torch for the block, where this release has it."""
+    before = getattr(settings, name, None)
+    if before is None:
         yield
         return
     try:
-        settings.do_not_emit_stack_traces = True
+        setattr(settings, name, value)
         yield
     finally:
-        settings.do_not_emit_stack_traces = before
+        setattr(settings, name, before)
 
 
 @contextmanager
-def engine() -> Iterator[None]:
-    """Use our kernels for the block, and the user's choice of engine again after it."""
-    before = torch.backends.quantized.engine
+def silence() -> Iterator[None]:
+    """Suppress all warnings in the block, and leave no trace.
+
+    `warnings.catch_warnings` would: entering and leaving it makes Python forget what it has shown, and
+    whatever a user's code is to say once would be said again.
+    """
+    filters: Any = warnings.filters
+    # Like no filter of anyone else, so that the right one is removed.
+    ignore = ("ignore", None, Warning, re.compile("(?#egeria)"), 0)
+    filters.insert(0, ignore)
     try:
-        torch.backends.quantized.engine = ENGINE
         yield
     finally:
-        torch.backends.quantized.engine = before
+        with suppress(ValueError):  # the block itself may have reset all filters
+            filters.remove(ignore)
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Use our kernels for the block, whatever engine the user has chosen, and in silence.
+
+    torch warns at every call that joins tensors of different ranges; whether digits are lost is measured.
+    """
+    with _changed(torch.backends.quantized, "engine", ENGINE), silence():
+        yield
 
 
 def quantize_weight(weight: Tensor) -> Tensor:
@@ -76,9 +91,7 @@ def quantize_weight(weight: Tensor) -> Tensor:
 class DynamicLinear(nn.Module):
     """A linear layer in int8 that finds the range of its input [..., in] at every call.
 
-    Args:
-        source: the layer it stands for.
-        full_range: whether inputs use 8 bits, or 7 because sums of products would overflow 16.
+    Without `full_range` inputs use 7 bits, because sums of products would overflow 16.
     """
 
     def __init__(self, source: nn.Linear, full_range: bool) -> None:
@@ -104,8 +117,9 @@ class Toolkit:
     """Static quantisation of traced modules."""
 
     def __init__(self) -> None:
+        # Importing takes more than a second.
         import torch.ao.quantization as frontend  # noqa: PLC0415
-        from torch.ao.nn import quantized  # noqa: PLC0415 - takes more than a second
+        from torch.ao.nn import quantized  # noqa: PLC0415
         from torch.ao.quantization import quantize_fx  # noqa: PLC0415
 
         self._frontend, self._quantize_fx = frontend, quantize_fx
@@ -127,7 +141,8 @@ class Toolkit:
         mapping.set_global(self._make_config(activation=self._observers[full_range], weight=self._weights))
         for name in _hide_weights(graph):
             mapping.set_module_name(name, None)
-        with _no_stack_traces():
+        # To look up where each node of a trace comes from would import the whole compiler.
+        with _changed(fx.config, "do_not_emit_stack_traces", True):
             prepared: fx.GraphModule = self._quantize_fx.prepare_fx(graph, mapping, (), backend_config=self._backend)
         return prepared
 
@@ -135,14 +150,10 @@ class Toolkit:
         """Return the smallest and largest value that each observer has seen."""
         return {name: (o.min_val.clone(), o.max_val.clone()) for name, o in self._observers_of(prepared)}
 
-    def set_ranges(self, prepared: fx.GraphModule, ranges: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Make every observer one that has seen these values."""
+    def convert(self, prepared: fx.GraphModule, ranges: Mapping[str, tuple[Tensor, Tensor]]) -> fx.GraphModule:
+        """Return the module in int8, as if every observer had seen these values."""
         for name, observer in self._observers_of(prepared):
-            low, high = ranges[name]
-            observer.min_val, observer.max_val = low.clone(), high.clone()
-
-    def convert(self, prepared: fx.GraphModule) -> fx.GraphModule:
-        """Return the module in int8."""
+            observer.min_val, observer.max_val = (value.clone() for value in ranges[name])
         converted: fx.GraphModule = self._quantize_fx.convert_fx(prepared, backend_config=self._backend)
         _move_in_int8(converted)
         return converted
@@ -249,13 +260,12 @@ def _names(pattern: Any) -> list[str]:
 def load_toolkit() -> Toolkit:
     """Return what quantises; the first call imports it.
 
-    Torch warns once of kernels on their way out, and of joins of unlike ranges, whose error is measured
-    like any other. The first call lets it, unheard.
+    torch warns once of kernels on their way out, and of joins of unlike ranges: in the first call, unheard.
 
     Raises:
         ReferenceModelError: this torch, or the CPU, has no quantisation.
     """
-    with silence(), engine():
+    with kernels():
         try:
             toolkit = Toolkit()
             for dtype in (torch.quint8, torch.qint8):  # each kind of tensor warns when it is first made

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from egeria.errors import ConfigError, ReferenceModelError
+from egeria.errors import ConfigError, ReferenceModelError, brief
 from egeria.events import RungTaken
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.undisturbed import kept_random_state
-from egeria.reference.formats import BFloat16, Float32, FormatInputs, FormatName, Machine, NumberFormat, OnSideStream
-from egeria.reference.int8 import DynamicInt8, StaticInt8
+from egeria.reference.formats import FORMATS, FormatInputs, NumberFormat
+from egeria.reference.machine import FormatName, Machine
+from egeria.reference.quantization import silence
 from egeria.reference.snapshot import SnapshotReference
-from egeria.reference.survey import Survey, brief, check_readings, in_fp32, on_device, silence, survey_model
+from egeria.reference.survey import Survey, check_readings, in_fp32, on_device, survey_model
 
-_BUILDERS: dict[str, Callable[[FormatInputs], NumberFormat]] = {
-    "int8-static": StaticInt8,
-    "int8-dynamic": DynamicInt8,
-    "bf16": BFloat16,
-    "fp32": Float32,
-}
 _PRECISIONS = ("auto", "int8", "int8-dynamic", "bf16", "fp32")
 _MOST_ROWS = 32
 
@@ -52,6 +47,8 @@ class QuantizedReference:
         if precision not in _PRECISIONS:
             raise ConfigError(f"precision must be one of {_PRECISIONS}, found {precision!r}. Choose one of them.")
         self.reason = ""
+        self.is_stale = False
+        """Whether ranges of activations are older than the weights."""
         self._taps, self._precision = tuple(taps), precision
         self._machine = machine or Machine.here()
         self._device = torch.device(device)
@@ -60,11 +57,10 @@ class QuantizedReference:
         self._format: NumberFormat | None = None
         self._batch: Batch | None = None
         self._waits_for_batch = False
-        self._has_old_ranges = False
         self._changes: list[RungTaken] = []
 
     @property
-    def number_format(self) -> str:
+    def number_format(self) -> FormatName | Literal[""]:
         """The format in use, "" before the first refresh."""
         return "" if self._format is None else self._format.name
 
@@ -72,11 +68,6 @@ class QuantizedReference:
     def builder(self) -> str:
         """How it is made, for the journal."""
         return "" if self._format is None else self._format.detail
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether ranges of activations are older than the weights."""
-        return self._has_old_ranges
 
     def take_changes(self) -> list[RungTaken]:
         """Return the changes of format since the last call."""
@@ -102,12 +93,20 @@ class QuantizedReference:
             if self._format is None or (self._waits_for_batch and batch is not None):
                 self._choose()
             elif self._snapshot.model is not before:
-                self._build(self._formats.index(self._format.name), "the shapes of the weights have changed")
+                self._build(self._format.name, "the shapes of the weights have changed")
             else:
-                self._update(self._format)
+                try:
+                    self._format.update()
+                    self.is_stale = self._format.name == "int8-static"
+                except Exception as error:
+                    self._build(self._format.name, f"taking over weights failed: {brief(error)}")
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
         """Return the output of submodule `tap` for the batch [B, ...] in float32, None if it gives no tensor.
+
+        Args:
+            tap: one of those named beforehand.
+            batch: what to run the model on.
 
         Raises:
             ReferenceModelError: there was no refresh yet.
@@ -136,8 +135,7 @@ class QuantizedReference:
         Returns:
             0 in float32; None without a batch, or without a tensor at the tap.
         """
-        built = self._require_format()
-        if built.name == "fp32":
+        if self._require_format().name == "fp32":
             return 0.0
         if self._batch is None:
             return None
@@ -148,23 +146,19 @@ class QuantizedReference:
 
     def recalibrate(self) -> bool:
         """Build this format again, with fresh ranges of activations; False if they are not stale."""
-        if not self._has_old_ranges:
-            return False
-        with self._aside():
-            self._build(self._formats.index(self._require_format().name), "its ranges were out of date")
-        return True
+        if self.is_stale:
+            with self._aside():
+                self._build(self._require_format().name, "its ranges were out of date")
+            return True
+        return False
 
     def escalate(self, reason: str) -> bool:
-        """Change to the next, more exact format; False if this is the last.
-
-        Args:
-            reason: why this one is not good enough.
-        """
+        """Change to the next, more exact format; False if this is the last."""
         index = self._formats.index(self._require_format().name) + 1
         if index == len(self._formats):
             return False
         with self._aside():
-            self._build(index, reason)
+            self._build(self._formats[index], reason)
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,67 +170,66 @@ class QuantizedReference:
             "formats": list(self._formats),
             "rung": self.number_format,
             "reason": self.reason,
-            "found": self._format.found(),
-            "batch": _batch_to_dict(self._batch),
+            "found": self._format.found,
+            "batch": self._batch and _batch_to_dict(self._batch),
             "waits_for_batch": self._waits_for_batch,
-            "has_old_ranges": self._has_old_ranges,
+            "has_old_ranges": self.is_stale,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Continue from a saved state; activations are the same to the bit."""
+        """Continue from a saved state; activations are the same to the bit.
+
+        Args:
+            state: of any reference of this model.
+            model: gives the architecture.
+        """
         self._snapshot.load_state_dict(state.get("snapshot", {}), model)
         self._format = None
         if not state:
             return
-        self._batch = _batch_from_dict(state["batch"], str(self._device))
+        self._batch = state["batch"] and on_device(_batch_from_dict(state["batch"]), str(self._device))
         self._formats, self.reason = tuple(state["formats"]), state["reason"]
-        self._waits_for_batch, self._has_old_ranges = state["waits_for_batch"], state["has_old_ranges"]
+        self._waits_for_batch, self.is_stale = state["waits_for_batch"], state["has_old_ranges"]
         with self._aside():
             try:
                 self._format = self._make(state["rung"], None, state["found"])
             except Exception as error:  # another machine, or another torch
-                self._build(self._formats.index(state["rung"]), f"{state['rung']} could not go on: {brief(error)}")
+                self._build(state["rung"], f"{state['rung']} could not go on: {brief(error)}")
 
     def _choose(self) -> None:
+        """Build the first format that works of those for this model, machine and setting."""
         self._formats, self._waits_for_batch = ("fp32",), self._precision != "fp32"
-        if self._batch is None:
-            self._build(0, "there is no batch yet to try a smaller format on")
-            return
-        survey, failure = self._survey()
-        if survey is None:
-            self._build(0, f"the batch cannot be run in float32: {failure}")
+        survey = self._survey()
+        if isinstance(survey, str):
+            self._build("fp32", survey, survey)
             return
         self._waits_for_batch = False
-        self._formats = self._fallback_order(survey)
-        self._build(0, self._why(survey), survey)
+        on_cpu = self._device.type == "cpu"
+        precision = self._precision if on_cpu or self._precision == "fp32" else "bf16"
+        self._formats = self._machine.fallback_order(survey.workload, precision)
+        reason = f"the setting is {self._precision!r}"
+        if self._precision == "auto":
+            where = f"this CPU ({self._machine})" if on_cpu else "a GPU"
+            reason = f"most of the work is {survey.workload}, for which {self._formats[0]} is the fastest on {where}"
+        self._build(self._formats[0], reason, survey)
 
-    def _fallback_order(self, survey: Survey) -> tuple[FormatName, ...]:
-        if self._device.type != "cpu":
-            return ("fp32",) if self._precision == "fp32" else ("bf16", "fp32")
-        return self._machine.fallback_order(survey.workload, self._precision)
-
-    def _why(self, survey: Survey) -> str:
-        if self._precision != "auto":
-            return f"the setting is {self._precision!r}"
-        where = f"this CPU ({self._machine})" if self._device.type == "cpu" else "a GPU"
-        return f"most of the work is {survey.workload}, for which {self._formats[0]} is the fastest on {where}"
-
-    def _build(self, index: int, reason: str, survey: Survey | None = None) -> None:
-        """Build the first format from `index` on that works, and note the change."""
+    def _build(self, first: FormatName, reason: str, found: Survey | str = "") -> None:
+        """Build the first format from this one on that works, and note the change."""
         before, reasons = self.number_format, [reason]
-        survey = survey or self._survey()[0]
-        for name in self._formats[index:]:
+        found = found or self._survey()
+        survey = None if isinstance(found, str) else found
+        for name in self._formats[self._formats.index(first) :]:
             try:
                 self._format = self._make(name, survey, {})
-                with silence():  # torch warns of kernels on their way out at their first use
-                    if survey is not None:
+                if survey is not None:
+                    with silence():  # torch warns of kernels on their way out at their first use
                         check_readings(self._format.readings(survey.batch), survey, is_fp32=name == "fp32")
                 break
             except Exception as error:
                 if name == self._formats[-1]:
                     raise
                 reasons.append(f"{name} does not work here: {brief(error)}")
-        self._has_old_ranges = False
+        self.is_stale = False
         if self.number_format != before:
             self.reason = "; ".join(reasons)
             self._changes.append(RungTaken(step=0, before=before, after=self.number_format, reason=self.reason))
@@ -253,24 +246,17 @@ class QuantizedReference:
             built=found,
         )
         with silence(), kept_random_state(inputs.snapshot):  # as it was for the survey
-            built = _BUILDERS[name](inputs)
-        return built if self._device.type != "cuda" else OnSideStream(built, self._device)
+            return FORMATS[name](inputs)
 
-    def _update(self, built: NumberFormat) -> None:
-        try:
-            built.update()
-            self._has_old_ranges = built.name == "int8-static"
-        except Exception as error:
-            self._build(self._formats.index(built.name), f"taking over weights failed: {brief(error)}")
-
-    def _survey(self) -> tuple[Survey | None, str]:
+    def _survey(self) -> Survey | str:
+        """Return what the snapshot gives for the newest batch, or why there is nothing."""
         if self._batch is None:
-            return None, "there is none"
+            return "there is no batch yet to try a smaller format on"
         assert self._snapshot.model is not None
         try:
-            return survey_model(self._snapshot.model, {tap: tap for tap in self._taps}, self._batch), ""
+            return survey_model(self._snapshot.model, self._taps, self._batch)
         except Exception as error:
-            return None, brief(error)
+            return f"the batch cannot be run in float32: {brief(error)}"
 
     def _exact(self, tap: str, batch: Batch) -> Tensor | None:
         copied = replace(batch.first_rows(None), autocast=in_fp32(self._device.type))  # a model may overwrite its input
@@ -289,27 +275,16 @@ class QuantizedReference:
             yield
 
 
-def _batch_to_dict(batch: Batch | None) -> dict[str, Any] | None:
+def _batch_to_dict(batch: Batch) -> dict[str, Any]:
     """Return the batch as plain values and tensors, for a checkpoint."""
-    if batch is None:
-        return None
-    autocast = batch.autocast
-    return {
-        "args": batch.args,
-        "kwargs": dict(batch.kwargs),
-        "device_type": autocast.device_type,
-        "enabled": autocast.enabled,
-        "dtype": str(autocast.dtype).removeprefix("torch."),
-    }
+    autocast = {**asdict(batch.autocast), "dtype": str(batch.autocast.dtype).removeprefix("torch.")}
+    return {"args": batch.args, "kwargs": dict(batch.kwargs), **autocast}
 
 
-def _batch_from_dict(entry: dict[str, Any] | None, device: str) -> Batch | None:
-    """Return the batch that `_batch_to_dict` was given, on a device."""
-    if entry is None:
-        return None
+def _batch_from_dict(entry: Mapping[str, Any]) -> Batch:
     dtype = getattr(torch, entry["dtype"])
     autocast = Autocast(device_type=entry["device_type"], enabled=entry["enabled"], dtype=dtype)
-    return on_device(Batch(args=entry["args"], kwargs=entry["kwargs"], autocast=autocast), device)
+    return Batch(args=entry["args"], kwargs=entry["kwargs"], autocast=autocast)
 
 
 def warm_up() -> None:

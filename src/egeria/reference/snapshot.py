@@ -1,10 +1,10 @@
-"""What a reference model is, and the full-precision one: a copy of the model."""
+"""The full-precision reference: a copy of the training model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,104 +16,51 @@ from egeria.layers.taps import capture, remove_ours
 from egeria.layers.undisturbed import kept_random_state, undisturbed
 
 
-class Reference(Protocol):
-    """A model like the one in training, with the weights of some evaluations ago."""
-
-    @property
-    def builder(self) -> str:
-        """How it is made, for the journal ("int8 static, x86 engine, 53 of 54 weighted layers")."""
-        ...
-
-    def refresh(self, model: nn.Module, batch: Batch | None = None) -> None:
-        """Take over the weights of the training model as they are now.
-
-        Args:
-            model: the training model.
-            batch: the newest training batch, detached and of a few rows, to calibrate on.
-        """
-        ...
-
-    def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the output of submodule `tap` for the batch [B, ...]; None if it gives no tensor."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to go on, empty before the first refresh."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Restore a saved state, giving the same activations to the bit; `model` gives the architecture."""
-        ...
-
-
 class SnapshotReference:
-    """A deep copy, made at the first refresh and brought up to date in place after that.
+    """A deep copy on a device, made at the first refresh and brought up to date in place after that.
 
     Parameters and buffers follow the model; numbers that a loop keeps in plain attributes (an annealed
     coefficient, a count of steps) stay as they were when the copy was made.
-
-    Args:
-        device: where the copy lives; None for where the model is.
     """
 
-    builder = "fp32 snapshot"
-
-    def __init__(self, device: str | None = None) -> None:
-        self._copy: nn.Module | None = None
+    def __init__(self, device: str = "cpu") -> None:
+        self.model: nn.Module | None = None
+        """The copy: the same object until shapes change, with weights replaced in place."""
         self._device = device
 
-    @property
-    def model(self) -> nn.Module | None:
-        """The copy: the same object until shapes change, with weights replaced in place."""
-        return self._copy
-
-    def refresh(self, model: nn.Module, batch: Batch | None = None) -> None:
+    def refresh(self, model: nn.Module) -> None:
         """Take over the weights and buffers of the training model as they are now.
-
-        Args:
-            model: the training model.
-            batch: not needed: there is nothing to calibrate.
 
         Raises:
             ReferenceModelError: the model cannot be copied.
         """
-        if self._copy is None or not _fits(self._copy, model):
-            self._copy = self._copied(model)
-            return
-        with torch.no_grad():
-            for mine, theirs in zip(_tensors(self._copy), _tensors(model), strict=True):
-                mine.copy_(theirs)
+        if self.model is None or not _fits(self.model, model):
+            self.model = _copied(model).to(self._device)
+        else:
+            _copy_tensors(self.model, _tensors(model))
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the output of submodule `tap` for the batch [B, ...].
+        """Return the output of submodule `tap` for the batch [B, ...]; None if it gives no tensor.
 
         Raises:
             ReferenceModelError: there was no refresh yet.
         """
-        if self._copy is None:
+        if self.model is None:
             raise ReferenceModelError("A reference is refreshed before it is asked, found none. Call `refresh` first.")
-        with undisturbed(self._copy):
-            return capture(self._copy, tap, batch)
+        with undisturbed(self.model):
+            return capture(self.model, tap, batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the weights and buffers, empty before the first refresh."""
-        if self._copy is None:
+        if self.model is None:
             return {}
-        return {"tensors": [tensor.detach().clone() for tensor in _tensors(self._copy)]}
+        return {"tensors": [tensor.detach().clone() for tensor in _tensors(self.model)]}
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Go on from saved weights."""
-        if not state:
-            self._copy = None
-            return
-        self._copy = self._copied(model)
-        with torch.no_grad():
-            for mine, saved in zip(_tensors(self._copy), state["tensors"], strict=True):
-                mine.copy_(saved)
-
-    def _copied(self, model: nn.Module) -> nn.Module:
-        copied = _copied(model)
-        return copied if self._device is None else copied.to(self._device)
+        """Continue from saved weights; `model` gives the architecture."""
+        self.model = _copied(model).to(self._device) if state else None
+        if self.model is not None:
+            _copy_tensors(self.model, state["tensors"])
 
 
 def _fits(copied: nn.Module, model: nn.Module) -> bool:
@@ -135,6 +82,12 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
     remove_ours(copied)
     return copied
+
+
+def _copy_tensors(model: nn.Module, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(_tensors(model), values, strict=True):
+            mine.copy_(theirs)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

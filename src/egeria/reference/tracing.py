@@ -1,28 +1,36 @@
-"""Tracing the parts of a model that can be traced, and checking that they compute the same."""
+"""A copy of the snapshot whose traceable parts are graphs, with batch norm folded into convolutions."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import numbers
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from egeria import tree
+from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import kept_random_state, random_fingerprint, undisturbed
-from egeria.reference.survey import Survey
 
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-OUTLETS = "egeria_outlets"
-"""Attribute of a traced part under which the modules lie that its taps are read at."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _NUM_RANDOM_STATES = 3
+_OUTLETS = "egeria_outlets"
+"""Attribute of a traced part under which the modules lie that its taps are read at."""
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call."""
 
 
 def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -43,29 +51,9 @@ def sharing_copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
-class _Call(NamedTuple):
-    """What a module was called with, and the tensors it returned if they are known and no random numbers were drawn."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: Sequence[Tensor] = ()
-
-
-class _CallResult(NamedTuple):
-    """The tensors that a module returned, and the random states that it left."""
-
-    outputs: Sequence[Tensor]
-    states: tuple[Any, ...]
-
-    def equals(self, other: _CallResult) -> bool:
-        """Compare to the bit."""
-        pairs = list(zip(self.outputs, other.outputs, strict=True))
-        return bool(pairs) and self.states == other.states and all(torch.equal(one, two) for one, two in pairs)
-
-
 @dataclass(frozen=True, slots=True)
 class TracedPart:
-    """A submodule that could be traced."""
+    """A submodule that could be traced, "" for the model itself."""
 
     name: str
     graph: fx.GraphModule
@@ -73,6 +61,133 @@ class TracedPart:
     """Taps inside; the n-th is read at the n-th outlet."""
     form: list[str]
     """What its arguments were when it was traced; it is wrong for any others."""
+
+
+class FoldedModel:
+    """A copy that shares all tensors of the snapshot but those of convolutions in its traced parts.
+
+    Args:
+        snapshot: the model in float32.
+        taps: names of submodules to read.
+        batch: what to find and check the traced parts with; None with `forms`.
+        forms: the names of the parts to trace and the forms of their calls, where an earlier copy has found them.
+    """
+
+    def __init__(
+        self, snapshot: nn.Module, taps: Sequence[str], batch: Batch | None, forms: Mapping[str, list[str]] | None
+    ) -> None:
+        self.model = sharing_copy(snapshot)
+        self.hooks = {tap: tap for tap in taps}
+        """For each tap, the submodule to read."""
+        with undisturbed(self.model):
+            if forms is not None:
+                self.parts = [TracedPart(name, *_trace(self.model, name, taps), form) for name, form in forms.items()]
+            else:
+                assert batch is not None
+                self.parts = _find_parts(self.model, "", taps, (batch.args, dict(batch.kwargs)))
+        self.folds = [fold for part in self.parts for fold in _fold_norms(part.graph)]
+        self.replace_parts({part.name: part.graph for part in self.parts})
+
+    @property
+    def forms(self) -> dict[str, list[str]]:
+        """The names of the traced parts with the forms of their calls."""
+        return {part.name: part.form for part in self.parts}
+
+    def replace_parts(self, graphs: Mapping[str, nn.Module], dequantize: bool = False) -> None:
+        """Put other modules in the place of the traced ones; their outlets may carry quantised tensors."""
+        for part in self.parts:
+            graph = graphs[part.name]
+            check = functools.partial(_require_form, inspect.signature(graph.forward), part.form)
+            graph.register_forward_pre_hook(check, with_kwargs=True)
+            for index, tap in enumerate(part.taps):
+                path = f"{_OUTLETS}.{index}"
+                if dequantize:
+                    graph.set_submodule(path, _Outlet())
+                    path += ".plain"
+                self.hooks[tap] = f"{part.name}.{path}" if part.name else path
+            if part.name:
+                self.model.set_submodule(part.name, graph)
+            else:
+                self.model = graph
+
+    def update(self) -> None:
+        """Fold again; all other tensors are the snapshot's."""
+        for fold in self.folds:
+            fold.update()
+
+
+class _Outlet(nn.Module):
+    """Returns what it is given; a hook on `plain` reads it in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.plain._forward_hooks:
+            self.plain(x.dequantize() if x.is_quantized else x)
+        return x
+
+
+# --- folding -----------------------------------------------------------------------------------
+
+
+class FoldedConvolution:
+    """A convolution with its own tensors, channels last, that also does the work of the norm after it, if any."""
+
+    def __init__(self, convolution: Any, norm: Any) -> None:
+        self.folded: Any = copy.copy(convolution)
+        self._convolution, self._norm = convolution, norm
+        layout = _LAYOUTS.get(convolution.weight.dim(), torch.preserve_format)
+        weight = torch.empty_like(convolution.weight, memory_format=layout)
+        bias = convolution.bias if norm is None else norm.running_mean
+        self.folded._parameters = {
+            "weight": nn.Parameter(weight, requires_grad=False),
+            "bias": None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False),
+        }
+        self.update()
+
+    def update(self) -> None:
+        """Take over the weights and statistics as they are now."""
+        weight, bias, norm = self._convolution.weight, self._convolution.bias, self._norm
+        if norm is not None:
+            statistics = norm.running_mean, norm.running_var, norm.eps
+            weight, bias = fuse_conv_bn_weights(weight, bias, *statistics, norm.weight, norm.bias)
+        with torch.no_grad():
+            self.folded.weight.copy_(weight)
+            if bias is not None:
+                self.folded.bias.copy_(bias)
+
+
+def _fold_norms(graph: fx.GraphModule) -> list[FoldedConvolution]:
+    """Fold, in place, each batch norm that alone reads a convolution; return every convolution, folded or not."""
+    folds = []
+    modules = dict(graph.named_modules())
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_module"]
+    for node in list(graph.graph.nodes):
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if module is None or not is_plain(module, CONVOLUTIONS) or targets.count(node.target) > 1:
+            continue
+        norm_node = _norm_behind(node, modules, targets)
+        folds.append(FoldedConvolution(module, None if norm_node is None else modules[str(norm_node.target)]))
+        graph.set_submodule(str(node.target), folds[-1].folded)
+        if norm_node is not None:
+            norm_node.replace_all_uses_with(node)
+            graph.graph.erase_node(norm_node)
+    graph.delete_all_unused_submodules()
+    graph.recompile()
+    return folds
+
+
+def _norm_behind(node: fx.Node, modules: Mapping[str, nn.Module], targets: Sequence[Any]) -> fx.Node | None:
+    users = list(node.users)
+    if len(users) != 1 or users[0].op != "call_module" or targets.count(users[0].target) > 1:
+        return None
+    norm = modules[str(users[0].target)]
+    return users[0] if is_plain(norm, _NORMS) and isinstance(norm.running_mean, Tensor) else None
+
+
+# --- tracing -----------------------------------------------------------------------------------
 
 
 class _Tracer(fx.Tracer):
@@ -94,129 +209,108 @@ class _Tracer(fx.Tracer):
         return self.create_proxy("call_module", outlet, (output,), {})
 
 
-def trace_parts(model: nn.Module, taps: Sequence[str], forms: Mapping[str, list[str]]) -> list[TracedPart]:
-    """Trace submodules that `find_parts` has found before, named with the form of their calls."""
-    return [TracedPart(name, *_trace(model, name, taps), form) for name, form in forms.items()]
-
-
-def find_parts(model: nn.Module, taps: Sequence[str], survey: Survey) -> list[TracedPart]:
-    """Return the largest submodules with convolutions that can be traced and compute the same when traced.
-
-    Args:
-        model: a copy of our own, in inference mode: outlets are added to it.
-        taps: names of submodules to read.
-        survey: what to compare with.
-    """
-    found: list[TracedPart] = []
-    if _has_convolutions(model):
-        batch, outputs = survey.batch, () if survey.draws_random_numbers else survey.outputs
-        _descend(model, "", taps, _Call(batch.args, dict(batch.kwargs), outputs), found)
-    return found
-
-
-def _descend(model: nn.Module, name: str, taps: Sequence[str], call: _Call, found: list[TracedPart]) -> None:
-    part = _try_part(model, name, taps, call)
-    if part is not None:
-        found.append(part)
-        return
-    for child, its_call in _calls_of_children(model.get_submodule(name), call).items():
-        _descend(model, f"{name}.{child}" if name else child, taps, its_call, found)
-
-
-def _try_part(model: nn.Module, name: str, taps: Sequence[str], call: _Call) -> TracedPart | None:
-    module = model.get_submodule(name)
-    # Tracing starts after what has been put on the module from outside, and draws its random numbers once and for all.
-    if is_altered(module) or _has_own_generator(module):
-        return None
-    try:
-        graph, inside = _trace(model, name, taps)
-        if _computes_the_same(graph, module, call):
-            return TracedPart(name, graph, inside, _form_of(inspect.signature(graph.forward), call.args, call.kwargs))
-    except Exception:  # whatever a model's own code does with a proxy: it cannot be traced
-        pass
-    return None
-
-
 def _trace(model: nn.Module, name: str, taps: Sequence[str]) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """Return the graph of a submodule, and the taps inside."""
     module = model.get_submodule(name)
     inside = tuple(tap for tap in taps if tap != name and (not name or tap.startswith(name + ".")))
-    outlets = {model.get_submodule(tap): f"{OUTLETS}.{index}" for index, tap in enumerate(inside)}
+    outlets = {model.get_submodule(tap): f"{_OUTLETS}.{index}" for index, tap in enumerate(inside)}
+    tracer = _Tracer(outlets)
     # A layer of torch itself would be traced into functions, and functions cannot be quantised with ranges.
-    root = nn.Sequential(module) if _Tracer({}).is_leaf_module(module, "") else module
-    return _graph(root, outlets), inside
-
-
-def _graph(root: nn.Module, outlets: Mapping[nn.Module, str]) -> fx.GraphModule:
+    root = nn.Sequential(module) if tracer.is_leaf_module(module, "") else module
     with undisturbed(root):  # a model may keep what it is given, and would keep a proxy
-        graph = _Tracer(outlets).trace(root)
+        graph = tracer.trace(root)
     # Not before tracing: a sequential container would call them.
-    setattr(root, OUTLETS, nn.ModuleList(nn.Identity() for _ in outlets))
+    setattr(root, _OUTLETS, nn.ModuleList(nn.Identity() for _ in outlets))
     try:
-        return fx.GraphModule(root, graph)
+        return fx.GraphModule(root, graph), inside
     finally:
-        delattr(root, OUTLETS)
+        delattr(root, _OUTLETS)
+
+
+def _find_parts(model: nn.Module, name: str, taps: Sequence[str], call: _Call) -> list[TracedPart]:
+    """Return the largest submodules with convolutions that can be traced and compute the same when traced."""
+    module = model.get_submodule(name)
+    if not _has_convolutions(module):
+        return []
+    # Tracing starts after what has been put on the module from outside, and draws its random numbers once and for all.
+    if not is_altered(module) and not _has_own_generator(module):
+        try:
+            graph, inside = _trace(model, name, taps)
+            if _computes_the_same(graph, module, call):
+                return [TracedPart(name, graph, inside, _form_of(inspect.signature(graph.forward), *call))]
+        except Exception:  # whatever a model's own code does with a proxy: it cannot be traced
+            pass
+    calls = _calls_of_children(module, call)
+    return [
+        part
+        for child, its_call in calls.items()
+        for part in _find_parts(model, f"{name}.{child}" if name else child, taps, its_call)
+    ]
 
 
 def _computes_the_same(graph: nn.Module, module: nn.Module, call: _Call) -> bool:
-    """Compare what comes of real inputs.
+    """Compare what comes of real inputs, to the bit.
 
     An `if` on an optional argument, or on a number of Python's random generator, is traced without an error, and
     wrongly. A random tensor of torch becomes a part of the graph, where its argument is a tensor, or a constant. The
     random states left behind show which.
     """
-    before = random_fingerprint(module)
-    expected = _CallResult(call.outputs, before) if call.outputs else _run(module, call)
-    if not expected.equals(_run(graph, call)):
-        return False
-    num_more = 0 if expected.states == before else _NUM_RANDOM_STATES - 1
     with kept_random_state(module):
-        for _ in range(num_more):
-            _draw_once(module)
-            if not _run(module, call).equals(_run(graph, call)):
+        for _ in range(_NUM_RANDOM_STATES):
+            before = random_fingerprint(module)
+            (expected, state), (found, other_state) = _run(module, call), _run(graph, call)
+            if not expected or state != other_state or len(expected) != len(found):
                 return False
+            if not all(map(torch.equal, expected, found)):
+                return False
+            if state == before:
+                break
+            _draw_once(module)
     return True
 
 
-def _run(module: nn.Module, call: _Call) -> _CallResult:
-    args, kwargs = tree.map_tensors(torch.clone, (call.args, call.kwargs))
+def _run(module: nn.Module, call: _Call) -> tuple[list[Tensor], tuple[object, ...]]:
+    """Return the tensors that a module returns, and the random states that it leaves."""
+    args, kwargs = tree.map_tensors(torch.clone, call)
     # A graph that is called and fails prints where; one whose `forward` is called does not.
     function = module.forward if isinstance(module, fx.GraphModule) else module
     with undisturbed(module):
-        return _CallResult(list(tree.leaves(function(*args, **kwargs))), random_fingerprint(module))
+        return list(tree.leaves(function(*args, **kwargs))), random_fingerprint(module)
 
 
 def _calls_of_children(module: nn.Module, call: _Call) -> dict[str, _Call]:
     """Return what the first call of each child with convolutions inside was given."""
     calls: dict[str, _Call] = {}
-    handles = []
-    for name, child in _callable_children(module):
+    children = dict(_callable_children(module))
 
-        def keep(_module: nn.Module, its_args: Any, its_kwargs: Any, name: str = name) -> None:
-            if name not in calls:
-                calls[name] = _Call(*tree.map_tensors(torch.clone, (its_args, its_kwargs)))
+    def keep(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in calls:
+            calls[name] = tree.map_tensors(torch.clone, (args, kwargs))
 
-        handles.append(child.register_forward_pre_hook(keep, with_kwargs=True))
-    try:
-        if handles:
+    with ExitStack() as handles:
+        for name, child in children.items():
+            hook = functools.partial(keep, name)
+            handles.enter_context(child.register_forward_pre_hook(hook, with_kwargs=True))
+        if children:
             _run(module, call)
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
+
+
+def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child, f"{prefix}{name}.")
+        elif _has_convolutions(child):
+            yield f"{prefix}{name}", child
 
 
 def _has_convolutions(module: nn.Module) -> bool:
     return any(isinstance(inner, CONVOLUTIONS) for inner in module.modules())
 
 
-def _callable_children(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    children = []
-    for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            children += _callable_children(child, f"{prefix}{name}.")
-        elif _has_convolutions(child):
-            children.append((f"{prefix}{name}", child))
-    return children
+def _has_own_generator(module: nn.Module) -> bool:
+    """Return whether a submodule keeps its own random generator."""
+    return any(isinstance(value, _GENERATORS) for inner in module.modules() for value in vars(inner).values())
 
 
 def _draw_once(model: nn.Module) -> None:
@@ -228,9 +322,7 @@ def _draw_once(model: nn.Module) -> None:
         torch.rand(1, device=device)
 
 
-def _has_own_generator(model: nn.Module) -> bool:
-    """Return whether a submodule keeps its own random generator."""
-    return any(isinstance(value, _GENERATORS) for module in model.modules() for value in vars(module).values())
+# --- forms of calls ----------------------------------------------------------------------------
 
 
 def _form_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
@@ -238,30 +330,18 @@ def _form_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
 
     An `if` on an optional argument leaves nothing behind in a traced module, which would go on computing
     what it computed when traced. So it refuses calls of any other form.
-
-    Raises:
-        TypeError: the call does not fit the signature.
     """
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return [_describe(value) for value in bound.arguments.values()]
 
 
-def accept_only(module: nn.Module, form: list[str]) -> None:
-    """Make calls of another form raise a ValueError."""
-    module.register_forward_pre_hook(_Guard(inspect.signature(module.forward), form), with_kwargs=True)
-
-
-class _Guard:
-    """A pre-hook; a class, so that a copy of the module can be made."""
-
-    def __init__(self, signature: inspect.Signature, form: list[str]) -> None:
-        self._signature, self._form = signature, form
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        form = _form_of(self._signature, args, kwargs)
-        if form != self._form:
-            raise ValueError(f"traced with the arguments {self._form}, called with {form}")
+def _require_form(
+    signature: inspect.Signature, form: list[str], _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    found = _form_of(signature, args, kwargs)
+    if found != form:
+        raise ValueError(f"traced with the arguments {form}, called with {found}")
 
 
 def _describe(value: Any) -> str:
