@@ -136,7 +136,7 @@ class Training:
     @property
     def way(self) -> Any:
         """How forwards are made now."""
-        return self.run._session._skipping._cache._mode
+        return self.run._session.skipping._cache._mode
 
     @property
     def generation(self) -> Generation:

@@ -78,7 +78,7 @@ class Training:
 
     @property
     def pid(self):
-        child = self.loop.run._session._parts.evaluation._controller._child
+        child = self.loop.run._session.parts.evaluation.controller._child
         return child and child.pid
 
     def finish(self):
@@ -155,7 +155,7 @@ def test_a_controller_that_never_says_a_word_is_given_up_sooner(tmp_path, monkey
 def test_a_controller_without_memory_loses_readings_only(tmp_path):
     training = Training(tmp_path, name="residual")
     training.until_read()
-    training.loop.run._session._parts.evaluation._num_samples = 20_000
+    training.loop.run._session.parts.evaluation._num_samples = 20_000
     training.loop.specimen = _with_batches_of(training.loop.specimen, 20_000)  # for which it finds no memory
     limited = set()
 
@@ -336,7 +336,7 @@ def test_forked_data_workers_neither_hold_nor_end_the_controller(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
             run.step(0.0)
-        pids.add(getattr(run._session._parts.evaluation._controller._child, "pid", None))
+        pids.add(getattr(run._session.parts.evaluation.controller._child, "pid", None))
     assert len(pids - {None}) == 1, "the end of a worker ended the controller"
     assert len(read_journal(tmp_path).of(PlasticityRead)) >= 12
     (pid,) = pids - {None}
@@ -373,7 +373,7 @@ def step():
     time.sleep(0.01)
 while not egeria.read_journal(sys.argv[1]).of(PlasticityRead):
     step()
-controller = run._session._parts.evaluation._controller
+controller = run._session.parts.evaluation.controller
 print("pid", controller._child.pid, flush=True)
 """
 

@@ -377,14 +377,14 @@ def test_iterations_are_counted_by_the_work_up_to_the_module_and_by_samples(fron
 
 
 def test_an_interval_that_grows_begins_where_the_last_one_ended():
-    clock = IntervalClock(2)
+    clock = IntervalClock(interval_steps=2)
     ends = []
     for _ in range(12):
         announced = clock.next_step_ends
         if clock.tick():
             assert announced
-            ends.append(clock.num_steps)
-            clock.interval_steps = 4 if clock.num_steps >= 4 else 2
+            ends.append(clock.step)
+            clock.interval_steps = 4 if clock.step >= 4 else 2
     assert ends == [2, 4, 8, 12] and clock.evaluation == 4
     again = IntervalClock.from_state(clock.state_dict())
     assert again.state_dict() == clock.state_dict()

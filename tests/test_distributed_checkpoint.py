@@ -123,7 +123,7 @@ def test_a_state_that_is_no_run_s_is_refused_and_changes_nothing(tmp_path):
     with pytest.raises(StateError, match="schema"):
         loop.run.packed.load_state_dict({"state": _packed({"schema": 99})})
     loop.step(4)
-    assert loop.run._session.num_steps == 8 and not distributed.is_initialized()
+    assert loop.run._session.clock.step == 8 and not distributed.is_initialized()
     loop.run.close()
 
 

@@ -75,18 +75,18 @@ def train_disturbed(disturb, steps=STEPS):
 
 def break_policy(job):
     """Let this rank's policy fail in the midst of a meeting."""
-    policy = job.run._session._parts.policy
+    policy = job.run._session.parts.policy
     policy.observe_interval = lambda interval: 1 / 0
 
 
 def break_measuring(job):
     """Let this rank fail before the others hear of its interval."""
-    job.run._session._meter._losses.take_mean = lambda: 1 / 0
+    job.run._session.meter._losses.take_mean = lambda: 1 / 0
 
 
 def break_freezing(job):
     """Let this rank fail to freeze what all have decided to freeze."""
-    job.run._session._parts.applier._freezer.freeze_to = lambda *args, **kwargs: 1 / 0
+    job.run._session.parts.applier._freezer.freeze_to = lambda *args, **kwargs: 1 / 0
 
 
 def break_ordering(job):
@@ -96,7 +96,7 @@ def break_ordering(job):
 
 def decide_alone(job):
     """Let this rank decide what nobody else does."""
-    policy = job.run._session._parts.policy
+    policy = job.run._session.parts.policy
     policy.observe_interval = lambda interval: (Freeze(module=policy.frozen, reason="alone"),)
 
 

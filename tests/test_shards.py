@@ -247,7 +247,7 @@ def fail(where, folder):
         frozen = []
         for step in range(40):
             if step == 20 and where == "policy" and not leads:
-                run._session._parts.policy.observe_interval = None
+                run._session.parts.policy.observe_interval = None
             if step == 10 and where == "evaluation of the loop":
                 model.eval()
                 with torch.no_grad():

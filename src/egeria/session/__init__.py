@@ -5,7 +5,6 @@ readings, hands them to the policy, and lets the applier carry out what the poli
 """
 
 from egeria.journal.recorder import EgeriaWarning
-from egeria.session.attach import attach
-from egeria.session.run import Run
+from egeria.session.attach import Run, attach
 
 __all__ = ["EgeriaWarning", "Run", "attach"]

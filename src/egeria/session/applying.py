@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,35 +25,29 @@ from egeria.session.ranks import Ranks, Subject
 from egeria.session.timing import Stopwatch
 
 
+class _Rehearsal(NamedTuple):
+    """What one forward pass gave."""
+
+    boundary: list[Tensor]
+    """Outputs of the layer module about to freeze."""
+    outputs: list[Tensor]
+    """Outputs of the model."""
+
+
+@dataclass(kw_only=True, eq=False)
 class Applier:
-    """Turns decisions into frozen layers and journal events.
+    """Turns decisions into frozen layers and journal events; `put_in_force` makes them effective for the loop."""
 
-    Args:
-        training: what the user trains.
-        modules: the layer modules, front to back.
-        parallel: how several processes train together.
-        ranks: the processes of the job, seen from this one.
-        compiling: what freezing costs a compiled model.
-        recorder: writes the journal.
-    """
+    training: Training
+    modules: Sequence[LayerModule]
+    parallel: ParallelStrategy
+    ranks: Ranks
+    compiling: Compiling
+    recorder: Recorder
 
-    def __init__(
-        self,
-        training: Training,
-        modules: Sequence[LayerModule],
-        *,
-        parallel: ParallelStrategy,
-        ranks: Ranks,
-        compiling: Compiling,
-        recorder: Recorder,
-    ) -> None:
-        self._freezer = Freezer(training.model, modules, freeze_tied=training.config.freezing.tied == "freeze")
-        self._training = training
-        self._modules = tuple(modules)
-        self._parallel = parallel
-        self._ranks = ranks
-        self._compiling = compiling
-        self._recorder = recorder
+    def __post_init__(self) -> None:
+        freezes_tied = self.training.config.freezing.tied == "freeze"
+        self._freezer = Freezer(self.training.model, self.modules, freeze_tied=freezes_tied)
         self.waiting: list[int] = []
         """Layer modules that were decided to freeze, and train on until compiling again repays itself."""
         self._depth_in_force = 0
@@ -73,7 +69,7 @@ class Applier:
         return self._was_overruled or self._freezer.is_undone
 
     def freeze(self, decision: Freeze, batch: Batch | None, saved_s: float | None) -> None:
-        """Freeze one more layer module, or let it wait; `put_in_force` then makes it effective for the loop.
+        """Freeze one more layer module, or let it wait.
 
         Args:
             decision: what the policy decided.
@@ -82,65 +78,58 @@ class Applier:
 
         Raises:
             HarmfulFreezeError: it would have broken the training; everything is thawed then.
-            OutOfStepError: the processes of the job do not agree.
-            LostError: they cannot reach each other.
         """
-        module, step = self._modules[decision.module], self._recorder.step
+        module, step = self.modules[decision.module], self.recorder.step
         reason = self._reason_to_wait(saved_s)
         if reason is not None:
             self.waiting.append(decision.module)
-            self._recorder.write(FreezeWaits(step=step, module=decision.module, name=module.name, reason=reason))
+            self.recorder.write(FreezeWaits(step=step, module=decision.module, name=module.name, reason=reason))
             return
         self.waiting = []
-        before = None if batch is None else self._rehearse(module, batch)
-        self._freezer.freeze_to(decision.module + 1, input_needs_grad=batch is not None and batch.needs_grad)
-        after = None if batch is None or before is None else self._rehearse(module, batch)
-        if batch is not None and before is not None and after is not None:
-            self._check_rehearsals(module, before, after, batch.needs_grad)
-        num_frozen = sum(entry.num_parameters for entry in self._modules[: self.depth])
-        self._recorder.write(
+        if batch is None:
+            self._freezer.freeze_to(decision.module + 1)
+        else:
+            self._freeze_rehearsed(decision.module, batch)
+        num_frozen = sum(entry.num_parameters for entry in self.modules[: self.depth])
+        self.recorder.write(
             ModuleFrozen(
                 step=step,
                 module=decision.module,
                 name=module.name,
                 frozen=self.depth,
                 reason=decision.reason,
-                parameter_share=num_frozen / max(1, sum(entry.num_parameters for entry in self._modules)),
+                parameter_share=num_frozen / max(1, sum(entry.num_parameters for entry in self.modules)),
             )
         )
 
     def thaw(self, decision: Thaw) -> None:
-        """Thaw everything; `put_in_force` then makes it effective for the loop."""
+        """Thaw everything."""
         before, self.waiting = self.depth, []
         self._freezer.thaw()
-        event = Thawed(step=self._recorder.step, frozen_before=before, reason=decision.reason, window=decision.window)
-        self._recorder.write(event)
+        event = Thawed(step=self.recorder.step, frozen_before=before, reason=decision.reason, window=decision.window)
+        self.recorder.write(event)
 
     def restore(self, depth: int, decided_depth: int) -> None:
-        """Freeze to a saved depth, without journaling decisions that were journaled before.
-
-        Args:
-            depth: how many front layer modules were frozen.
-            decided_depth: how many were decided to freeze.
-        """
+        """Freeze to a saved depth, without journaling decisions that were journaled before."""
         self._freezer.freeze_to(depth)
         self.waiting = list(range(depth, decided_depth))
         self.put_in_force()
 
     def put_in_force(self) -> None:
         """Let the loop call the model as it is now; with several processes, only gradients of what trains are sent."""
-        watch, handle = Stopwatch(), self._training.handle
+        watch, handle, is_alone = Stopwatch(), self.training.handle, self.parallel.num_ranks == 1
         has_changed, self._depth_in_force = self._depth_in_force != self.depth, self.depth
-        frozen = [name for module in self._modules[: self.depth] for name in module.submodules]
-        handle.call_instead(self._parallel.rewrap(frozen))
-        is_watched = self._parallel.num_ranks > 1 or self._compiling.is_on
-        handle.call_before(self._check_before_forward if is_watched and self.depth > 0 else None)
-        if has_changed:
-            self._compiling.note_change()
-        if has_changed and self._parallel.num_ranks > 1:
-            trained = [parameter for parameter in self._training.model.parameters() if parameter.requires_grad]
+        frozen = [name for module in self.modules[: self.depth] for name in module.submodules]
+        handle.call_instead(self.parallel.rewrap(frozen))
+        is_watched = self.depth > 0 and (self.compiling.is_on or not is_alone)
+        handle.call_before(self._check_before_forward if is_watched else None)
+        if not has_changed:
+            return
+        self.compiling.note_change()
+        if not is_alone:
+            trained = [parameter for parameter in self.training.model.parameters() if parameter.requires_grad]
             size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-            self._recorder.write(Rewrapped(step=self._recorder.step, wall_s=watch.read()[0], reduced_bytes=size_bytes))
+            self.recorder.write(Rewrapped(step=self.recorder.step, wall_s=watch.read()[0], reduced_bytes=size_bytes))
 
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
@@ -150,33 +139,50 @@ class Applier:
 
     def describe(self) -> str:
         """Return what is frozen and what trains, as text that is the same wherever that is the same."""
-        names = (name for name, parameter in self._training.model.named_parameters() if parameter.requires_grad)
+        names = (name for name, parameter in self.training.model.named_parameters() if parameter.requires_grad)
         return f"{self.depth} {' '.join(names)}"
 
     def _reason_to_wait(self, saved_s: float | None) -> str | None:
         """Return why a freeze has to wait: compiling the model again would take longer than it saves."""
-        if not self._compiling.is_on:
+        if not self.compiling.is_on:
             return None
-        reason = self._compiling.reason_to_wait(saved_s)
-        [does_wait] = self._ranks.from_leader(Subject.GATE, [float(reason is not None)])
+        reason = self.compiling.reason_to_wait(saved_s)
+        [does_wait] = self.ranks.from_leader(Subject.GATE, [float(reason is not None)])
         return (reason or "the first process waits") if does_wait else None
 
     def _check_before_forward(self) -> None:
         """Do what hooks of frozen layers cannot: what the loop unfroze must be reduced in this pass already."""
-        if self._parallel.num_ranks > 1 and self._freezer.is_undone:
+        if self.parallel.num_ranks > 1 and self._freezer.is_undone:
             self._was_overruled = True
             self.release()
         self._freezer.stay_in_inference_mode()
 
-    def _rehearse(self, module: LayerModule, batch: Batch) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Run the model once, undisturbed but with gradients; an outline of a sharded one, where that is possible.
+    def _freeze_rehearsed(self, index: int, batch: Batch) -> None:
+        """Refuse a freeze that takes the gradient of an output, and report one that saves less than it could."""
+        module = self.modules[index]
+        before = self._rehearse(module, batch)
+        self._freezer.freeze_to(index + 1, input_needs_grad=batch.needs_grad)
+        after = before and self._rehearse(module, batch)
+        if before is None or after is None:
+            return
+        if _is_branch(before, after.outputs):
+            self._freezer.thaw()
+            raise HarmfulFreezeError(
+                f"with {module.name} frozen an output of the model would have no gradient left, "
+                f"because it is a branch of its own and not in front of the others"
+            )
+        if batch.needs_grad or tree.requires_grad(after.boundary):
+            self.recorder.decline(
+                f"the full saving behind {module.name}",
+                "its output still needs a gradient, because a trainable tensor outside the frozen layer modules "
+                "(the input, or a parameter of another module) feeds it; the backward pass runs through it",
+            )
 
-        Returns:
-            The outputs of the layer module about to freeze, and those of the model.
-        """
+    def _rehearse(self, module: LayerModule, batch: Batch) -> _Rehearsal | None:
+        """Run the model once, undisturbed but with gradients; an outline of a sharded one, where that is possible."""
         boundary: list[Tensor] = []
         try:
-            model, copied = outline(self._training.model, batch.first_rows(None))
+            model, copied = outline(self.training.model, batch.first_rows(None))
             with undisturbed(model, gradients=True), batch.autocast.context():
                 tap: nn.Module = model.get_submodule(module.tap)
                 hook = tap.register_forward_hook(lambda *call: boundary.extend(tree.leaves(call[-1])))
@@ -185,47 +191,21 @@ class Applier:
                 finally:
                     hook.remove()
         except Exception as error:
-            if not self._training.is_sharded:
+            if not self.training.is_sharded:
                 raise
-            self._recorder.decline("rehearsing a freeze", f"the model does not run without its values ({error})")
+            self.recorder.decline("rehearsing a freeze", f"the model does not run without its values ({error})")
             return None
-        return boundary, list(tree.leaves(output))
-
-    def _check_rehearsals(
-        self,
-        module: LayerModule,
-        before: tuple[list[Tensor], list[Tensor]],
-        after: tuple[list[Tensor], list[Tensor]],
-        input_needs_grad: bool,
-    ) -> None:
-        """Refuse a freeze that takes the gradient of an output, and report one that saves less than it could."""
-        if _is_branch(before[0], before[1], after[1]):
-            self._freezer.thaw()
-            raise HarmfulFreezeError(
-                f"with {module.name} frozen an output of the model would have no gradient left, "
-                f"because it is a branch of its own and not in front of the others"
-            )
-        if input_needs_grad or tree.requires_grad(after[0]):
-            self._recorder.decline(
-                f"the full saving behind {module.name}",
-                "its output still needs a gradient, because a trainable tensor outside the frozen layer modules "
-                "(the input, or a parameter of another module) feeds it; the backward pass runs through it",
-            )
+        return _Rehearsal(boundary, list(tree.leaves(output)))
 
 
-def _is_branch(boundary: Sequence[Tensor], outputs: Sequence[Tensor], outputs_after: Sequence[Tensor]) -> bool:
+def _is_branch(before: _Rehearsal, outputs_after: Sequence[Tensor]) -> bool:
     """Return whether a freeze took the gradient of an output, and no output that keeps one depends on the module.
 
     A hidden state that is put out beside the loss may lose its gradient; a head of its own may not.
-
-    Args:
-        boundary: outputs of the layer module before it froze.
-        outputs: outputs of the model before it froze.
-        outputs_after: the same outputs with it frozen.
     """
-    pairs = [pair for pair in zip(outputs, outputs_after, strict=True) if pair[0].requires_grad]
+    pairs = [pair for pair in zip(before.outputs, outputs_after, strict=True) if pair[0].requires_grad]
     kept = [now.float().sum() for now, later in pairs if later.requires_grad]
-    module_outputs = [tensor for tensor in boundary if tensor.requires_grad]
+    module_outputs = [tensor for tensor in before.boundary if tensor.requires_grad]
     if len(kept) == len(pairs) or not module_outputs:
         return False
     if not kept:

@@ -1,4 +1,4 @@
-"""`egeria.attach`: checks what it is given and makes the parts of a run."""
+"""The public face: `attach` checks what it is given and makes the parts of a run; `Run` is what the user holds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +18,12 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from egeria.config import Config
-from egeria.controller import (
-    AbsentController,
-    Controller,
-    ControllerChoice,
-    EvaluationPlan,
-    choose,
-    make_controller,
-)
-from egeria.errors import ConfigError, UnsupportedModelError
-from egeria.events import ControllerChosen, RunStarted
+from egeria.controller import AbsentController, Controller, ControllerChoice
+from egeria.errors import ConfigError, StateError, UnsupportedModelError
+from egeria.events import ControllerChosen, MetricLogged, Resumed, RunClosed, RunStarted
 from egeria.journal.recorder import Recorder
+from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy
-from egeria.plasticity import find_metric
 from egeria.policy import (
     FORESIGHT,
     PLASTICITY,
@@ -38,22 +32,22 @@ from egeria.policy import (
     UnfreezeRule,
     choose_interval,
     find_policy,
-    harmless_error,
 )
 from egeria.session.applying import Applier
-from egeria.session.checks import agree_on_the_run, check_training, choose_rule
+from egeria.session.checks import agree_on_the_run, check_training, choose_controller, choose_rule
 from egeria.session.compiling import Compiling
 from egeria.session.evaluation import Evaluation
-from egeria.session.following import Cut, Training
+from egeria.session.following import Cut, ModelHandle, Training
 from egeria.session.loop import CutParts, Session
 from egeria.session.measures import Foresight, Measures
 from egeria.session.meter import IntervalMeter
+from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks, Subject
-from egeria.session.run import Run
 from egeria.session.skipping import begin_skipping
-from egeria.session.timing import Budget, IterationTimer, Stopwatch
+from egeria.session.timing import Budget, IntervalClock, IterationTimer, Stopwatch
 
 RUNS = Path("egeria_runs")
+STATE_SCHEMA = 1
 
 
 def attach(
@@ -95,17 +89,144 @@ def attach(
     watch, named = Stopwatch(), {"controller": controller, "policy": policy}
     training, parallel = check_training(model, optimizer, total_steps, config=config, parallel=parallel, **named)
     rule_name, rule = choose_rule(training.config, scheduler, total_steps)
-    choice, make = _choose_controller(training, controller, loader)
-    shared = _share(training, parallel, rule, make, directory)
-    cut, interval_steps = _begin(shared, choice, rule_name, _environment(training.model, loader))
-    session = _make_session(shared, cut, interval_steps, loader, scheduler)
+    choice, make = choose_controller(training, controller, loader)
+    ranks = Ranks(parallel)
+    # Of several processes only the first keeps a journal.
+    place = Path(directory) if directory is not None else _new_directory() if ranks.leads else None
+    recorder = Recorder(place if ranks.leads else None, echoes=not ranks.leads)
+    training.handle.call_instead(parallel.rewrap())
+    compiling = Compiling(training.handle, recorder)
+    budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
+    maker = _PartsMaker(training, parallel, ranks, recorder, compiling, budget, rule, make)
+    cut, interval_steps = _begin(maker, choice, rule_name, _environment(training.model, loader))
+    session = _make_session(maker, cut, interval_steps, loader, scheduler)
     session.timer.add_overhead(*watch.read())
-    return Run(training.handle, session, shared.recorder)
+    return Run(training.handle, session, recorder)
+
+
+class Run:
+    """One training run that egeria watches. Made by `egeria.attach`; also a context manager.
+
+    Attributes:
+        model: call it in the loop in place of the model.
+        directory: where the journal and the report live; None if nothing is written.
+    """
+
+    def __init__(self, handle: ModelHandle, session: Session, recorder: Recorder) -> None:
+        self.model = handle
+        self.directory: Path | None = recorder.journal.directory
+        self._session = session
+        self._recorder = recorder
+        self._closed = False
+        # A run that is dropped without `close` must not leave a frozen model or an open file behind.
+        self._finalizer = weakref.finalize(self, _release, session, recorder)
+
+    @property
+    def frozen(self) -> int:
+        """How many front layer modules are frozen now."""
+        return self._session.frozen
+
+    @property
+    def modules(self) -> tuple[LayerModule, ...]:
+        """The layer modules, front to back; empty where the model could not be cut."""
+        return self._session.modules
+
+    @property
+    def stage(self) -> str:
+        """Either 'bootstrapping' or 'knowledge-guided'."""
+        return self._session.stage
+
+    def step(self, loss: Any) -> None:
+        """Count one optimizer step; call it after the optimizer's.
+
+        Args:
+            loss: training loss of the step, a number or a 0-d tensor. The device is asked for its
+                value once every `n` steps, not now.
+
+        Raises:
+            ConfigError: the loss is neither a number nor a tensor of one element.
+        """
+        if self._closed:
+            return
+        self._session.timer.enter()
+        try:
+            self._session.step(loss)
+        finally:
+            self._session.timer.leave()
+
+    def log(self, **metrics: float) -> None:
+        """Put numbers into the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
+        values = {name: float(value) for name, value in metrics.items()}
+        self._recorder.write(MetricLogged(step=self._session.clock.step, values=values))
+
+    @property
+    def packed(self) -> Packed:
+        """The state for `torch.distributed.checkpoint`: `dcp.save({"run": run.packed, ...})`, and `dcp.load` alike."""
+        return Packed(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to continue as if the run had never stopped.
+
+        Plain values and tensors; save it beside the states of the model and the optimizer.
+        """
+        return {"schema": STATE_SCHEMA, **self._session.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state; load the model and the optimizer first.
+
+        Raises:
+            StateError: the state is of a newer egeria, or of another model. Nothing has changed then.
+        """
+        schema = state.get("schema")
+        if not isinstance(schema, int) or schema > STATE_SCHEMA:
+            raise StateError(
+                f"This egeria reads run states up to schema {STATE_SCHEMA}, found {schema!r}. "
+                f"Load it with the egeria that wrote it, or a newer one."
+            )
+        try:
+            self._session.load_state_dict(state)
+        except StateError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise StateError(
+                f"A run's state is what run.state_dict() returned; this one is damaged "
+                f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without loading it."
+            ) from error
+        self._recorder.write(Resumed(step=self._session.clock.step, frozen=self.frozen, stage=self.stage))
+
+    def close(self) -> None:
+        """End the run and leave the model as it was found: thawed, without hooks. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        frozen, session = self.frozen, self._session
+        session.close()
+        self._recorder.write(
+            RunClosed(
+                step=session.clock.step,
+                frozen=frozen,
+                overhead_wall_s=session.timer.overhead_wall_s,
+                overhead_cpu_s=session.timer.overhead_cpu_s,
+                controller_cpu_s=session.controller_cpu_s,
+            )
+        )
+        self._finalizer()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _release(session: Session, recorder: Recorder) -> None:
+    session.close()
+    recorder.journal.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
-    """What the parts of a run share; some are made a second time, for another cut of the model."""
+class _PartsMaker:
+    """Makes the parts of a session for a cut of the model: once when attaching, and again for another cut."""
 
     training: Training
     parallel: ParallelStrategy
@@ -117,33 +238,44 @@ class _Shared:
     make_controller: Callable[[tuple[str, ...]], Controller]
     """Makes a controller for the taps of a cut."""
 
+    def make(self, cut: Cut) -> CutParts:
+        training, ranks, recorder, modules = self.training, self.ranks, self.recorder, cut.modules
+        policy = self.make_policy(cut)
+        controller: Controller = AbsentController()
+        if PLASTICITY in policy.needs and ranks.leads:
+            controller = self.make_controller(tuple(module.tap for module in modules[:-1]))
+        joint: dict[str, Any] = {"training": training, "modules": modules, "ranks": ranks, "recorder": recorder}
+        evaluation = Evaluation(policy=policy, controller=controller, budget=self.budget, **joint)
+        applier = Applier(parallel=self.parallel, compiling=self.compiling, **joint)
+        return CutParts(modules=modules, policy=policy, evaluation=evaluation, applier=applier)
 
-def _share(
-    training: Training,
-    parallel: ParallelStrategy,
-    rule: UnfreezeRule,
-    make_controller: Callable[[tuple[str, ...]], Controller],
-    directory: str | Path | None,
-) -> _Shared:
-    ranks = Ranks(parallel)
-    recorder = _make_recorder(ranks, directory)
-    training.handle.call_instead(parallel.rewrap())
-    compiling = Compiling(training.handle, recorder)
-    budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
-    return _Shared(training, parallel, ranks, recorder, compiling, budget, rule, make_controller)
+    def make_policy(self, cut: Cut) -> Policy:
+        config, total_steps = self.training.config, self.training.total_steps
+        policy = find_policy(config.policy.name)(
+            config,
+            trainable=cut.trainable,
+            rule=self.rule,
+            total_steps=total_steps,
+            deepest_freeze=cut.deepest_freeze,
+        )
+        if not isinstance(policy, Policy):
+            raise ConfigError(
+                f"policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
+                f"{type(policy).__name__}. Give what it makes the attributes and methods of that protocol."
+            )
+        return policy
 
 
 def _begin(
-    shared: _Shared, choice: ControllerChoice, rule_name: str, environment: dict[str, Any]
+    maker: _PartsMaker, choice: ControllerChoice, rule_name: str, environment: dict[str, Any]
 ) -> tuple[Cut | None, int]:
     """Return the cut of the model, None where nothing can be frozen, and `n`; journal how the run begins."""
-    training, ranks, recorder = shared.training, shared.ranks, shared.recorder
-    cut, refusal = _cut(training, shared.parallel)
-    needs = _make_policy(shared, cut).needs if cut else frozenset()
+    training, ranks, recorder = maker.training, maker.ranks, maker.recorder
+    cut, refusal = _cut(training, maker.parallel)
+    needs = maker.make_policy(cut).needs if cut else frozenset()
     if cut and PLASTICITY not in needs:
-        choice = ControllerChoice(
-            kind="none", device="", reason=f"the policy {training.policy_name!r} reads no plasticity"
-        )
+        reason = f"the policy {training.policy_name!r} reads no plasticity"
+        choice = ControllerChoice(kind="none", device="", reason=reason)
     interval_steps, interval_reason = choose_interval(
         training.config, total_steps=training.total_steps, num_modules=len(cut.modules) if cut else 1
     )
@@ -175,10 +307,10 @@ def _begin(
     return cut, interval_steps
 
 
-def _make_session(shared: _Shared, cut: Cut | None, interval_steps: int, loader: Any, scheduler: Any) -> Session:
-    training, ranks, recorder, timer = shared.training, shared.ranks, shared.recorder, IterationTimer()
+def _make_session(maker: _PartsMaker, cut: Cut | None, interval_steps: int, loader: Any, scheduler: Any) -> Session:
+    training, ranks, recorder, timer = maker.training, maker.ranks, maker.recorder, IterationTimer()
     skipping = begin_skipping(training, loader, ranks, recorder, timer.take_out) if cut else None
-    parts = _make_parts(shared, cut) if cut else None
+    parts = maker.make(cut) if cut else None
     # What the first process measures holds for all; where each has a part of the parameters, each measures that.
     measures = Measures(
         training.model,
@@ -190,60 +322,17 @@ def _make_session(shared: _Shared, cut: Cut | None, interval_steps: int, loader:
         spend=timer.take_out,
     )
     return Session(
-        training,
-        parts,
-        partial(_make_parts, shared),
-        interval_steps=interval_steps,
+        training=training,
+        parts=parts,
+        make_parts=maker.make,
+        clock=IntervalClock(interval_steps=interval_steps),
         ranks=ranks,
         recorder=recorder,
         meter=IntervalMeter(timer, measures, ranks, recorder),
-        compiling=shared.compiling,
-        budget=shared.budget,
+        compiling=maker.compiling,
+        budget=maker.budget,
         skipping=skipping,
     )
-
-
-def _make_parts(shared: _Shared, cut: Cut) -> CutParts:
-    training, ranks, recorder = shared.training, shared.ranks, shared.recorder
-    policy = _make_policy(shared, cut)
-    controller: Controller = AbsentController()
-    if PLASTICITY in policy.needs and ranks.leads:
-        controller = shared.make_controller(tuple(module.tap for module in cut.modules[:-1]))
-    return CutParts(
-        modules=cut.modules,
-        policy=policy,
-        evaluation=Evaluation(training, cut.modules, controller, ranks=ranks, budget=shared.budget, recorder=recorder),
-        applier=Applier(
-            training,
-            cut.modules,
-            parallel=shared.parallel,
-            ranks=ranks,
-            compiling=shared.compiling,
-            recorder=recorder,
-        ),
-    )
-
-
-def _make_policy(shared: _Shared, cut: Cut) -> Policy:
-    """Make the policy for a cut.
-
-    Raises:
-        ConfigError: what was made is none.
-    """
-    training = shared.training
-    policy = find_policy(training.config.policy.name)(
-        training.config,
-        trainable=cut.trainable,
-        rule=shared.rule,
-        total_steps=training.total_steps,
-        deepest_freeze=cut.deepest_freeze,
-    )
-    if not isinstance(policy, Policy):
-        raise ConfigError(
-            f"policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
-            f"{type(policy).__name__}. Give what it makes the attributes and methods of that protocol."
-        )
-    return policy
 
 
 def _cut(training: Training, parallel: ParallelStrategy) -> tuple[Cut | None, str]:
@@ -259,52 +348,18 @@ def _cut(training: Training, parallel: ParallelStrategy) -> tuple[Cut | None, st
         return None, str(error)
 
 
-def _make_recorder(ranks: Ranks, directory: str | Path | None) -> Recorder:
-    """Return the recorder; of several processes only the first keeps a journal."""
-    if not ranks.leads:
-        return Recorder(None, echoes=True)
-    return Recorder(Path(directory) if directory is not None else _new_directory())
-
-
 def _new_directory() -> Path:
     """Make a directory that no other run writes to; where that fails, the journal says so."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
-        directory = RUNS / f"{name}{suffix}"
         try:
-            directory.mkdir(parents=True)
+            (RUNS / f"{name}{suffix}").mkdir(parents=True)
         except FileExistsError:
             continue
         except OSError:
             break
-        return directory
+        return RUNS / f"{name}{suffix}"
     return RUNS / name
-
-
-def _choose_controller(
-    training: Training, given: str | Controller | None, loader: Any
-) -> tuple[ControllerChoice, Callable[[tuple[str, ...]], Controller]]:
-    """Return which controller it is and what makes it for the taps of a cut."""
-    if given is not None and not isinstance(given, str):
-        return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda taps: given
-    config, settings = training.config, training.config.controller
-    choice = choose(settings.kind, config.reference.device, training.model, loader)
-    metric = find_metric(config.plasticity.metric)
-
-    def make(taps: tuple[str, ...]) -> Controller:
-        plan = EvaluationPlan(
-            taps=taps,
-            metric=metric,
-            largest_map=config.plasticity.largest_map,
-            window=config.plasticity.window,
-            precision=config.reference.precision,
-            device=choice.device,
-            fidelity_share=config.reference.fidelity_share,
-            harmless_error=harmless_error(config),
-        )
-        return make_controller(choice, plan, settings)
-
-    return choice, make
 
 
 def _environment(model: nn.Module, loader: Any) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Checking the arguments of `attach`, and that the processes of a job attach alike."""
+"""What the arguments of `attach` mean: checked, and agreed on by the processes of a job."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
+from egeria.controller import Controller, ControllerChoice, EvaluationPlan, choose, make_controller
 from egeria.errors import ConfigError
 from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
-from egeria.policy import UnfreezeRule, find_policy, find_rule, rule_for_schedule, with_metric_of_policy
+from egeria.plasticity import find_metric
+from egeria.policy import UnfreezeRule, find_policy, find_rule, harmless_error, rule_for_schedule, with_metric_of_policy
 from egeria.session.following import Cut, ModelHandle, Training
 from egeria.session.ranks import Ranks, Subject, fingerprint
 
@@ -32,25 +34,12 @@ def check_training(
     policy: Any,
     parallel: ParallelStrategy | None,
 ) -> tuple[Training, ParallelStrategy]:
-    """Return what to train, and how several processes do that together.
-
-    Args:
-        model: a module, with or without a wrapper.
-        optimizer: one, or a list or tuple of them.
-        total_steps: None or a whole number above 0.
-        config: a configuration in any of its forms.
-        controller: the name of one, which replaces that of the configuration; anything else is passed over.
-        policy: the name or the maker of one, which replaces that of the configuration; or None.
-        parallel: how several processes train together; None takes that from the wrapper and the job.
-
-    Raises:
-        ConfigError: one of them is outside its contract.
-    """
+    """Return what to train, and how several processes do that together, from the arguments of `attach`."""
     settings = _read_config(config)
     if policy is not None:
-        settings = dataclasses.replace(settings, policy=dataclasses.replace(settings.policy, name=policy))
+        settings = replace(settings, policy=replace(settings.policy, name=policy))
     if isinstance(controller, str):
-        settings = dataclasses.replace(settings, controller=dataclasses.replace(settings.controller, kind=controller))
+        settings = replace(settings, controller=replace(settings.controller, kind=controller))
     settings = with_metric_of_policy(settings)
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -59,32 +48,29 @@ def check_training(
     parallel = parallel or choose_parallel(model)
     model = parallel.take(model)
     if is_sharded(model):
-        settings = _for_sharded(settings)
+        # Plasticity is read in the training pass, the only one that all processes make. The reference has all of the
+        # weights, for which an accelerator may have no room.
+        device = "cpu" if settings.reference.device == "auto" else settings.reference.device
+        plasticity = replace(settings.plasticity, mode="train")
+        settings = replace(settings, plasticity=plasticity, reference=replace(settings.reference, device=device))
     optimizers = _check_optimizers(model, optimizer)
-    _check_total_steps(total_steps)
-    training = Training(
-        model=model, handle=ModelHandle(model), optimizers=optimizers, config=settings, total_steps=total_steps
-    )
-    return training, parallel
-
-
-def _check_total_steps(total_steps: Any) -> None:
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_whole and total_steps > 0):
         raise ConfigError(
             f"total_steps is the number of optimizer steps of the whole run, a whole number above 0, "
             f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
         )
+    handle = ModelHandle(model)
+    training = Training(model=model, handle=handle, optimizers=optimizers, config=settings, total_steps=total_steps)
+    return training, parallel
 
 
 def _read_config(config: Any) -> Config:
     """Return the configuration, whatever form it came in."""
-    if config is None:
-        return Config()
     if isinstance(config, Config):
         return config
-    if isinstance(config, Mapping):
-        return Config.from_dict(config)
+    if config is None or isinstance(config, Mapping):
+        return Config.from_dict(config or {})
     if isinstance(config, (str, Path)):
         return Config.load(config)
     raise ConfigError(
@@ -112,31 +98,8 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     return optimizers
 
 
-def _for_sharded(config: Config) -> Config:
-    """Return the settings for a sharded model.
-
-    Plasticity is read in the training pass, the only one that all processes make. The reference has all of the
-    weights, for which an accelerator may have no room.
-    """
-    device = "cpu" if config.reference.device == "auto" else config.reference.device
-    return dataclasses.replace(
-        config,
-        plasticity=dataclasses.replace(config.plasticity, mode="train"),
-        reference=dataclasses.replace(config.reference, device=device),
-    )
-
-
 def choose_rule(config: Config, scheduler: Any, total_steps: int | None) -> tuple[str, UnfreezeRule]:
-    """Return the name of the unfreeze rule and the rule, and check that the policy can be made with it.
-
-    Args:
-        config: the settings of the run.
-        scheduler: the learning-rate scheduler, which selects the rule where the setting is 'auto'.
-        total_steps: optimizer steps of the run.
-
-    Raises:
-        ConfigError: no rule or policy has that name, or the policy needs what it was not given.
-    """
+    """Return the name of the unfreeze rule and the rule, and check that the policy can be made with it."""
     rule = config.unfreezing.rule
     if rule == "auto":
         rule = rule_for_schedule(_schedule_names(scheduler))
@@ -161,29 +124,51 @@ def _schedule_names(scheduler: Any) -> list[str]:
     return names
 
 
+def choose_controller(
+    training: Training, given: str | Controller | None, loader: Any
+) -> tuple[ControllerChoice, Callable[[tuple[str, ...]], Controller]]:
+    """Return which controller it is and what makes it for the taps of a cut."""
+    if given is not None and not isinstance(given, str):
+        return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda taps: given
+    config, settings = training.config, training.config.controller
+    choice = choose(settings.kind, config.reference.device, training.model, loader)
+    metric = find_metric(config.plasticity.metric)
+
+    def make(taps: tuple[str, ...]) -> Controller:
+        plan = EvaluationPlan(
+            taps=taps,
+            metric=metric,
+            largest_map=config.plasticity.largest_map,
+            window=config.plasticity.window,
+            precision=config.reference.precision,
+            device=choice.device,
+            fidelity_share=config.reference.fidelity_share,
+            harmless_error=harmless_error(config),
+        )
+        return make_controller(choice, plan, settings)
+
+    return choice, make
+
+
 def agree_on_the_run(
     ranks: Ranks, training: Training, cut: Cut | None, interval_steps: int, is_apart: bool
 ) -> str | None:
     """Check that all processes attach alike; return why nothing can be frozen, None if it can.
 
-    Args:
-        ranks: the processes of the job; they learn whether the controller of the first is a separate process.
-        training: what this process trains.
-        cut: its layer modules; None where nothing can be frozen.
-        interval_steps: its `n`.
-        is_apart: whether its controller is a separate process.
+    The processes learn here whether the controller of the first one is a separate process (`is_apart`).
 
     Raises:
         ConfigError: they were given other settings, or another number of steps.
     """
     config, total_steps, modules = training.config.to_dict(), training.total_steps, cut.modules if cut else ()
-    settings = {name: config[name] for name in DECIDING}
-    steps = -1.0 if total_steps is None else float(total_steps)
-    names = fingerprint(" ".join(module.name for module in modules))
+    # Without what is another object in each process.
+    settings = {
+        name: {key: value for key, value in config[name].items() if not str(value).startswith("<")} for name in DECIDING
+    }
     row = (
-        steps,
-        fingerprint(str(_plain(settings))),
-        names,
+        -1.0 if total_steps is None else float(total_steps),
+        fingerprint(str(settings)),
+        fingerprint(" ".join(module.name for module in modules)),
         float(interval_steps),
         float(is_apart),
         float(len(modules)),
@@ -203,11 +188,3 @@ def agree_on_the_run(
     if any(found[2:4] != rows[0][2:4] for found in rows):
         return "the processes of the job cut their models into other layer modules"
     return None
-
-
-def _plain(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return settings without what is another object in each process."""
-    return {
-        name: {key: value for key, value in group.items() if not str(value).startswith("<")}
-        for name, group in settings.items()
-    }

@@ -1,10 +1,10 @@
-"""Evaluations of plasticity: the batch kept for one, the request to the controller, and the reading it returns."""
+"""Evaluations of plasticity: the batch kept for one, the request to the controller, what the policy decides on it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from egeria.events import (
     Declined,
     Event,
     FaultCaught,
+    PlasticityRead,
     ReadingDropped,
     ReferenceRefreshed,
     RungTaken,
@@ -27,7 +28,7 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.shards import gather, outline
 from egeria.layers.taps import TrainingTap, capture, forward_shares
 from egeria.layers.undisturbed import undisturbed
-from egeria.policy import Reading
+from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
 from egeria.session.compiling import BACKWARD_SHARE
 from egeria.session.following import Training
 from egeria.session.ranks import Ranks, Subject
@@ -36,31 +37,23 @@ from egeria.session.timing import Budget, Stopwatch, count_iterations
 FAILURES_BEFORE_GIVING_UP = 3
 
 
+@dataclass(kw_only=True, eq=False)
 class Evaluation:
-    """Makes plasticity readings of one layer module at a time, and keeps the reference model up to date.
+    """Reads the plasticity of the monitored layer module for the policy, and keeps the reference model up to date.
 
     `arm` keeps the batch of the coming forward pass, `request` hands it to the controller with the training activation,
-    `poll` returns the finished readings, the same in all processes of a job. Only the first process has a controller.
-
-    Args:
-        training: what the user trains.
-        modules: the layer modules, front to back.
-        controller: compares with the reference model.
-        ranks: the processes of the job, seen from this one.
-        budget: what evaluations may cost.
-        recorder: writes the journal.
+    `judge` gives finished readings to the policy, the same in all processes. Only the first one has a controller.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        modules: Sequence[LayerModule],
-        controller: Controller,
-        *,
-        ranks: Ranks,
-        budget: Budget,
-        recorder: Recorder,
-    ) -> None:
+    training: Training
+    modules: Sequence[LayerModule]
+    policy: Policy
+    controller: Controller
+    ranks: Ranks
+    budget: Budget
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
         self.batch: Batch | None = None
         self.evaluated: Batch | None = None
         """A copy of the batch of the newest evaluation: the rows that were read."""
@@ -68,15 +61,8 @@ class Evaluation:
         """Seconds of an iteration with nothing frozen; 0 where unknown."""
         self._work_shares: list[float] | None = None
         """Share of the forward pass' operations that each layer module takes; None where they cannot be counted."""
-        self._training = training
-        self._model = training.model
-        self._modules = tuple(modules)
-        self._controller = controller
-        self._ranks = ranks
-        self._budget = budget
-        self._recorder = recorder
-        self._num_samples = training.config.plasticity.num_samples
-        self._reads_training = training.config.plasticity.mode == "train"
+        self._num_samples = self.training.config.plasticity.num_samples
+        self._reads_training = self.training.config.plasticity.mode == "train"
         self._is_profiled = False
         self._needs_whole_batch = False
         self._samples, self._most_samples = 0, [0, 0]
@@ -108,39 +94,35 @@ class Evaluation:
         """CPU seconds spent outside the training process so far."""
         return self._status.cpu_s
 
-    def arm(self, index: int | None) -> None:
+    def arm(self) -> None:
         """Keep the batch of the next training forward (the last one before the step, if there are several).
 
-        Args:
-            index: which layer module will be evaluated; None for none yet, while the model bootstraps.
+        Also without a monitored module: to calibrate the first reference on, or to rehearse a freeze on.
         """
+        index, handle = self.policy.monitored, self.training.handle
+        if index is None and self.policy.stage != BOOTSTRAPPING and PLASTICITY in self.policy.needs:
+            return
         self.disarm()
         self._armed, self._samples = index, 0
-        self._training.handle.keep_next(self._keep)
+        handle.keep_next(self._keep)
         if index is None:
-            self._take_in(self._controller.poll())
-        elif self._reads_training and self._training.handle.is_compiled:
+            self._take_in(self.controller.poll())
+        elif self._reads_training and handle.is_compiled:
             reason = "the model is compiled, where nothing can be read; readings are made in inference mode"
-            self._recorder.decline("reading the training pass itself", reason)
+            self.recorder.decline("reading the training pass itself", reason)
         elif self._reads_training:
-            self._tap = TrainingTap(self._model, self._modules[index].tap, self._num_samples)
+            self._tap = TrainingTap(self.training.model, self.modules[index].tap, self._num_samples)
 
     def disarm(self) -> None:
         """Release the batch and the hook on the training forward."""
-        self._training.handle.keep_next(None)
+        self.training.handle.keep_next(None)
         self.batch = self._armed = None
         if self._tap is not None:
             self._tap.close()
             self._tap = None
 
-    def request(self, step: int, evaluation: int, index: int) -> None:
-        """Request the plasticity of a layer module on the batch kept for it; what prevents that is journaled.
-
-        Args:
-            step: optimizer steps done.
-            evaluation: the number of this evaluation.
-            index: the layer module.
-        """
+    def request(self, evaluation: int, index: int) -> None:
+        """Request the plasticity of a layer module on the batch kept for it; what prevents that is journaled."""
         self.profile()
         watch = Stopwatch()
         activation = self._read_activation(evaluation, index)
@@ -148,85 +130,72 @@ class Evaluation:
             return
         self.evaluated = self._rows(self.batch)
         self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
-        ticket = Ticket(evaluation=evaluation, step=step, module=index, tap=self._modules[index].tap)
-        self._controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
+        tap = self.modules[index].tap
+        ticket = Ticket(evaluation=evaluation, step=self.recorder.step, module=index, tap=tap)
+        self.controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
         wall_s, cpu_s = watch.read()
         self._under_way[evaluation] = {"wall_s": wall_s, "cpu_s": cpu_s, "age": evaluation - (self._refreshed_at or 0)}
         if self.iteration_s > 0:
-            self._budget.note_evaluation(wall_s / self.iteration_s)
+            self.budget.note_evaluation(wall_s / self.iteration_s)
 
-    def poll(self) -> list[Reading]:
-        """Return the finished readings, the same in all processes; what cannot be used is journaled and left out.
-
-        Raises:
-            OutOfStepError: the processes of the job do not agree.
-            LostError: they cannot reach each other.
-        """
+    def judge(self) -> Iterator[tuple[Decision, ...]]:
+        """Give finished readings to the policy, and yield what it decides on each; all processes have the same."""
         own: list[Reading] = []
         if not self.has_given_up:
-            self._take_in(self._controller.poll())
+            self._take_in(self.controller.poll())
             own, self._finished = self._finished, []
         if self._work_shares is not None:
             own = [replace(reading, work_share=self._work_shares[reading.module]) for reading in own]
-        shared = own if self._ranks.is_alone else self._ranks.readings(own)
-        return own or shared
+        shared = own if self.ranks.is_alone else self.ranks.readings(own)
+        for reading in own or shared:
+            if reading.module != self.policy.monitored:
+                reason = "it came late: the layer module is no longer monitored, or not now"
+                self._drop(reading.evaluation, reading.module, reason)
+                continue
+            judgement = self.policy.observe_reading(reading)
+            shown = asdict(reading) | asdict(judgement) | {"step": self.recorder.step}
+            del shown["decisions"]
+            self.recorder.write(PlasticityRead(name=self.modules[reading.module].name, **shown))
+            yield judgement.decisions
 
-    def refresh(self, evaluation: int, period: int = 0) -> None:
-        """Bring the reference model up to date with the training weights, if that is due.
-
-        Args:
-            evaluation: the newest one.
-            period: evaluations from one refresh to the next; 0 for a refresh now.
-
-        Raises:
-            OutOfStepError: the processes of the job do not agree.
-            LostError: they cannot reach each other.
-        """
-        watch, leads, age = Stopwatch(), self._ranks.leads, self._evaluations_since_refresh
+    def refresh(self, evaluation: int, *, is_forced: bool = False) -> None:
+        """Bring the reference model up to date with the training weights, if that is due or forced."""
+        config = self.training.config
+        period = 0 if is_forced else config.reference.refresh_evaluations or self.policy.window
+        watch, leads, age = Stopwatch(), self.ranks.leads, self._evaluations_since_refresh
         is_due = leads and (age is None or age >= period) and not self.has_given_up
-        if self._training.is_sharded:  # all processes gather the parameters together
-            is_due = bool(self._ranks.from_leader(Subject.REFRESH, [float(is_due)])[0])
+        if self.training.is_sharded:  # all processes gather the parameters together
+            is_due = bool(self.ranks.from_leader(Subject.REFRESH, [float(is_due)])[0])
         if not is_due:
             return
-        model = gather(self._model, keeps=leads)
+        model = gather(self.training.model, keeps=leads)
         own_watch = Stopwatch()
         calibration = None if self.batch is None else self._rows(self.batch)
-        if not leads or not self._controller.refresh(evaluation, model, calibration):
+        if not leads or not self.controller.refresh(evaluation, model, calibration):
             return
         self._evaluations_since_refresh, self._refreshed_at = 0, evaluation
         self._refresh_cost = own_watch.read()
-        self._take_in(self._controller.poll())
+        self._take_in(self.controller.poll())
         if period and self.iteration_s > 0:
             # A policy may ask for several in a row; what counts is how often they come in the long run.
-            config = self._training.config
             usual = config.reference.refresh_evaluations or config.plasticity.window
-            self._budget.note_refresh(watch.read()[0] / self.iteration_s, max(period, usual))
+            self.budget.note_refresh(watch.read()[0] / self.iteration_s, max(period, usual))
 
-    def fit_interval(self, interval_steps: int, index: int | None) -> tuple[int, str] | None:
-        """Return the `n` that keeps evaluations within their budget, and the reason; None where it stays as it is.
-
-        Args:
-            interval_steps: `n` now.
-            index: the layer module to be evaluated; None for none.
-        """
-        changed, looked_at = None, self._share_of_samples()
+    def fit_interval(self, interval_steps: int) -> tuple[int, str] | None:
+        """Return the `n` that keeps evaluations within their budget, and the reason; None where it stays as it is."""
+        changed, index, looked_at = None, self.policy.monitored, self._share_of_samples()
         if index is not None and self._work_shares is not None and looked_at is not None:
             counted = count_iterations(sum(self._work_shares[: index + 1]), looked_at)
-            changed = self._budget.expect(counted, interval_steps)
-        return changed or self._budget.review(interval_steps)
+            changed = self.budget.expect(counted, interval_steps)
+        return changed or self.budget.review(interval_steps)
 
-    def saved_s(self, frozen: Sequence[int], num_steps: int) -> float | None:
-        """Return the seconds that freezing layer modules saves to the end of the run; None where unknown.
-
-        Args:
-            frozen: the layer modules.
-            num_steps: optimizer steps done.
-        """
-        total_steps = self._training.total_steps
+    def saved_s(self, frozen: Sequence[int]) -> float | None:
+        """Return the seconds that freezing layer modules saves to the end of the run; None where unknown."""
+        total_steps = self.training.total_steps
         if self._work_shares is None or total_steps is None or self.iteration_s <= 0:
             return None
         share = BACKWARD_SHARE * sum(self._work_shares[index] for index in frozen)
-        return share * self.iteration_s * (total_steps - num_steps)
+        return share * self.iteration_s * (total_steps - self.recorder.step)
 
     def profile(self) -> None:
         """Count the operations of the forward pass, once; where that fails the run continues without them."""
@@ -234,27 +203,22 @@ class Evaluation:
             return
         self._is_profiled = True
         try:
-            model, batch = outline(self._model, self.batch)
-            self._work_shares = forward_shares(model, self._modules, batch)
+            model, batch = outline(self.training.model, self.batch)
+            self._work_shares = forward_shares(model, self.modules, batch)
         except Exception as error:
-            self._recorder.fault("counting operations", error)
+            self.recorder.fault("counting operations", error)
         if self._work_shares is not None:
-            self._recorder.write(ComputeProfiled(step=self._recorder.step, forward_shares=list(self._work_shares)))
+            self.recorder.write(ComputeProfiled(step=self.recorder.step, forward_shares=list(self._work_shares)))
 
     def discard_before(self, evaluation: int) -> None:
         """Drop readings requested earlier than this evaluation: they are from before a thaw."""
         self._valid_from = evaluation
 
-    def drop(self, evaluation: int, index: int, reason: str) -> None:
-        """Journal an evaluation without a usable reading."""
-        event = ReadingDropped(step=self._recorder.step, evaluation=evaluation, module=index, reason=reason)
-        self._recorder.write(event)
-
     def close(self, successor: Evaluation | None = None) -> None:
         """Release everything held, but for a controller that the successor uses too."""
         self.disarm()
         self.evaluated = None
-        if successor is None or successor._controller is not self._controller:
+        if successor is None or successor.controller is not self.controller:
             self._close_controller()
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,7 +229,7 @@ class Evaluation:
             "needs_whole_batch": self._needs_whole_batch,
             "most_samples": [*self._most_samples, dist.world_size()],
             "num_failures": self._num_failures,
-            "controller": {} if self._training.is_sharded else self._controller.state_dict(),
+            "controller": {} if self.training.is_sharded else self.controller.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -277,8 +241,8 @@ class Evaluation:
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)
         self._refreshed_at = state.get("refreshed_at")
         # A sharded model cannot be gathered by one process alone: its reference is rebuilt.
-        can_go_on = not self._training.is_sharded and self._controller.refresh(
-            self._refreshed_at or 0, self._model, None, state["controller"]
+        can_go_on = not self.training.is_sharded and self.controller.refresh(
+            self._refreshed_at or 0, self.training.model, None, state["controller"]
         )
         self._evaluations_since_refresh = state["evaluations_since_refresh"] if can_go_on else None
 
@@ -300,37 +264,37 @@ class Evaluation:
 
     def _read_activation(self, evaluation: int, index: int) -> Tensor | None:
         """Return the training activation of a layer module [B, ...]; None where there is none, which is journaled."""
-        module = self._modules[index]
+        module = self.modules[index]
         if self._evaluations_since_refresh is None:
-            self.drop(evaluation, index, "there is no reference yet")
+            self._drop(evaluation, index, "there is no reference yet")
             return None
         if self._armed is None or (self._tap is not None and self._armed != index):
             return None  # it became the monitored one at this very step: nothing was kept for it
         self._evaluations_since_refresh += 1
         if self.batch is None:
-            self.drop(evaluation, index, "run.model was not called in training mode before this step")
+            self._drop(evaluation, index, "run.model was not called in training mode before this step")
             self._count_failure("the loop does not call run.model in training mode; call it in place of the model")
             return None
         activation = self._capture(module, self.batch)
         if activation is None:
-            self.drop(evaluation, index, f"{module.tap} gave no floating-point tensor of two dimensions")
+            self._drop(evaluation, index, f"{module.tap} gave no floating-point tensor of two dimensions")
             self._count_failure(f"layer module {module.name} gives no tensor to judge it by")
         return activation
 
     def _capture(self, module: LayerModule, batch: Batch) -> Tensor | None:
         if self._tap is not None:
             return self._tap.activation
-        if self._training.is_sharded:
+        if self.training.is_sharded:
             return None
-        with undisturbed(self._model):
+        with undisturbed(self.training.model):
             try:
-                return capture(self._model, module.tap, self._rows(batch))
+                return capture(self.training.model, module.tap, self._rows(batch))
             except Exception:
                 if self._needs_whole_batch:
                     raise
                 # Not every first dimension is one of samples: a graph, say, is no graph without half its nodes.
                 self._needs_whole_batch = True
-                return capture(self._model, module.tap, self._rows(batch))
+                return capture(self.training.model, module.tap, self._rows(batch))
 
     def _take_in(self, status: ControllerStatus) -> None:
         """Sort what the controller reports into finished readings and journal events."""
@@ -339,7 +303,7 @@ class Evaluation:
             if isinstance(report, (Reading, ReadingDropped)):
                 self._take_in_result(report)
             else:
-                self._record(replace(report, step=self._recorder.step))
+                self._record(replace(report, step=self.recorder.step))
         if status.has_ended:
             self._num_failures = FAILURES_BEFORE_GIVING_UP
             self._close_controller()
@@ -357,43 +321,48 @@ class Evaluation:
             self._finished.append(replace(result, **costs))
             return
         reason = f"the value is {result.value}" if isinstance(result, Reading) else result.reason
-        self.drop(result.evaluation, result.module, late if late and not is_lost else reason)
+        self._drop(result.evaluation, result.module, late if late and not is_lost else reason)
         if late or is_lost:
             return
-        self._recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training continues.")
+        self.recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training continues.")
         if isinstance(result, EvaluationFailed):
             self._count_failure(f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {reason}")
 
     def _record(self, event: Event) -> None:
         """Write an event of the controller to the journal, with a warning where something fell short."""
         if isinstance(event, Declined):
-            self._recorder.decline(event.what, event.reason)
+            self.recorder.decline(event.what, event.reason)
         elif isinstance(event, FaultCaught):
-            self._recorder.fault(event.where, RuntimeError(event.error))
+            self.recorder.fault(event.where, RuntimeError(event.error))
             self._evaluations_since_refresh = None
             self._count_failure(f"the reference cannot be refreshed: {event.error}")
         elif isinstance(event, ReferenceRefreshed):
             wall_s, cpu_s = self._refresh_cost
-            self._recorder.write(replace(event, wall_s=wall_s, cpu_s=cpu_s))
+            self.recorder.write(replace(event, wall_s=wall_s, cpu_s=cpu_s))
         else:
-            self._recorder.write(event)
+            self.recorder.write(event)
         if isinstance(event, RungTaken) and event.before:
             change = f"the reference model changes from {event.before} to {event.after}"
-            self._recorder.warn(f"rung {event.after}", f"egeria: {change}: {event.reason}. Training continues.")
+            self.recorder.warn(f"rung {event.after}", f"egeria: {change}: {event.reason}. Training continues.")
         elif isinstance(event, ControllerRestarted):
             message = f"egeria: the controller process was replaced: {event.reason}. Training continues."
-            self._recorder.warn("restarts of the controller", message)
+            self.recorder.warn("restarts of the controller", message)
+
+    def _drop(self, evaluation: int, index: int, reason: str) -> None:
+        """Journal an evaluation without a usable reading."""
+        event = ReadingDropped(step=self.recorder.step, evaluation=evaluation, module=index, reason=reason)
+        self.recorder.write(event)
 
     def _count_failure(self, reason: str) -> None:
         self._num_failures += 1
         if self._num_failures == FAILURES_BEFORE_GIVING_UP:
-            self._recorder.decline("judging plasticity", reason)
+            self.recorder.decline("judging plasticity", reason)
             self._close_controller()
 
     def _close_controller(self) -> None:
         """End the controller; what it had not handed over, or not finished, is journaled as dropped."""
-        self._status = self._controller.close()
+        self._status = self.controller.close()
         for report in self._status.reports:
             if isinstance(report, (Reading, ReadingDropped)):
                 reason = "the run ended before it was judged" if isinstance(report, Reading) else report.reason
-                self.drop(report.evaluation, report.module, reason)
+                self._drop(report.evaluation, report.module, reason)

@@ -24,23 +24,17 @@ from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, wi
 class ModelHandle(nn.Module):
     """Stands for a model: same parameters, submodules, state and attributes, one call in between.
 
-    The handle holds no tensors and no copy of anything: it shares the tables of the model itself, so
-    that names, `state_dict` and `.to()` are the model's own. What it adds is a look at the arguments
-    of a training forward when an evaluation is due.
+    The handle shares the tables of the model itself, so that names, `state_dict` and `.to()` are the model's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.__dict__["_bare"] = self
+        attributes = self.__dict__
+        attributes["_bare"] = self
         super().__init__()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = model.__dict__[table]
-        self.__dict__["_bare"] = model
-        self.__dict__["_target"] = model
-        self.__dict__["_keep"] = None
-        self.__dict__["_skip"] = None
-        self.__dict__["_before"] = None
-        self.__dict__["_notice"] = None
-        self.__dict__["is_compiled"] = is_compiled(model)
+            attributes[table] = model.__dict__[table]
+        attributes |= {"_bare": model, "_target": model, "is_compiled": is_compiled(model)}
+        attributes |= dict.fromkeys(("_keep", "_skip", "_before", "_notice"))
 
     @property
     def training(self) -> bool:
@@ -68,14 +62,13 @@ class ModelHandle(nn.Module):
         """Forward calls to `target` from now on: the model, or a wrapper around it."""
         self.__dict__["_target"] = target
         if without_wrapper(target) is not target:
-            self.note_compiled()
+            self._note_compiled()
 
     def when_compiled(self, notice: Callable[[], None]) -> None:
         """Call a method once calls turn out to be compiled, before the first of them is, if its owner still lives."""
         self.__dict__["_notice"] = weakref.WeakMethod(notice)
 
-    def note_compiled(self) -> None:
-        """Take note that calls are compiled from now on."""
+    def _note_compiled(self) -> None:
         if not self.__dict__["is_compiled"]:
             self.__dict__["is_compiled"] = True
             notice = self.__dict__["_notice"]() if self.__dict__["_notice"] else None
@@ -98,8 +91,8 @@ class ModelHandle(nn.Module):
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> Batch | None:
         """Do what must precede a call; return its arguments where somebody needs them."""
         bare: nn.Module = self.__dict__["_bare"]
-        if not self.__dict__["is_compiled"] and (is_called_compiled or bare._compiled_call_impl is not None):
-            self.note_compiled()
+        if is_called_compiled or bare._compiled_call_impl is not None:
+            self._note_compiled()
         keep, skip, before = self.__dict__["_keep"], self.__dict__["_skip"], self.__dict__["_before"]
         is_idle = keep is None and skip is None and before is None
         if is_idle or not bare.training or not torch.is_grad_enabled():
@@ -122,7 +115,7 @@ class ModelHandle(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model in place."""
         self.__dict__["_bare"].compile(*args, **kwargs)
-        self.note_compiled()
+        self._note_compiled()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model, under its own names."""
@@ -181,25 +174,13 @@ class Training:
         return is_sharded(self.model)
 
     def parse(self, order: Sequence[str] | None = None) -> tuple[LayerModule, ...]:
-        """Return the layer modules, in the order of execution where that is known.
-
-        Raises:
-            UnsupportedModelError: the model cannot be cut.
-        """
+        """Return the layer modules, in the order of execution where that is known."""
         settings = self.config.modules
         shares = {"target_share": settings.target_share, "minimum_share": settings.minimum_share}
         return parse_modules(self.model, pattern=settings.pattern, order=order, **shares)
 
     def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
-        """Check that a saved state is of this model and policy.
-
-        Args:
-            policy_name: of the saved run.
-            modules: its layer modules; None for a run without any.
-
-        Raises:
-            StateError: it is of another.
-        """
+        """Raise StateError if a saved state is of another policy, or of a model with other parameters."""
         if policy_name != self.policy_name:
             raise StateError(
                 f"A run goes on under the policy it began with; this state is of {policy_name!r}, and the run has "
@@ -233,13 +214,10 @@ class Cut:
 
     @classmethod
     def of(cls, training: Training, modules: Sequence[LayerModule], returned_to: Collection[str] = ()) -> Cut:
-        """Return the cut of a model into these layer modules.
+        """Return the cut into these layer modules.
 
-        Args:
-            training: the model and its optimizers.
-            modules: the layer modules, front to back.
-            returned_to: submodules that were called again after others. To freeze one that is called again after
-                active modules saves nothing: the backward pass runs through it.
+        To freeze one that is called again after active modules, in `returned_to`, saves nothing: the backward pass
+        runs through it.
         """
         model = training.model
         chain = next((index for index, m in enumerate(modules) if m.tap in returned_to), len(modules) - 1)
@@ -248,6 +226,25 @@ class Cut:
             trainable=tuple(any(model.get_parameter(n).requires_grad for n in m.parameters) for m in modules),
             deepest_freeze=min(chain, _deepest_with_busy_optimizers(training, modules)),
         )
+
+    @classmethod
+    def in_order(cls, training: Training, seen: OrderRecorder, recorder: Recorder) -> Cut:
+        """Return the cut in the order in which layers were seen to run.
+
+        Raises:
+            HarmfulFreezeError: no gradient would come through a frozen layer.
+        """
+        if seen.without_grad:
+            raise HarmfulFreezeError(
+                f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
+                f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
+            )
+        cut = cls.of(training, training.parse(seen.order), seen.returned_to)
+        limit = cut.modules[cut.deepest_freeze]
+        if limit.tap in seen.returned_to:
+            reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
+            recorder.decline(f"freezing {limit.name} and what follows", reason)
+        return cut
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of journal events about a cut."""
@@ -272,63 +269,12 @@ class HarmfulFreezeError(Exception):
     """A freeze would break the training, or has; it was undone."""
 
 
-class ExecutionOrder:
-    """Watches the first forward pass of the loop for the order in which the layers run.
+def watch_order(training: Training, modules: Sequence[LayerModule]) -> OrderRecorder | OrderOfBatch:
+    """Record the order in which the layers run in the coming forward pass.
 
-    Args:
-        training: what the user trains.
-        modules: the layer modules in the order of their definition.
-        recorder: writes the journal.
+    In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there.
     """
-
-    def __init__(self, training: Training, modules: Sequence[LayerModule], recorder: Recorder) -> None:
-        self._training = training
-        self._names = [name for module in modules for name in module.submodules]
-        self._recorder = recorder
-        self.is_open = True
-        """Whether the order is still to be seen."""
-        self._watching: OrderRecorder | OrderOfBatch | None = None
-        self.watch()
-
-    def watch(self) -> None:
-        """Record the coming forward pass, unless the order is known.
-
-        In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there.
-        """
-        if not self.is_open:
-            return
-        if self._watching is not None:
-            self._watching.close()
-        model, handle = self._training.model, self._training.handle
-        is_compiled = handle.is_compiled
-        self._watching = (
-            OrderOfBatch(model, self._names, handle.keep_next) if is_compiled else OrderRecorder(model, self._names)
-        )
-
-    def record(self) -> Cut | None:
-        """Return the cut in the order that was seen; None if there was no forward pass yet.
-
-        Raises:
-            HarmfulFreezeError: no gradient would come through a frozen layer.
-        """
-        seen = self._watching.record() if self._watching else None
-        if seen is None:
-            return None
-        self.is_open = False
-        if seen.without_grad:
-            raise HarmfulFreezeError(
-                f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
-                f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
-            )
-        cut = Cut.of(self._training, self._training.parse(seen.order), seen.returned_to)
-        limit = cut.modules[cut.deepest_freeze]
-        if limit.tap in seen.returned_to:
-            reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
-            self._recorder.decline(f"freezing {limit.name} and what follows", reason)
-        return cut
-
-    def close(self) -> None:
-        """Stop watching."""
-        self.is_open = False
-        if self._watching is not None:
-            self._watching.close()
+    names = [name for module in modules for name in module.submodules]
+    if training.handle.is_compiled:
+        return OrderOfBatch(training.model, names, training.handle.keep_next)
+    return OrderRecorder(training.model, names)

@@ -53,14 +53,14 @@ class IntervalMeter:
         wall_s, cpu_s = self.timer.take_medians()
         if not num_frozen:  # what evaluations may cost is measured against training without egeria
             self.iteration_s = wall_s
-        measured: dict[str, Any] = self._measures.take(clock.num_steps, rate, modules, num_frozen)
+        measured: dict[str, Any] = self._measures.take(clock.step, rate, modules, num_frozen)
         if not self._ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self._ranks.mean_loss(cut, loss, num_bad)
             rate, measured = self._share(rate, measured, len(modules))
         self._recorder.write(
             IntervalMeasured(
-                step=clock.num_steps,
+                step=clock.step,
                 evaluation=clock.evaluation,
                 loss=loss,
                 num_steps=clock.interval_steps,
@@ -76,7 +76,7 @@ class IntervalMeter:
             reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
             self._recorder.decline("freezing while the loss is not finite", reason)
         return Interval(
-            step=clock.num_steps,
+            step=clock.step,
             evaluation=clock.evaluation,
             loss=loss,
             learning_rate=rate,

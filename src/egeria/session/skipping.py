@@ -23,9 +23,10 @@ from egeria.controller import spare_cores
 from egeria.journal.recorder import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Foreseeing, Policy
-from egeria.session.following import ModelHandle, Training
+from egeria.session.following import Training
 from egeria.session.hosts import place_of, share_directory
 from egeria.session.ranks import Ranks
+from egeria.session.timing import IntervalClock
 
 WHAT = "skipping the frozen forward pass"
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
@@ -42,47 +43,28 @@ class Skipping:
     """Stands between the session and the cache: informs it when the boundary moves, and what is ahead.
 
     Args:
+        training: what the user trains.
         cache: makes the training forwards.
-        handle: what the loop calls.
-        total_steps: optimizer steps of the run, None where unknown.
-        spare_core: whether a thread beside the training has a core to itself.
-        num_hosts: hosts that a sample may come to.
+        outlook: makes the outlook of a boundary, for the machines that the job has.
     """
 
-    def __init__(
-        self,
-        cache: ActivationCache,
-        handle: ModelHandle,
-        *,
-        total_steps: int | None,
-        spare_core: bool,
-        num_hosts: int = 1,
-    ) -> None:
+    def __init__(self, training: Training, cache: ActivationCache, outlook: Callable[..., Outlook]) -> None:
+        self._training = training
         self._cache = cache
-        self._handle = handle
-        self._total_steps = total_steps
-        self._spare_core = spare_core
-        self._num_hosts = num_hosts
+        self._make_outlook = outlook
         self._depth = 0
-        handle.skip_with(cache.forward)
+        training.handle.skip_with(cache.forward)
 
-    def follow(self, frozen: Sequence[LayerModule], policy: Policy, num_steps: int, interval_steps: int) -> None:
-        """Move the boundary of the cache if layers were frozen or thawed since the last call.
-
-        Args:
-            frozen: the frozen layer modules.
-            policy: decides how long they stay frozen.
-            num_steps: optimizer steps done.
-            interval_steps: `n`.
-        """
-        depth = len(frozen)
-        if depth != self._depth:
-            self._depth = depth
-            outlook = Outlook(steps_ahead=None)
-            try:
-                outlook = self._outlook(policy, num_steps, interval_steps)
-            finally:  # it moves in all processes, whatever fails in one
-                self._cache.move_boundary(tuple(frozen), outlook)
+    def follow(self, frozen: Sequence[LayerModule], policy: Policy, clock: IntervalClock) -> None:
+        """Move the boundary of the cache if layers were frozen or thawed since the last call."""
+        if len(frozen) == self._depth:
+            return
+        self._depth = len(frozen)
+        outlook = Outlook(steps_ahead=None)
+        try:
+            outlook = self._outlook(policy, clock)
+        finally:  # it moves in all processes, whatever fails in one
+            self._cache.move_boundary(tuple(frozen), outlook)
 
     def rest(self) -> None:
         """Leave the forward pass as it is, until a boundary is followed again; everything is about to thaw."""
@@ -92,52 +74,34 @@ class Skipping:
 
     def close(self) -> None:
         """Stop for good: the loader and the forward pass are the user's own again."""
-        self._handle.skip_with(None)
+        self._training.handle.skip_with(None)
         self._cache.close()
 
-    def _outlook(self, policy: Policy, num_steps: int, interval_steps: int) -> Outlook:
+    def _outlook(self, policy: Policy, clock: IntervalClock) -> Outlook:
         """Return when the boundary can move at the earliest, by the policy's own rule."""
-        ahead = None if self._total_steps is None else float(self._total_steps - num_steps)
-        soonest = _steady_steps(policy, num_steps, interval_steps)
-        if soonest is not None:
-            ahead = soonest if ahead is None else min(ahead, soonest)
-        return Outlook(
-            steps_ahead=ahead,
-            forwards_per_step=self._cache.num_forwards / max(1, num_steps),
-            spare_core=self._spare_core,
-            num_hosts=self._num_hosts,
+        total_steps, soonest = self._training.total_steps, _steady_steps(policy, clock)
+        limits = [soonest, None if total_steps is None else float(total_steps - clock.step)]
+        return self._make_outlook(
+            steps_ahead=min((limit for limit in limits if limit is not None), default=None),
+            forwards_per_step=self._cache.num_forwards / max(1, clock.step),
         )
 
 
-def _steady_steps(policy: Policy, num_steps: int, interval_steps: int) -> float | None:
+def _steady_steps(policy: Policy, clock: IntervalClock) -> float | None:
     """Return the steps in which the boundary cannot move; None: to the end of the run."""
     if isinstance(policy, Foreseeing):
-        return policy.steady_steps(num_steps, interval_steps)
-    return None if policy.monitored is None else float((2 * policy.window - 1) * interval_steps)
+        return policy.steady_steps(clock.step, clock.interval_steps)
+    return None if policy.monitored is None else float((2 * policy.window - 1) * clock.interval_steps)
 
 
 def begin_skipping(
     training: Training, loader: Any, ranks: Ranks, recorder: Recorder, spend: Callable[[float, float], None]
 ) -> Skipping | None:
-    """Return what skips the frozen forward pass of a run; None where nothing does. All processes of a job call this.
-
-    Args:
-        training: what the user trains.
-        loader: where batches come from.
-        ranks: the processes of the job.
-        recorder: writes the journal.
-        spend: counts seconds in the midst of the user's iteration.
-
-    Raises:
-        OutOfStepError: the processes of the job do not agree.
-        LostError: they cannot reach each other.
-    """
+    """Return what skips the frozen forward pass of a run; None where nothing does. All processes of a job call this."""
     config = training.config
     host, reason = (None, "") if ranks.is_alone else share_directory(ranks, config, recorder)
     if not config.cache.enabled:
         return None
-    is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
-    num_hosts = 1 if host is None or is_dealt_once else host.num_hosts
     reason = reason or _refusal(training, ranks)
     if reason:
         recorder.decline(WHAT, reason)
@@ -148,7 +112,7 @@ def begin_skipping(
     cache = ActivationCache(
         training.model,
         feed,
-        directory=partial(_directory, config, recorder) if host is None else partial(getattr, host, "directory"),
+        directory=lambda: _make_directory(config, recorder) if host is None else host.directory,
         settings=config.cache,
         recorder=recorder,
         spend=spend,
@@ -157,13 +121,9 @@ def begin_skipping(
     )
     if host is not None:
         cache.place()  # so that it is left with the cache, also where nothing was stored
-    return Skipping(
-        cache,
-        training.handle,
-        total_steps=training.total_steps,
-        spare_core=spare_cores(loader) >= 1,
-        num_hosts=num_hosts,
-    )
+    is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
+    num_hosts = 1 if host is None or is_dealt_once else host.num_hosts  # that a sample may come to
+    return Skipping(training, cache, partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts))
 
 
 def _refusal(training: Training, ranks: Ranks) -> str:
@@ -201,7 +161,7 @@ def _deals_out_one_dataset(loader: Any) -> bool:
     return any(isinstance(entry, dealing) or type(entry).__name__ == "BatchSamplerShard" for entry in samplers)
 
 
-def _directory(config: Config, recorder: Recorder) -> CacheDirectory:
+def _make_directory(config: Config, recorder: Recorder) -> CacheDirectory:
     settings = config.cache
-    path = place_of(config, recorder)
-    return CacheDirectory(path, limit_bytes=settings.limit_bytes, limit_share=settings.limit_share)
+    place = place_of(config, recorder)
+    return CacheDirectory(place, limit_bytes=settings.limit_bytes, limit_share=settings.limit_share)

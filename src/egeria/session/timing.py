@@ -6,58 +6,45 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+@dataclass(kw_only=True, slots=True)
 class IntervalClock:
-    """Counts steps and evaluation intervals; their length `n` may change during a run.
+    """Counts steps and evaluation intervals; their length `n` may change during a run."""
 
-    Args:
-        interval_steps: `n` to begin with.
-    """
-
-    def __init__(self, interval_steps: int) -> None:
-        self.num_steps = 0
-        self.interval_steps = interval_steps
-        self.evaluation = 0
-        """The number of the newest interval that ended."""
-        self._began = 0
+    interval_steps: int
+    step: int = 0
+    evaluation: int = 0
+    """The number of the newest interval that ended."""
+    interval_began: int = 0
 
     @property
     def next_step_ends(self) -> bool:
         """Whether the interval ends with the next step."""
-        return self.num_steps + 1 >= self._began + self.interval_steps
+        return self.step + 1 >= self.interval_began + self.interval_steps
 
     def is_at_part(self, count: int) -> bool:
         """Return whether the newest step ended the interval, or one of `count` parts of it."""
-        return (self.num_steps - self._began) % max(1, self.interval_steps // count) == 0
+        return (self.step - self.interval_began) % max(1, self.interval_steps // count) == 0
 
     def tick(self) -> bool:
         """Count a step; return whether an interval ended with it."""
-        self.num_steps += 1
-        if self.num_steps < self._began + self.interval_steps:
-            return False
-        self._began = self.num_steps
-        self.evaluation += 1
-        return True
+        ends, self.step = self.next_step_ends, self.step + 1
+        if ends:
+            self.interval_began = self.step
+            self.evaluation += 1
+        return ends
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts."""
-        return {
-            "step": self.num_steps,
-            "interval_steps": self.interval_steps,
-            "evaluation": self.evaluation,
-            "interval_began": self._began,
-        }
+        return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> IntervalClock:
         """Return a clock with saved counts."""
-        clock = cls(int(state["interval_steps"]))
-        clock.num_steps, clock.evaluation = int(state["step"]), int(state["evaluation"])
-        clock._began = int(state["interval_began"])
-        return clock
+        return cls(**{name: int(state[name]) for name in ("interval_steps", "step", "evaluation", "interval_began")})
 
 
 @dataclass(slots=True)
@@ -83,24 +70,19 @@ class IterationTimer:
     def __init__(self) -> None:
         self.overhead_wall_s = 0.0
         self.overhead_cpu_s = 0.0
-        self._walls: list[float] = []
-        self._cpus: list[float] = []
+        self._iterations: list[tuple[float, float]] = []
         self._outside: Stopwatch | None = None
-        self._inside: Stopwatch | None = None
+        self._inside = Stopwatch()
 
     def enter(self) -> None:
         """Record that `run.step` has begun."""
         if self._outside is not None:
-            wall, cpu = self._outside.read()
-            self._walls.append(wall)
-            self._cpus.append(cpu)
+            self._iterations.append(self._outside.read())
         self._inside = Stopwatch()
 
     def leave(self) -> None:
         """Record that `run.step` is about to return."""
-        if self._inside is not None:
-            self.add_overhead(*self._inside.read())
-        self._inside = None
+        self.add_overhead(*self._inside.read())
         self._outside = Stopwatch()
 
     def add_overhead(self, wall_s: float, cpu_s: float) -> None:
@@ -117,9 +99,9 @@ class IterationTimer:
 
     def take_medians(self) -> tuple[float, float]:
         """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for none."""
-        walls, self._walls = self._walls, []
-        cpus, self._cpus = self._cpus, []
-        return (statistics.median(walls), statistics.median(cpus)) if walls else (0.0, 0.0)
+        iterations, self._iterations = self._iterations or [(0.0, 0.0)], []
+        wall_s, cpu_s = map(statistics.median, zip(*iterations, strict=True))
+        return wall_s, cpu_s
 
 
 FIRST_REVIEW = 3
@@ -145,7 +127,7 @@ def count_iterations(front_share: float, share_of_samples: float) -> float:
 
 
 class Budget:
-    """Compares the cost of evaluations in the training process with that of the training.
+    """Fits `n` to a share of the training time that evaluations may take.
 
     Where the operations of an evaluation can be counted, `n` follows the count for each layer module, so that
     what a run decides does not depend on how busy the machine is. Time is measured as well, and acts only where a
@@ -185,12 +167,7 @@ class Budget:
         self._refreshes = [*self._refreshes, iterations / period][-self._window :]
 
     def expect(self, counted: float, interval_steps: int) -> tuple[int, str] | None:
-        """Return the interval that fits coming evaluations, and the reason for it; None where that is the present one.
-
-        Args:
-            counted: iterations that one takes by its operations.
-            interval_steps: `n` as it is.
-        """
+        """Return the `n` that fits evaluations of `counted` iterations, and the reason; None where that is as it is."""
         if counted == self._counted:
             return None
         first = self._note_first(interval_steps)
@@ -204,11 +181,7 @@ class Budget:
         return fitting, f"{reason}; the budget is {self._share:.1%}"
 
     def review(self, interval_steps: int) -> tuple[int, str] | None:
-        """Return a longer interval and the reason for it; None where the present one will do, or it is too early.
-
-        Args:
-            interval_steps: `n` as it is.
-        """
+        """Return a longer interval and the reason for it; None where the present one will do, or it is too early."""
         if len(self._evaluations) < self._next_review:
             return None
         self._note_first(interval_steps)
@@ -228,9 +201,7 @@ class Budget:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the settings."""
-        return {
-            name.removeprefix("_"): value for name, value in vars(self).items() if name not in ("_share", "_window")
-        }
+        return {name[1:]: value for name, value in vars(self).items() if name not in ("_share", "_window")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
