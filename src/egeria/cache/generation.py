@@ -26,7 +26,6 @@ from egeria.layers.batch import Batch
 from egeria.layers.freezing import FrozenTensors
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.probe import tolerance
-from egeria.skipping.replay import ActiveStubs
 
 ROUNDING = {"native": 0.0, "fp16": 1e-3, "int8": 2e-2}
 """Relative error that a storage format adds, of the largest value; twice what was measured on residual nets."""
@@ -195,7 +194,7 @@ class Generation:
 
     def _prepare(
         self, batch: Batch, held: PrefetchedBatch, hits: Mask, keys: BatchKeys
-    ) -> AbstractContextManager[ActiveStubs]:
+    ) -> AbstractContextManager[None]:
         """Return a block in which the front is skipped."""
         is_due = self._until_check <= 0 and bool(hits.all())
         self._complete(held, hits, batch, keys)

@@ -54,21 +54,26 @@ class Batch:
         return cls(args=args, kwargs=kwargs, autocast=Autocast.current(device_type), needs_grad=needs_grad)
 
     @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and named arguments as one tree."""
+        return self.args, dict(self.kwargs)
+
+    @property
     def num_rows(self) -> int | None:
         """Samples, where all of its tensors agree on their number."""
-        return tree.num_rows((self.args, dict(self.kwargs)))
+        return tree.num_rows(self.arguments)
 
     def first_rows(self, count: int | None) -> Batch:
         """Return a copy cut to `count` samples, detached; whole without one, or if its tensors disagree on rows.
 
         A copy, because a model may overwrite its input.
         """
-        whole = (tree.detach(self.args), tree.detach(dict(self.kwargs)))
+        whole = tree.detach(self.arguments)
         cut = whole if count is None else tree.take_rows(whole, count)
         args, kwargs = tree.map_tensors(torch.clone, cut)
         return replace(self, args=args, kwargs=kwargs)
 
     def on(self, device: str) -> Batch:
         """Return the same with its tensors on a device."""
-        args, kwargs = tree.map_tensors(lambda tensor: tensor.to(device), (self.args, dict(self.kwargs)))
+        args, kwargs = tree.map_tensors(lambda tensor: tensor.to(device), self.arguments)
         return replace(self, args=args, kwargs=kwargs)

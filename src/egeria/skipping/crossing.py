@@ -7,9 +7,10 @@ Also: why frozen layers cannot be skipped, as far as that is known before a tria
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,8 @@ from torch import Tensor, nn
 from egeria.errors import EgeriaError, UncacheableError
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
-from egeria.skipping.probe import PassOutcome, Probe, Trial, gradients_agree
-from egeria.skipping.replay import Place, Template, can_be_poisoned
-
-Values = Mapping[Place, Tensor]
+from egeria.skipping.probe import Probe, Trial, first_difference, gradients_agree
+from egeria.skipping.replay import Place, Template, Values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +38,6 @@ class Leaf:
     length_axis: int | None
     """Axis of the row that follows the length of the sequence; None if padding must not be cut."""
 
-    @classmethod
-    def of(cls, place: Place, axis: int | None, value: Tensor, length_axis: int | None) -> Leaf:
-        """Describe the tensor at a place."""
-        shape = tuple(size for dim, size in enumerate(value.shape) if dim != axis)
-        return cls(root=place[0], index=place[1], axis=axis, shape=shape, dtype=value.dtype, length_axis=length_axis)
-
     @property
     def place(self) -> Place:
         """Where it is found."""
@@ -52,98 +45,87 @@ class Leaf:
 
 
 class Crossing:
-    """Looks for what crosses in one batch.
+    """What crosses in one batch.
 
     Args:
         probe: runs the model.
         batch: the batch.
+        other: a batch alike with other values, to tell constants among integers.
+        tap: name of the submodule that gives the output of the last frozen module: mostly all that crosses.
         limit: relative difference that counts as rounding.
 
     Raises:
-        UncacheableError: the frozen layers cannot be skipped.
+        UncacheableError: the frozen layers cannot be skipped, as no set of their outputs makes up for them.
     """
 
-    def __init__(self, probe: Probe, batch: Batch, limit: float) -> None:
-        self._probe, self._batch, self._limit = probe, batch, limit
-        self.base = probe.run(batch)
-        check_run(self.base)
-        assert self.base.outcome is not None
-        self._outcome: PassOutcome = self.base.outcome
-        self.template, self.live = stub_template(self.base, tuple(probe.roots))
-        reasons = " and ".join(called(self.base, root) for root in self.live[:3])
+    values: dict[Place, Tensor]
+    """The tensors that cross, in the order of their calls."""
+
+    def __init__(self, probe: Probe, batch: Batch, other: Batch, tap: str, limit: float) -> None:
+        self.probe, self.batch, self.limit = probe, batch, limit
+        self._base = probe.run(batch)
+        self._outcome = check_run(self._base)
+        self.template, self._live = stub_template(self._base, probe)
+        reasons = " and ".join(self._base.called(root) for root in self._live[:3])
         require(bool(self.template.roots), f"there is nothing to skip: {reasons}")
+        self.values = self._record(self._find(tap, other))
+        require(bool(self.values), "no tensor that the frozen layers give is read by the rest of the model")
+        differing = self.differs(self.values)
+        require(not differing, f"without the frozen layers {differing} differs, whichever of their outputs are kept")
 
-    def find(self, tap: str, other: Batch | None) -> tuple[Place, ...]:
-        """Return which tensors cross, in the order of their calls.
+    def differs(self, values: Values) -> str:
+        """Return the name of what differs when these outputs are replayed and all others poisoned, or ''."""
+        return replay_difference(self.probe, self.batch, self.template, values, self._outcome, limit=self.limit)
 
-        Args:
-            tap: name of the submodule that gives the output of the last frozen module: mostly all that crosses.
-            other: a batch alike with other values, to tell constants among integers.
-
-        Raises:
-            UncacheableError: no set of outputs makes up for the frozen layers.
-        """
-        everything = [place for place in self.template.forms if can_be_poisoned(self.template.blank(place))]
-        group = [place for place in everything if place[0] == tap]
-        values = self._record({tap}, group) if group else {}
-        if not group or self.differs(values):
-            group, values = everything, self._record({root for root, _ in everything}, everything)
-            self._require_replay(values)
-        found = self._needed(group, values)
-        found += self._integers({place: values[place] for place in found}, other)
-        require(bool(found), "no tensor that the frozen layers give is read by the rest of the model")
-        kept = self._record({root for root, _ in found}, found)
-        difference = self.differs(kept)
-        require(not difference, f"without the frozen layers {difference} differs, whichever of their outputs are kept")
-        return tuple(found)
-
-    def check_gradients(self, values: Values) -> None:
+    def check_gradients(self) -> None:
         """Make sure that the backward pass is the same, and leaves the frozen layers alone.
 
         Raises:
             UncacheableError: it is not.
         """
-        computed = self._probe.run(self._batch, gradients=True)
-        again = next(iter(computed.seen.again), None)
+        computed = self.probe.run(self.batch, gradients=True)
         require(
-            again is None,
-            f"the backward pass runs {again} again, from inputs that are skipped: let no checkpointed section reach "
-            f"over the boundary of the frozen layers",
+            not computed.again,
+            f"the backward pass runs {computed.again} again, from inputs that are skipped: let no checkpointed section "
+            f"reach over the boundary of the frozen layers",
         )
-        replayed = self._probe.run(self._batch, template=self.template, values=values, gradients=True)
+        replayed = self.probe.run(self.batch, template=self.template, values=self.values, gradients=True)
         fine = computed.error is None and replayed.error is None
         require(
-            fine and gradients_agree(replayed.gradients, computed.gradients, 10 * self._limit),
+            fine and gradients_agree(replayed.gradients, computed.gradients, 10 * self.limit),
             "the gradients of the rest of the model differ without the frozen layers",
         )
 
-    def values(self, places: Sequence[Place]) -> dict[Place, Tensor]:
-        """Return what is at these places when the batch is computed."""
-        return self._record({root for root, _ in places}, places)
+    def _find(self, tap: str, other: Batch) -> list[Place]:
+        """Return which tensors cross."""
+        everything = [place for place, form in self.template.forms.items() if form.can_be_poisoned]
+        group = [place for place in everything if place[0] == tap]
+        values = self._record(group)
+        if not group or self.differs(values):
+            group, values = everything, self._record(everything)
+            self._require_replay(values)
+        found = self._needed(group, values)
+        return found + self._integers({place: values[place] for place in found}, other)
 
-    def _record(self, roots: set[str], places: Sequence[Place]) -> dict[Place, Tensor]:
-        seen = self._probe.run(self._batch, keeps=roots).seen
-        return {place: seen.value(place) for place in places}
-
-    def differs(self, values: Values) -> str:
-        """Return the name of what differs when these outputs are replayed and all others poisoned, or ''."""
-        return replay_difference(self._probe, self._batch, self.template, values, self._outcome, limit=self._limit)
+    def _record(self, places: Collection[Place]) -> dict[Place, Tensor]:
+        trial = self.probe.run(self.batch, keeps={root for root, _ in places}) if places else Trial()
+        return {place: trial.value(place) for place in places}
 
     def _require_replay(self, values: Values) -> None:
         """With all outputs replayed the pass must be the same, else the frozen layers do more than give outputs."""
-        difference = self.differs(values)
-        if not difference:
+        differing = self.differs(values)
+        if not differing:
             return
-        twice = [root for root in self.live if self.base.seen.calls.get(root)]
-        if "cache" in difference or "past_key_values" in difference:
+        if "cache" in differing or "past_key_values" in differing:
             raise UncacheableError(
-                f"the frozen layers fill a key-value cache beside their outputs ({difference}); call the model with "
+                f"the frozen layers fill a key-value cache beside their outputs ({differing}); call the model with "
                 f"use_cache=False"
             )
-        if twice:
-            raise UncacheableError(f"{called(self.base, twice[0])}, and the rest of the model reads more than one call")
+        for root in self._live:
+            if root in self._base.calls:
+                raise UncacheableError(f"{self._base.called(root)}, and the rest of the model reads more than one call")
         raise UncacheableError(
-            f"the frozen layers do more than return their outputs: with these given back instead, {difference} differs"
+            f"the frozen layers do more than return their outputs: with these given back instead, {differing} differs"
         )
 
     def _needed(self, group: list[Place], values: Values) -> list[Place]:
@@ -156,33 +138,33 @@ class Crossing:
         middle = len(group) // 2
         return [*self._needed(group[:middle], values), *self._needed(group[middle:], values)]
 
-    def _integers(self, values: Values, other: Batch | None) -> list[Place]:
+    def _integers(self, values: Values, other: Batch) -> list[Place]:
         """Return the places of tensors without a NaN that vary with the batch and are read."""
-        places = [place for place in self.template.forms if not can_be_poisoned(self.template.blank(place))]
-        if not places or other is None:
+        places = [place for place, form in self.template.forms.items() if not form.can_be_poisoned]
+        if not places:
             return []
-        trial = self._probe.run(other, keeps={root for root, _ in places})
+        trial = self.probe.run(other, keeps={root for root, _ in places})
         check_run(trial)
         found = []
         for place in places:
-            value, own = trial.seen.value(place), self.template.blank(place)
+            value, own = trial.value(place), self.template.blank(place)
             require(value.shape == own.shape, f"the size of what {place[0]} gives depends on what is in the batch")
             if not torch.equal(value, own) and self.differs({**values, place: value}):
                 found.append(place)
         return found
 
 
-def stub_template(trial: Trial, roots: Sequence[str]) -> tuple[Template, tuple[str, ...]]:
+def stub_template(trial: Trial, probe: Probe) -> tuple[Template, list[str]]:
     """Return the template of the roots that a pass called once, and the names of the others: they stay live."""
-    live = tuple(root for root in roots if trial.seen.calls.get(root, 0) != 1)
+    live = [root for root in probe.roots if trial.calls.get(root) != 1]
     for root in live:
-        if root in trial.seen.calls:
-            trial.seen.template.drop(root)
-    return trial.seen.template, live
+        if root in trial.calls:
+            trial.template.drop(root)
+    return trial.template, live
 
 
 def replay_difference(
-    probe: Probe, batch: Batch, template: Template, values: Values, computed: PassOutcome, *, limit: float
+    probe: Probe, batch: Batch, template: Template, values: Values, computed: Mapping[str, Any], *, limit: float
 ) -> str:
     """Replay a pass, and return the name of the first thing that differs from the computed one, or ''.
 
@@ -195,26 +177,18 @@ def replay_difference(
         template.materialised = trial.error is None
     if trial.outcome is None:
         return f"the pass fails ({type(trial.error).__name__}), and nothing"
-    return trial.outcome.first_difference(computed, limit)
+    return first_difference(trial.outcome, computed, limit)
 
 
 def require(condition: bool, reason: str) -> None:
-    """Refuse for a reason.
-
-    Raises:
-        UncacheableError: the condition does not hold.
-    """
+    """Refuse for a reason, as an `UncacheableError`, where a condition does not hold."""
     if not condition:
         raise UncacheableError(reason)
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turn whatever goes wrong in a trial, such as a lack of memory, into a refusal.
-
-    Raises:
-        UncacheableError: something went wrong in the block.
-    """
+    """Turn whatever goes wrong in a trial, such as a lack of memory, into a refusal (`UncacheableError`)."""
     try:
         yield
     except EgeriaError:
@@ -223,48 +197,38 @@ def refusing() -> Iterator[None]:
         raise UncacheableError(f"a trial run of the frozen layers failed with {_tell(error)}") from error
 
 
-def check_prefix(model: nn.Module, modules: Sequence[LayerModule], roots: Mapping[str, nn.Module]) -> None:
-    """Make sure that nothing about the frozen layers forbids to skip them.
+def find_roots(model: nn.Module, modules: Sequence[LayerModule]) -> dict[str, nn.Module]:
+    """Return the submodules of frozen layer modules by name, each once.
 
     Raises:
         UncacheableError: they train, are hooked or compiled.
     """
-    names = [name for module in modules for name in module.parameters]
+    names = {name: model.get_submodule(name) for module in modules for name in module.submodules}
+    first = {root: name for name, root in reversed(names.items())}
+    roots = {name: root for name, root in names.items() if first[root] == name}
     inside = [f"{name}.{key}".strip(".") for name, root in roots.items() for key, _ in root.named_parameters()]
     own = dict(model.named_parameters(remove_duplicate=False))
-    trained = next((name for name in [*names, *inside] if own[name].requires_grad), None)
+    listed = (name for module in modules for name in module.parameters)
+    trained = next((name for name in [*listed, *inside] if own[name].requires_grad), None)
     require(
         trained is None,
         f"{trained} is in training still, and what the frozen layers give changes with it; if it is tied to a "
         f'layer behind them, set freezing.tied = "freeze"',
     )
-    for name, module in _covered(model, roots):
-        hooks = [*module._forward_hooks.values()]
-        require(
-            not hooks,
+    for name, hook in _hooks(model, roots.values()):
+        raise UncacheableError(
             f"there is a forward hook on {name}, which would read what stands in for skipped layers; remove it "
-            f"({getattr(hooks[0], '__qualname__', type(hooks[0]).__qualname__) if hooks else ''})",
+            f"({getattr(hook, '__qualname__', type(hook).__qualname__)})"
         )
     for name, module in model.named_modules():
-        is_around = not name or any(root == name or root.startswith(name + ".") for root in roots)
+        is_around = not name or any(f"{root}.".startswith(f"{name}.") for root in roots)
         is_compiled = module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
         require(
             not (is_around and (is_compiled or "_orig_mod" in module._modules)),
             f"{name or 'the model'} is compiled, so that no frozen layer in it can be left out; compile the parts "
             f"that stay in training",
         )
-
-
-def check_batch(batch: Batch) -> None:
-    """Make sure that no gradient is wanted in front of the model.
-
-    Raises:
-        UncacheableError: one is.
-    """
-    require(
-        not batch.needs_grad,
-        "something in front of the model is in training, so the boundary needs a gradient",
-    )
+    return roots
 
 
 def check_runs_once() -> None:
@@ -283,38 +247,34 @@ def check_runs_once() -> None:
     )
 
 
-def check_run(trial: Trial) -> None:
-    """Make sure that a run of the whole model shows nothing that forbids to skip its frozen layers.
+def check_run(trial: Trial) -> dict[str, Any]:
+    """Return the outcome of a run of the whole model.
 
     Raises:
-        UncacheableError: it does.
+        UncacheableError: the run shows something that forbids to skip the frozen layers.
     """
-    seen = trial.seen
     if trial.outcome is None:
         raise UncacheableError(f"the model cannot be run on one batch again: {_tell(trial.error)}")
     require(
-        not seen.needs_grad,
-        f"what {next(iter(seen.needs_grad), '')} gives needs a gradient: something in front of it is in training",
+        not trial.needs_grad,
+        f"what {trial.needs_grad} gives needs a gradient: something in front of it is in training",
     )
-    name, kind = next(iter(seen.unsettled.items()), ("", ""))
-    require(not kind, f"a {kind} in {name} is in training mode, so that a sample gives something else each time")
     require(
-        not seen.opaque,
-        f"{next(iter(seen.opaque), '')} gives an object of its own with tensors inside, which cannot be stored; "
-        f"return tensors, tuples or dictionaries",
+        not trial.unsettled,
+        f"a {trial.unsettled} is in training mode, so that a sample gives something else each time",
+    )
+    require(
+        not trial.opaque,
+        f"{trial.opaque} gives an object of its own with tensors inside, which cannot be stored; return tensors, "
+        f"tuples or dictionaries",
     )
     require(
         not trial.changed,
         f"the frozen layers set {next(iter(trial.changed), '')} in every forward pass, and whatever reads it would "
         f"find an old value",
     )
-    require(trial.outcome.is_finite, "the output of the model has NaN in it")
-
-
-def called(trial: Trial, root: str) -> str:
-    """Return how often a root was called, as words for a reason."""
-    number = trial.seen.calls.get(root, 0)
-    return f"{root} is called {number} times in a forward pass" if number else f"{root} is not called"
+    require(trial.is_finite, "the output of the model has NaN in it")
+    return trial.outcome
 
 
 def _tell(error: Exception | None) -> str:
@@ -322,10 +282,10 @@ def _tell(error: Exception | None) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _covered(model: nn.Module, roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are frozen whole: the roots, what is in them, and containers of nothing else."""
-    inside = {id(module) for root in roots.values() for module in root.modules()}
+def _hooks(model: nn.Module, roots: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield the forward hooks on what is frozen whole: the roots, what is in them, and containers of nothing else."""
+    inside = {module for root in roots for module in root.modules()}
     for name, module in model.named_modules():
         parts = [part for part in module.modules() if not any(True for _ in part.children())]
-        if all(id(part) in inside for part in parts):
-            yield name, module
+        if all(part in inside for part in parts):
+            yield from ((name, hook) for hook in module._forward_hooks.values())

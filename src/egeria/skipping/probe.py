@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,13 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
 from egeria.layers.batch import Batch
-from egeria.layers.modules import LayerModule
 from egeria.layers.taps import TapReachedError
 from egeria.layers.undisturbed import random_fingerprint, seed_random_state, undisturbed
-from egeria.skipping.replay import Place, Template, stubbed
+from egeria.skipping.replay import Place, Template, Values, stubbed
 
 TOLERANCE = 1e-4
 """Largest relative difference between two ways to compute the same, at float32 and above (issue 4)."""
+RANDOM_STATE = "the random state"
 
 _OWN = frozenset({"training", "forward", "_parameters", "_buffers", "_modules"})
 """Tables of `nn.Module` that are looked at elsewhere, and what freezing and skipping themselves set."""
@@ -48,15 +48,13 @@ def difference(first: Tensor, second: Tensor) -> float:
         return 0.0
     if not second.is_floating_point() and not second.is_complex():
         return math.inf
-    wide = (
-        torch.complex128 if second.is_complex() else torch.float64 if second.dtype == torch.float64 else torch.float32
-    )
+    wide = torch.complex128 if second.is_complex() else torch.promote_types(second.dtype, torch.float32)
     a, b = first.to(wide), second.to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
     if bool((~same & ~(a.isfinite() & b.isfinite())).any()):
         return math.inf
-    gap = torch.where(same, torch.zeros_like(a.abs()), (a - b).abs()).max().item()
-    size = torch.where(b.isfinite(), b.abs(), torch.zeros_like(b.abs())).max().item()
+    gap = torch.where(same, 0.0, (a - b).abs()).max().item()
+    size = torch.where(b.isfinite(), b.abs(), 0.0).max().item()
     return float(gap / size) if size else math.inf
 
 
@@ -65,78 +63,6 @@ def is_close(first: Tensor, second: Tensor, limit: float) -> bool:
     if second.is_floating_point():
         limit = max(limit, 8 * torch.finfo(second.dtype).eps)
     return first.dtype == second.dtype and difference(first, second) <= limit
-
-
-class Attributes:
-    """The attributes that modules have besides their tables, as they are now."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = dict(modules)
-        self._before = {name: dict(_own(module)) for name, module in modules.items()}
-        self._sizes = {name: {key: _size(value) for key, value in own.items()} for name, own in self._before.items()}
-
-    def changed(self) -> dict[str, Any]:
-        """Return those set anew or resized since, by name; what was set to an equal plain value is not among them."""
-        found: dict[str, Any] = {}
-        for name, module in self._modules.items():
-            before, sizes = self._before[name], self._sizes[name]
-            for key, value in _own(module).items():
-                same = key in before and (before[key] is value or _is_equal(before[key], value))
-                if not same or _size(value) != sizes[key]:
-                    found[f"{name}.{key}".strip(".")] = value
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class PassOutcome:
-    """What one forward pass gave and changed, by name; plain values and tensors, which are copies."""
-
-    values: Mapping[str, Any]
-    random: tuple[object, ...]
-
-    @classmethod
-    def of(cls, model: nn.Module, given: Any, arguments: Any, attributes: Mapping[str, Any]) -> PassOutcome:
-        """Collect it right after the pass.
-
-        Args:
-            model: the model that ran.
-            given: what it returned.
-            arguments: what it was called with; it may have written there.
-            attributes: those of its modules that changed, by name.
-        """
-        parts = {
-            "output": given,
-            "argument": arguments,
-            "buffer": dict(model.named_buffers()),
-            "attribute": dict(attributes),
-        }
-        values = {
-            name: value.detach().clone() if isinstance(value, Tensor) else value
-            for part, content in parts.items()
-            for name, value in tree.contents(content, part)
-        }
-        return cls(values, random_fingerprint(model))
-
-    def first_difference(self, other: PassOutcome, limit: float) -> str:
-        """Return the name of the first thing that differs by more than rounding; empty if nothing does."""
-        for name in [*self.values, *(name for name in other.values if name not in self.values)]:
-            if name not in self.values or name not in other.values:
-                return name
-            if not _agree(self.values[name], other.values[name], limit):
-                return name
-        return "" if self.random == other.random else "the random state"
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no output is NaN: beside NaN no poison shows."""
-        outputs = [value for name, value in self.values.items() if name.startswith("output")]
-        return not any(isinstance(value, Tensor) and bool(value.isnan().any()) for value in outputs)
-
-
-def float_tensors(given: Any) -> list[Tensor]:
-    """Return the floating-point tensors of an output that need a gradient, also those inside objects."""
-    tensors = [value for _, value in tree.contents(given) if isinstance(value, Tensor)]
-    return [tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()]
 
 
 def gradients_agree(first: Sequence[Tensor | None], second: Sequence[Tensor | None], limit: float) -> bool:
@@ -152,18 +78,227 @@ def gradients_agree(first: Sequence[Tensor | None], second: Sequence[Tensor | No
     return all(bool(a.isfinite().all()) for a, _ in pairs) and gap <= limit * size
 
 
+def first_difference(first: Mapping[str, Any], second: Mapping[str, Any], limit: float) -> str:
+    """Return the name of the first thing that differs by more than rounding between two outcomes, or ''."""
+    names = sorted({**first, **second}, key=RANDOM_STATE.__eq__)  # last: it goes with what differs before it
+    differing = (n for n in names if n not in first or n not in second or not _agree(first[n], second[n], limit))
+    return next(differing, "")
+
+
 def _agree(first: Any, second: Any, limit: float) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return is_close(first, second, limit)
     if isinstance(first, float) and isinstance(second, float):
-        return (
-            first == second or math.isclose(first, second, rel_tol=limit) or (math.isnan(first) and math.isnan(second))
-        )
+        both_nan = math.isnan(first) and math.isnan(second)
+        return first == second or math.isclose(first, second, rel_tol=limit) or both_nan
     return type(first) is type(second) and bool(first == second)
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _OWN and "_hooks" not in key}
+@dataclass(slots=True)
+class Trial:
+    """One forward pass on trial, and what hooks saw of the roots in it."""
+
+    keeps: Collection[str] = ()
+    """Names of the roots whose outputs are copied."""
+    stops: bool = False
+    """Whether the pass ends when all of these have run."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """How often each root ran, in the order of first calls."""
+    template: Template = field(default_factory=Template)
+    """The outputs of all roots without their values."""
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The tensors that each root to be kept gave last, as detached copies."""
+    needs_grad: str = ""
+    """A root whose output needs a gradient."""
+    opaque: str = ""
+    """A root whose output holds tensors that cannot be stored."""
+    unsettled: str = ""
+    """A normalisation or dropout in training mode inside a root, in words."""
+    outcome: dict[str, Any] | None = None
+    """What the pass gave and changed, by name; None where it failed, or was ended behind the prefix."""
+    error: Exception | None = None
+    changed: Sequence[str] = ()
+    """Attributes of the frozen part that it set, and buffers of it that it changed."""
+    gradients: Sequence[Tensor | None] = ()
+    again: str = ""
+    """A root that the backward pass ran again."""
+    drew: bool = False
+    """Whether random numbers were drawn as far as it went."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no output is NaN: beside NaN no poison shows."""
+        outputs = [value for name, value in (self.outcome or {}).items() if name.startswith("output")]
+        return not any(isinstance(value, Tensor) and bool(value.isnan().any()) for value in outputs)
+
+    def value(self, place: Place) -> Tensor:
+        """Return one of the tensors kept."""
+        root, index = place
+        return self.outputs[root][index]
+
+    def value_called_once(self, place: Place) -> Tensor | None:
+        """Return one of the tensors kept; None where the pass did not run so far, or its root not once."""
+        own = self.outputs.get(place[0], [])
+        is_there = self.error is None and self.calls.get(place[0]) == 1 and place[1] < len(own)
+        return own[place[1]] if is_there else None
+
+    def called(self, root: str) -> str:
+        """Return how often a root was called, as words for a reason."""
+        number = self.calls.get(root, 0)
+        return f"{root} is called {number} times in a forward pass" if number else f"{root} is not called"
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
+        """Put a hook on each module."""
+        return [module.register_forward_hook(partial(_note, self, name)) for name, module in modules.items()]
+
+
+class Probe:
+    """Makes trial runs of one model; each leaves everything as it was.
+
+    Modes stay as they are, so that frozen layers are in inference mode and all others in training, and
+    random numbers begin with a seed, so that passes can be compared.
+
+    Args:
+        model: the model.
+        roots: its frozen submodules by name.
+    """
+
+    def __init__(self, model: nn.Module, roots: Mapping[str, nn.Module]) -> None:
+        self.model = model
+        self.roots = roots
+        inside = {module for root in roots.values() for module in root.modules()}
+        self._frozen = {name: module for name, module in model.named_modules() if module in inside}
+        self._rest = {name: module for name, module in model.named_modules() if module not in inside}
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Passes within the block see what earlier ones of the block left in the model.
+
+        With gradients on, as in training: some layers (LSTM) run another way without.
+        """
+        with undisturbed(self.model, gradients=True, keeps_modes=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # poison makes some operations complain
+            yield
+
+    def run(
+        self,
+        batch: Batch,
+        *,
+        keeps: Collection[str] = (),
+        template: Template | None = None,
+        values: Values | None = None,
+        gradients: bool = False,
+    ) -> Trial:
+        """Run the whole model once.
+
+        Args:
+            batch: the arguments; the model gets copies.
+            keeps: names of the roots whose outputs are kept.
+            template: lets stubs answer for its roots.
+            values: what they give where it is not poison.
+            gradients: whether to run the backward pass too.
+        """
+        trial = Trial(keeps)
+        with self.session():
+            trial.watch(self.roots)  # the end of the session takes the hooks off
+            try:
+                stubs: AbstractContextManager[object] = nullcontext()
+                if template is not None:
+                    stubs = stubbed(self.model, template, _copies(template, values or {}))
+                with stubs, batch.autocast.context():
+                    self._run(trial, batch, gradients)
+            except Exception as error:  # whatever a model raises, poisoned or not
+                trial.outcome, trial.error = None, error
+        return trial
+
+    def outputs(self, batch: Batch, places: Iterable[Place], *, seed: int | None = None) -> Trial:
+        """Run the model, within a session, as far as it takes to have the tensors at `places`; to its end for none."""
+        trial = Trial(keeps={root for root, _ in places}, stops=True)
+        if seed is not None:
+            seed_random_state(self.model, seed)
+        before = None if seed is None else random_fingerprint(self.model)
+        handles = trial.watch({root: self.roots[root] for root in trial.keeps})
+        arguments = batch.first_rows(None)
+        try:
+            with batch.autocast.context():
+                self.model(*arguments.args, **arguments.kwargs)
+        except TapReachedError:
+            pass
+        except Exception as failure:  # whatever a model raises on some of the rows
+            trial.error = failure
+        finally:
+            for handle in handles:
+                handle.remove()
+        trial.drew = seed is not None and random_fingerprint(self.model) != before
+        return trial
+
+    def active_in_front(self, batch: Batch, places: Iterable[Place]) -> list[str]:
+        """Return the names of dropout and batch normalisation in training mode that run in front of `places`."""
+        trial = Trial()
+        with self.session():
+            trial.watch({name: module for name, module in self._rest.items() if is_unsettled(module)})
+            self.outputs(batch, places, seed=0)
+        return list(trial.calls)
+
+    def _run(self, trial: Trial, batch: Batch, gradients: bool) -> None:
+        frozen, rest, buffers = _attributes(self._frozen), _attributes(self._rest), self._buffers()
+        seed_random_state(self.model, 0)
+        arguments = batch.first_rows(None)
+        trained = {n: p.detach().requires_grad_() for n, p in self.model.named_parameters() if p.requires_grad}
+        if gradients:  # through stand-ins, since a user's hooks on parameters must not fire
+            given = functional_call(self.model, trained, arguments.args, dict(arguments.kwargs))
+        else:
+            given = self.model(*arguments.args, **arguments.kwargs)
+        parts = {
+            "output": given,
+            "argument": (arguments.args, arguments.kwargs),  # it may have written there
+            "buffer": dict(self.model.named_buffers()),
+            "attribute": _set_since(rest, self._rest),
+        }
+        trial.outcome = {
+            name: value.detach().clone() if isinstance(value, Tensor) else value
+            for part, content in parts.items()
+            for name, value in tree.contents(content, part)
+        }
+        trial.outcome[RANDOM_STATE] = random_fingerprint(self.model)
+        moved = [name for name, version in self._buffers().items() if buffers.get(name) != version]
+        trial.changed = (*moved, *_set_since(frozen, self._frozen))
+        if gradients:
+            calls = dict(trial.calls)
+            trial.gradients = _backward(given, list(trained.values()))
+            trial.again = next((name for name, number in trial.calls.items() if number != calls.get(name)), "")
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """Return what changes with each buffer of the frozen part."""
+        return {
+            f"{name}.{key}": (id(buffer), buffer._version)
+            for name, module in self._frozen.items()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+
+def _attributes(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any, int | None]]:
+    """Return the attributes that modules have besides their tables, by name, each with its length."""
+    return {
+        f"{name}.{key}".strip("."): (value, _size(value))
+        for name, module in modules.items()
+        for key, value in vars(module).items()
+        if key not in _OWN and "_hooks" not in key
+    }
+
+
+def _set_since(before: Mapping[str, tuple[Any, int | None]], modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return the attributes set anew or resized, by name; those set to an equal plain value are not among them."""
+
+    def is_same(name: str, value: Any, size: int | None) -> bool:
+        own, own_size = before[name]
+        return (own is value or _is_equal(own, value)) and size == own_size
+
+    after = _attributes(modules)
+    return {
+        name: value for name, (value, size) in after.items() if name not in before or not is_same(name, value, size)
+    }
 
 
 def _is_equal(before: Any, after: Any) -> bool:
@@ -180,208 +315,41 @@ def _size(value: Any) -> int | None:
     return len(value) if isinstance(value, Collection) and not isinstance(value, (str, bytes, Tensor)) else None
 
 
-@dataclass(slots=True)
-class Seen:
-    """What hooks saw of the roots in one forward pass."""
-
-    keeps: Collection[str] | None = None
-    """Whose outputs are copied; None copies all."""
-    stops_behind: Collection[str] = ()
-    """The pass ends when all of these have run."""
-    calls: dict[str, int] = field(default_factory=dict)
-    """How often each root ran, in the order of first calls."""
-    template: Template = field(default_factory=Template)
-    """The outputs of all roots without their values."""
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    """The tensors that each root to be kept gave last, as detached copies."""
-    again: dict[str, int] = field(default_factory=dict)
-    """Which roots the backward pass ran again."""
-    needs_grad: list[str] = field(default_factory=list)
-    opaque: list[str] = field(default_factory=list)
-    unsettled: dict[str, str] = field(default_factory=dict)
-    """Roots with a normalisation or dropout in training mode, and its name."""
-
-    def watch(self, roots: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-        """Put a hook on each root."""
-        return [module.register_forward_hook(partial(_note, self, name)) for name, module in roots.items()]
-
-    def value(self, place: Place) -> Tensor:
-        """Return one of the tensors kept."""
-        root, index = place
-        return self.outputs[root][index]
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One forward pass on trial."""
-
-    seen: Seen
-    outcome: PassOutcome | None
-    """None for a pass that failed, or was ended behind the prefix."""
-    error: Exception | None = None
-    changed: tuple[str, ...] = ()
-    """Attributes of the frozen part that it set, and buffers of it that it changed."""
-    gradients: tuple[Tensor | None, ...] = ()
-    drew: bool = False
-    """Whether random numbers were drawn as far as it went."""
-
-
-class Probe:
-    """Makes trial runs of one model; each leaves everything as it was.
-
-    Modes stay as they are, so that frozen layers are in inference mode and all others in training, and
-    random numbers begin with a seed, so that passes can be compared.
-    """
-
-    def __init__(self, model: nn.Module, roots: Mapping[str, nn.Module]) -> None:
-        self.model = model
-        self.roots = roots
-        inside = {id(module) for root in roots.values() for module in root.modules()}
-        named = dict(model.named_modules())
-        self._frozen = {name: module for name, module in named.items() if id(module) in inside}
-        self._rest = {name: module for name, module in named.items() if id(module) not in inside}
-
-    @contextmanager
-    def session(self, *, gradients: bool = True) -> Iterator[None]:
-        """Passes within the block see what earlier ones of the block left in the model."""
-        with undisturbed(self.model, gradients=gradients, keeps_modes=True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # poison makes some operations complain
-            yield
-
-    def run(
-        self,
-        batch: Batch,
-        *,
-        seed: int = 0,
-        keeps: Collection[str] | None = (),
-        template: Template | None = None,
-        values: Mapping[Place, Tensor] | None = None,
-        gradients: bool = False,
-    ) -> Trial:
-        """Run the whole model once.
-
-        Args:
-            batch: the arguments; the model gets copies.
-            seed: where random numbers begin.
-            keeps: names of the roots whose outputs are kept; None for all.
-            template: lets stubs answer for its roots.
-            values: what they give where it is not poison.
-            gradients: whether to run the backward pass too.
-        """
-        seen = Seen(keeps=keeps)
-        with ExitStack() as stack:
-            stack.enter_context(self.session())
-            if template is not None:
-                stack.enter_context(stubbed(self.model, template, _copies(template, values or {})))
-            try:
-                return self._run(stack, seen, batch, seed, gradients)
-            except Exception as error:  # whatever a model raises, poisoned or not
-                return Trial(seen, None, error)
-
-    def outputs(self, batch: Batch, places: Sequence[Place], *, seed: int | None = None) -> Trial:
-        """Run the model, within a session, as far as it takes to have the tensors at `places`; to its end for none."""
-        roots = {root: self.roots[root] for root, _ in places}
-        seen = Seen(keeps=roots, stops_behind=roots)
-        if seed is not None:
-            seed_random_state(self.model, seed)
-        before = None if seed is None else random_fingerprint(self.model)
-        handles = seen.watch(roots)
-        arguments = batch.first_rows(None)
-        error = None
-        try:
-            with batch.autocast.context():
-                self.model(*arguments.args, **arguments.kwargs)
-        except TapReachedError:
-            pass
-        except Exception as failure:  # whatever a model raises on some of the rows
-            error = failure
-        finally:
-            for handle in handles:
-                handle.remove()
-        return Trial(seen, None, error, drew=seed is not None and random_fingerprint(self.model) != before)
-
-    def active_in_front(self, batch: Batch, places: Sequence[Place]) -> list[str]:
-        """Return the names of dropout and batch normalisation in training mode that run in front of `places`."""
-        seen = Seen()
-        watched = {name: module for name, module in self._rest.items() if is_unsettled(module)}
-        handles = seen.watch(watched)
-        self.outputs(batch, places, seed=0)
-        for handle in handles:
-            handle.remove()
-        return list(seen.calls)
-
-    def _run(self, stack: ExitStack, seen: Seen, batch: Batch, seed: int, gradients: bool) -> Trial:
-        for handle in seen.watch(self.roots):
-            stack.callback(handle.remove)
-        frozen, rest = Attributes(self._frozen), Attributes(self._rest)
-        buffers = {name: (id(buffer), buffer._version) for name, buffer in self._buffers()}
-        seed_random_state(self.model, seed)
-        arguments = batch.first_rows(None)
-        stack.enter_context(batch.autocast.context())
-        trained = {n: p.detach().requires_grad_() for n, p in self.model.named_parameters() if p.requires_grad}
-        if gradients:  # through stand-ins, since a user's hooks on parameters must not fire
-            given = functional_call(self.model, trained, arguments.args, dict(arguments.kwargs))
-        else:
-            given = self.model(*arguments.args, **arguments.kwargs)
-        outcome = PassOutcome.of(self.model, given, (arguments.args, arguments.kwargs), rest.changed())
-        moved = [n for n, b in self._buffers() if buffers.get(n) != (id(b), b._version)]
-        changed = (*moved, *frozen.changed())
-        calls = dict(seen.calls)
-        found = _backward(given, list(trained.values())) if gradients else ()
-        seen.again = {name: number for name, number in seen.calls.items() if number != calls.get(name)}
-        return Trial(seen, outcome, None, changed, found)
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for name, module in self._frozen.items():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield f"{name}.{key}", buffer
-
-
-def _copies(template: Template, values: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+def _copies(template: Template, values: Values) -> dict[Place, Tensor]:
     """Copy values into tensors of the form that they had: the pass may overwrite them."""
     return {place: template.forms[place].empty().copy_(value) for place, value in values.items()}
 
 
 def _backward(given: Any, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    outputs = float_tensors(given)
+    """Return the gradients of what a pass gave, also of tensors inside objects, each element weighted another way."""
+    tensors = [value for _, value in tree.contents(given) if isinstance(value, Tensor)]
+    outputs = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()]
     if not outputs or not inputs:
         return ()
-    weights = [
-        torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape) for out in outputs
-    ]
+    weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype, device=o.device).view(o.shape) for o in outputs]
     return torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
 
 
 # A function of this file, not a closure: some models copy themselves in their forward pass.
 
 
-def _note(seen: Seen, name: str, module: nn.Module, _args: Any, output: Any) -> None:
-    seen.calls[name] = seen.calls.get(name, 0) + 1
+def _note(trial: Trial, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+    trial.calls[name] = trial.calls.get(name, 0) + 1
     if tree.requires_grad(output):
-        seen.needs_grad.append(name)
-    if is_opaque(output):
-        seen.opaque.append(name)
+        trial.needs_grad = trial.needs_grad or name
+    if _is_opaque(output):
+        trial.opaque = trial.opaque or name
     unsettled = next((child for child in module.modules() if is_unsettled(child)), None)
     if unsettled is not None:
-        seen.unsettled[name] = type(unsettled).__name__
-    seen.template.add(name, tree.detach(output))
-    if seen.keeps is None or name in seen.keeps:
-        seen.outputs[name] = [tensor.detach().clone() for tensor in tree.leaves(output)]
-    if seen.stops_behind and all(root in seen.calls for root in seen.stops_behind):
+        trial.unsettled = trial.unsettled or f"{type(unsettled).__name__} in {name}"
+    trial.template.add(name, tree.detach(output))
+    if name in trial.keeps:
+        trial.outputs[name] = [tensor.detach().clone() for tensor in tree.leaves(output)]
+    if trial.stops and trial.keeps and all(root in trial.calls for root in trial.keeps):
         raise TapReachedError
 
 
-def find_roots(model: nn.Module, modules: Sequence[LayerModule]) -> dict[str, nn.Module]:
-    """Return the submodules of layer modules by name, each once."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for name in (name for module in modules for name in module.submodules):
-        root = model.get_submodule(name)
-        found.setdefault(id(root), (name, root))
-    return dict(found.values())
-
-
-def is_opaque(output: Any) -> bool:
+def _is_opaque(output: Any) -> bool:
     """Return whether an output holds tensors in objects, or tensors that are not plain memory."""
     plain = list(tree.leaves(output))
     is_odd = any(type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_nested for t in plain)

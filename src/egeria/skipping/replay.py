@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,6 +18,7 @@ from egeria.errors import UncacheableError
 
 Place = tuple[str, int]
 """A tensor that a root gives: its dotted name, and the index of the tensor among the leaves of its output."""
+Values = Mapping[Place, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,11 @@ class Form:
         """Return the form of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
+    @property
+    def can_be_poisoned(self) -> bool:
+        """Whether the dtype has a NaN."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def empty(self) -> Tensor:
         """Return memory of this form.
 
@@ -39,22 +47,14 @@ class Form:
         a small part of a larger tensor or of a repeated one.
         """
         span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        numel = 1
-        for size in self.shape:
-            numel *= size
+        numel = math.prod(self.shape)
         if numel <= span <= 2 * numel:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
-    def poison(self, *, materialised: bool = False) -> Tensor:
-        """Return NaN of this form; without memory, unless it is to be written to."""
-        one = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
-        return one.expand(self.shape).clone() if materialised else one.expand(self.shape)
-
-
-def can_be_poisoned(tensor: Tensor) -> bool:
-    """Return whether the dtype has a NaN."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    def poison(self) -> Tensor:
+        """Return NaN of this form, which takes no memory."""
+        return torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 class Template:
@@ -68,22 +68,7 @@ class Template:
         self._kept: dict[Place, Tensor] = {}
         self.forms: dict[Place, Form] = {}
         self.materialised = False
-
-    def add(self, root: str, output: Any) -> None:
-        """Learn the output of a root."""
-        self._trees[root] = tree.map_tensors(_emptied, output)
-        for index, tensor in enumerate(tree.leaves(output)):
-            self.forms[root, index] = Form.of(tensor)
-
-    def drop(self, root: str) -> None:
-        """Forget a root: it will run itself."""
-        del self._trees[root]
-        self.forms = {place: form for place, form in self.forms.items() if place[0] != root}
-
-    def blank(self, place: Place) -> Tensor:
-        """Return the poison at a place, or the value that a tensor without a NaN had."""
-        root, index = place
-        return list(tree.leaves(self._trees[root]))[index]
+        """Whether poison takes memory: operations that write into it need some."""
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -93,103 +78,89 @@ class Template:
     @property
     def kept_bytes(self) -> int:
         """Memory of the values that are kept."""
-        return sum(value.numel() * value.element_size() for value in self._kept.values())
+        return sum(value.nbytes for value in self._kept.values())
 
-    @property
-    def has_integers(self) -> bool:
-        """Whether some tensors have no NaN, and are given back as they were."""
-        return any(not can_be_poisoned(tensor) for output in self._trees.values() for tensor in tree.leaves(output))
+    def add(self, root: str, output: Any) -> None:
+        """Learn the output of a root."""
+        forms = [Form.of(tensor) for tensor in tree.leaves(output)]
+        self.forms.update({(root, index): form for index, form in enumerate(forms)})
+        own = iter(forms)
 
-    def keep(self, place: Place, value: Tensor) -> None:
-        """Give this value at every replay."""
-        self._kept[place] = value.detach().clone()
+        def blank(tensor: Tensor) -> Tensor:
+            form = next(own)
+            return form.poison() if form.can_be_poisoned else tensor.detach().clone()
 
-    def fill(self, root: str, values: Mapping[Place, Tensor]) -> Any:
+        self._trees[root] = tree.map_tensors(blank, output)
+
+    def drop(self, root: str) -> None:
+        """Forget a root: it will run itself."""
+        del self._trees[root]
+        self.forms = {place: form for place, form in self.forms.items() if place[0] != root}
+
+    def blank(self, place: Place) -> Tensor:
+        """Return the poison at a place, or the value that a tensor without a NaN had."""
+        return list(tree.leaves(self._trees[place[0]]))[place[1]]
+
+    def keep(self, values: Values) -> None:
+        """Give these values at every replay."""
+        self._kept.update({place: value.detach().clone() for place, value in values.items()})
+
+    def fill(self, root: str, values: Values) -> Any:
         """Return an output of a root: with `values` in their places, copies of what is kept, and poison elsewhere."""
         index = count()
 
-        def pick(tensor: Tensor) -> Tensor:
+        def pick(blank: Tensor) -> Tensor:
             place = (root, next(index))
             if place in values:
                 return values[place]
             if place in self._kept:
                 return self._kept[place].clone()
-            return self._blank(place, tensor)
+            is_written = self.materialised or not self.forms[place].can_be_poisoned
+            return blank.clone() if is_written else blank.detach()
 
         return tree.map_tensors(pick, self._trees[root])
 
-    def _blank(self, place: Place, tensor: Tensor) -> Tensor:
-        if not can_be_poisoned(tensor):
-            return tensor.clone()
-        return self.forms[place].poison(materialised=True) if self.materialised else tensor.detach()
-
-
-class Stub:
-    """What is called in place of a root's own `forward`."""
-
-    def __init__(self, template: Template, root: str, values: Mapping[Place, Tensor]) -> None:
-        self._template, self._root, self._values = template, root, values
-        self.calls = 0
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Return what the root would."""
-        self.calls += 1
-        return self._template.fill(self._root, self._values)
-
-
-class ActiveStubs:
-    """Stubs that are in place."""
-
-    def __init__(self, stubs: Mapping[str, Stub]) -> None:
-        self._stubs = stubs
-
-    def check(self) -> None:
-        """Make sure that the forward pass called each stub once.
-
-        Raises:
-            UncacheableError: it did not.
-        """
-        for root, stub in self._stubs.items():
-            if stub.calls != 1:
-                raise UncacheableError(
-                    f"{root} was called {stub.calls} times in a forward pass, and once when it was tried out"
-                )
-
 
 @contextmanager
-def stubbed(model: nn.Module, template: Template, values: Mapping[Place, Tensor]) -> Iterator[ActiveStubs]:
-    """Let stubs answer for the roots of a template; the modules are as before after the block, whatever happens.
+def stubbed(model: nn.Module, template: Template, values: Values) -> Iterator[dict[str, int]]:
+    """Let stubs answer for the roots of a template, and count their calls; modules are as before after the block.
 
     The stub is an attribute of the instance, and only for the block: a model that keeps one can neither be
     saved nor copied (its copy would run the weights of the original).
     """
-    stubs = {root: Stub(template, root, values) for root in template.roots}
-    before: list[tuple[nn.Module, Any]] = []
+    calls = dict.fromkeys(template.roots, 0)
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
-        for root, stub in stubs.items():
-            module = model.get_submodule(root)
-            before.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = stub
-        yield ActiveStubs(stubs)
+        for root in template.roots:
+            attributes = vars(model.get_submodule(root))
+            before.append((attributes, {"forward": attributes["forward"]} if "forward" in attributes else {}))
+            attributes["forward"] = partial(_answer, template, root, values, calls)
+        yield calls
     finally:
-        for module, forward in before:
-            if forward is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = forward
+        for attributes, own in before:
+            del attributes["forward"]
+            attributes.update(own)
 
 
 @contextmanager
-def replaying(model: nn.Module, template: Template, values: Mapping[Place, Tensor]) -> Iterator[ActiveStubs]:
+def replaying(model: nn.Module, template: Template, values: Values) -> Iterator[None]:
     """Let stubs answer for the roots of a template in one forward pass.
 
     Raises:
         UncacheableError: at the end of the block, that the pass did not call each of them once.
     """
-    with stubbed(model, template, values) as replay:
-        yield replay
-    replay.check()
+    with stubbed(model, template, values) as calls:
+        yield
+    for root, number in calls.items():
+        if number != 1:
+            raise UncacheableError(
+                f"{root} was called {number} times in a forward pass, and once when it was tried out"
+            )
 
 
-def _emptied(tensor: Tensor) -> Tensor:
-    return Form.of(tensor).poison() if can_be_poisoned(tensor) else tensor.detach().clone()
+# A function of this file, not a closure: some models copy themselves in their forward pass.
+
+
+def _answer(template: Template, root: str, values: Values, calls: dict[str, int], *_args: Any, **_kwargs: Any) -> Any:
+    calls[root] += 1
+    return template.fill(root, values)

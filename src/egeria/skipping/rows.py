@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,17 @@ from torch import Tensor
 from egeria import tree
 from egeria.errors import UncacheableError
 from egeria.layers.batch import Batch
-from egeria.skipping.crossing import require
-from egeria.skipping.probe import Probe, Trial, is_close
+from egeria.skipping.crossing import Crossing, require
+from egeria.skipping.probe import Trial, is_close
 from egeria.skipping.replay import Place
+
+NUM_SEEDS = 3
+"""Trial runs with other random numbers."""
+NUM_SEEDS_DRAWN = 24
+"""The same where random numbers are drawn in front of the boundary: layers may be skipped now and then."""
+
+Axes = Mapping[Place, int | None]
+"""The batch axis of each tensor that crosses; None for what is the same for every sample."""
 
 
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
@@ -53,16 +61,14 @@ class RowArguments:
         Raises:
             UncacheableError: there is none, or tensors travel in objects that cannot be looked into.
         """
-        named = list(_named(batch))
-        hidden = sum(isinstance(value, Tensor) for _, value in tree.contents(_arguments(batch))) - len(named)
-        if hidden:
-            raise UncacheableError(
-                "an argument of the model is an object with tensors inside, and what is in it cannot be told apart "
-                "by sample; pass tensors, tuples, lists or dictionaries"
-            )
+        named = list(tree.named_leaves(batch.arguments))
+        require(
+            len(named) == sum(isinstance(value, Tensor) for _, value in tree.contents(batch.arguments)),
+            "an argument of the model is an object with tensors inside, and what is in it cannot be told apart by "
+            "sample; pass tensors, tuples, lists or dictionaries",
+        )
         names = tuple(name for name, tensor in named if tensor.dim() and tensor.shape[0] == num_rows)
-        if not names:
-            raise UncacheableError(f"no argument of the model has one row for each of the {num_rows} samples")
+        require(bool(names), f"no argument of the model has one row for each of the {num_rows} samples")
         return cls(names=names, shared=tuple(name for name, _ in named if name not in names))
 
     def count(self, batch: Batch) -> int:
@@ -71,9 +77,8 @@ class RowArguments:
         Raises:
             UncacheableError: none of the arguments that tell is there.
         """
-        own = set(self.names)
-        for name, tensor in _named(batch):
-            if name in own and tensor.dim():
+        for name, tensor in tree.named_leaves(batch.arguments):
+            if name in self.names and tensor.dim():
                 return tensor.shape[0]
         raise UncacheableError("the model is called in a new way, without any argument that it had at first")
 
@@ -88,17 +93,21 @@ class RowArguments:
         num_rows = self.count(batch)
         mask = batch.kwargs.get("attention_mask")
         full = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() > 1 else None
-        names = iter([name for name, _ in _named(batch)])
+        names = iter([name for name, _ in tree.named_leaves(batch.arguments)])
 
         def cut(tensor: Tensor) -> Tensor:
             if next(names) in self.shared or not tensor.dim() or tensor.shape[0] != num_rows:
                 return tensor.detach().clone()
             picked = tensor.detach().index_select(0, rows.to(tensor.device))
-            is_long = length is not None and tensor.dim() > 1 and tensor.shape[1] == full
+            is_long = tensor.dim() > 1 and tensor.shape[1] == full
             return picked.narrow(1, 0, length).contiguous() if is_long and length is not None else picked
 
-        args, kwargs = tree.map_tensors(cut, _arguments(batch))
+        args, kwargs = tree.map_tensors(cut, batch.arguments)
         return replace(batch, args=args, kwargs=kwargs)
+
+    def rolled(self, batch: Batch) -> Batch:
+        """Return a batch alike with other values: the same samples, each in the place of the next."""
+        return self.take(batch, torch.arange(self.count(batch)).roll(1))
 
 
 @torch.no_grad()
@@ -120,198 +129,162 @@ def true_lengths(kwargs: Mapping[str, Any], num_rows: int) -> np.ndarray | None:
     return regular_then_lengths[1:] if regular_then_lengths[0] else None
 
 
-def _arguments(batch: Batch) -> tuple[Any, Any]:
-    return batch.args, dict(batch.kwargs)
+def check_function(crossing: Crossing, other: Batch) -> None:
+    """Make sure that what crosses depends on neither random numbers nor earlier calls.
+
+    Args:
+        crossing: what crosses in a batch.
+        other: a batch alike with other values.
+
+    Raises:
+        UncacheableError: it does.
+    """
+    probe, values = crossing.probe, crossing.values
+
+    def agrees(trial: Trial) -> bool:
+        found = {place: trial.value_called_once(place) for place in values}
+        return all(own is not None and is_close(own, values[place], crossing.limit) for place, own in found.items())
+
+    seed, last = 0, NUM_SEEDS
+    while seed < last:
+        seed += 1
+        with probe.session():
+            trial = probe.outputs(crossing.batch, values, seed=seed)
+        last = NUM_SEEDS_DRAWN if trial.drew else last
+        if not agrees(trial):
+            raise UncacheableError(f"what the frozen layers give is random: {_name_randomness(crossing)}")
+    with probe.session():
+        probe.outputs(other, (), seed=0)
+        trial = probe.outputs(crossing.batch, values, seed=0)
+    require(
+        agrees(trial),
+        "what the frozen layers give depends on the calls before: the model carries state from batch to batch",
+    )
 
 
-def _named(batch: Batch) -> Iterable[tuple[str, Tensor]]:
-    return tree.named_leaves(_arguments(batch))
+def _name_randomness(crossing: Crossing) -> str:
+    for name in crossing.probe.active_in_front(crossing.batch, crossing.values):
+        return f"{name} is in training mode and runs in front of the boundary, since active layers use it too"
+    return (
+        "noise, functional dropout or layers skipped at random stand in front of the boundary, in code that is "
+        "in training mode as long as anything behind it is"
+    )
 
 
-NUM_SEEDS = 3
-"""Trial runs with other random numbers."""
-NUM_SEEDS_DRAWN = 24
-"""The same where random numbers are drawn in front of the boundary: layers may be skipped now and then."""
+def find_axes(crossing: Crossing, arguments: RowArguments) -> tuple[dict[Place, int | None], bool]:
+    """Return the batch axis of each tensor, and whether the frozen layers run on some of the rows too.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowProbe:
-    """Compares what crosses in one batch with what crosses in others."""
-
-    probe: Probe
-    batch: Batch
-    num_rows: int
-    arguments: RowArguments
-    values: Mapping[Place, Tensor]
-    """What crosses in the batch."""
-    limit: float
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """Where it crosses."""
-        return tuple(self.values)
-
-    def check_function(self, other: Batch) -> None:
-        """Make sure that it depends on neither random numbers nor earlier calls.
-
-        Args:
-            other: a batch alike with other values.
-
-        Raises:
-            UncacheableError: it does.
-        """
-        seed, last = 0, NUM_SEEDS
-        while seed < last:
-            seed += 1
-            with self.probe.session():
-                trial = self.probe.outputs(self.batch, self.places, seed=seed)
-            last = NUM_SEEDS_DRAWN if trial.drew else last
-            if not self._agrees(trial):
-                raise UncacheableError(f"what the frozen layers give is random: {self._name_randomness()}")
-        with self.probe.session():
-            self.probe.outputs(other, (), seed=0)
-            trial = self.probe.outputs(self.batch, self.places, seed=0)
-        require(
-            self._agrees(trial),
-            "what the frozen layers give depends on the calls before: the model carries state from batch to batch",
-        )
-
-    def _name_randomness(self) -> str:
-        with self.probe.session():
-            active = self.probe.active_in_front(self.batch, self.places)
-        if active:
-            return f"{active[0]} is in training mode and runs in front of the boundary, since active layers use it too"
-        return (
-            "noise, functional dropout or layers skipped at random stand in front of the boundary, in code that is "
-            "in training mode as long as anything behind it is"
-        )
-
-    def find_axes(self) -> tuple[dict[Place, int | None], bool]:
-        """Return the batch axis of each tensor, and whether the frozen layers run on some of the rows too.
-
-        Raises:
-            UncacheableError: a row depends on others, or is no row.
-        """
-        some = torch.arange(self.num_rows - 1, -1, -2)
-        trial = self._run(some)
-        if trial.error is None:
-            return {place: self._axis_by_size(place, trial, some) for place in self.places}, True
-        repeated = some.repeat(2)[: self.num_rows]
-        trial = self._run(repeated)
+    Raises:
+        UncacheableError: a row depends on others, or is no row.
+    """
+    num_rows = arguments.count(crossing.batch)
+    some = torch.arange(num_rows - 1, -1, -2)
+    trial = _run_rows(crossing, arguments, some)
+    can_split = trial.error is None
+    if not can_split:
+        some = some.repeat(2)[:num_rows]
+        trial = _run_rows(crossing, arguments, some)
         require(trial.error is None, f"the frozen layers fail on some rows of a batch ({trial.error})")
-        return {place: self._axis_by_values(place, trial, repeated) for place in self.places}, False
-
-    def _run(self, rows: Tensor) -> Trial:
-        part = self.arguments.take(self.batch, rows)
-        with self.probe.session():
-            return self.probe.outputs(part, self.places, seed=0)
-
-    def _axis_by_size(self, place: Place, trial: Trial, rows: Tensor) -> int | None:
-        """Find the axis that shrinks with the number of rows."""
-        whole, part = self.values[place], _value(trial, place)
-        sizes = [] if part is None or part.dim() != whole.dim() else list(zip(whole.shape, part.shape, strict=True))
-        changed = [axis for axis, (before, after) in enumerate(sizes) if before != after]
-        if part is not None and part.shape == whole.shape and is_close(part, whole, self.limit):
-            return None
-        require(
-            len(changed) == 1 and sizes[changed[0]] == (self.num_rows, len(rows)),
-            f"what {place[0]} gives has no axis with one row per sample: {tuple(whole.shape)} for {self.num_rows} "
-            f"samples, {None if part is None else tuple(part.shape)} for {len(rows)}",
-        )
-        self._require_own(place, part, changed[0], rows)
-        return changed[0]
-
-    def _axis_by_values(self, place: Place, trial: Trial, rows: Tensor) -> int | None:
-        """Find the axis that follows the samples where their number cannot change."""
-        whole, moved = self.values[place], _value(trial, place)
-        if moved is not None and is_close(moved, whole, self.limit):
-            return None
-        axes = [axis for axis, size in enumerate(whole.shape) if size == self.num_rows]
-        require(bool(axes), f"what {place[0]} gives has no axis with one row per sample: {tuple(whole.shape)}")
-        fitting = [axis for axis in axes if self._are_own(place, moved, axis, rows)]
-        self._require_own(place, moved, (fitting or axes)[0], rows)
-        return fitting[0]
-
-    def _are_own(self, place: Place, part: Tensor | None, axis: int, rows: Tensor) -> bool:
-        whole = self.values[place].index_select(axis, rows.to(self.values[place].device))
-        return part is not None and is_close(part, whole, self.limit)
-
-    def _require_own(self, place: Place, part: Tensor | None, axis: int, rows: Tensor) -> None:
-        require(
-            self._are_own(place, part, axis, rows),
-            f"what {place[0]} gives for a sample depends on the other samples of its batch",
-        )
-
-    def _agrees(self, trial: Trial) -> bool:
-        found = {place: _value(trial, place) for place in self.places}
-        return all(got is not None and is_close(got, self.values[place], self.limit) for place, got in found.items())
+    axes: dict[Place, int | None] = {}
+    for place, whole in crossing.values.items():
+        part = trial.value_called_once(place)
+        if part is not None and is_close(part, whole, crossing.limit):
+            axes[place] = None
+            continue
+        candidates = _axes_of_rows(place[0], whole, part, num_rows, len(some))
+        own = {axis: whole.index_select(axis, some.to(whole.device)) for axis in candidates}
+        fitting = [axis for axis in own if part is not None and is_close(part, own[axis], crossing.limit)]
+        require(bool(fitting), f"what {place[0]} gives for a sample depends on the other samples of its batch")
+        axes[place] = fitting[0]
+    return axes, can_split
 
 
-def cuttable_axes(
-    rows: RowProbe, axes: Mapping[Place, int | None], differs: Callable[[Mapping[Place, Tensor]], str]
-) -> dict[Place, int]:
+def _run_rows(crossing: Crossing, arguments: RowArguments, rows: Tensor, length: int | None = None) -> Trial:
+    part = arguments.take(crossing.batch, rows, length)
+    with crossing.probe.session():
+        return crossing.probe.outputs(part, crossing.values, seed=0)
+
+
+def _axes_of_rows(root: str, whole: Tensor, part: Tensor | None, num_rows: int, num_some: int) -> list[int]:
+    """Return the axes that may follow the samples: the one that shrinks with them, or all of their length.
+
+    Raises:
+        UncacheableError: there is none.
+    """
+    if num_some == num_rows:  # the frozen layers run on whole batches alone
+        axes = [axis for axis, size in enumerate(whole.shape) if size == num_rows]
+        require(bool(axes), f"what {root} gives has no axis with one row per sample: {tuple(whole.shape)}")
+        return axes
+    same_dim = part is not None and part.dim() == whole.dim()
+    sizes = list(zip(whole.shape, part.shape, strict=True)) if part is not None and same_dim else []
+    changed = [axis for axis, (before, after) in enumerate(sizes) if before != after]
+    require(
+        len(changed) == 1 and sizes[changed[0]] == (num_rows, num_some),
+        f"what {root} gives has no axis with one row per sample: {tuple(whole.shape)} for {num_rows} samples, "
+        f"{None if part is None else tuple(part.shape)} for {num_some}",
+    )
+    return changed
+
+
+def cuttable_axes(crossing: Crossing, arguments: RowArguments, axes: Axes) -> dict[Place, int]:
     """Return the axes of rows along which padding may be cut: all that the model gives is the same without it.
 
     Args:
-        rows: the batch.
+        crossing: what crosses in a batch.
+        arguments: which of the arguments of the batch have rows.
         axes: batch axis of each tensor.
-        differs: replays the batch with some values, and returns the name of what differs.
     """
-    found_lengths = true_lengths(rows.batch.kwargs, rows.num_rows)
-    if found_lengths is None:
+    lengths = true_lengths(crossing.batch.kwargs, arguments.count(crossing.batch))
+    found = None if lengths is None else _length_axes(crossing, arguments, axes, lengths.tolist())
+    if lengths is None or not found:
         return {}
-    lengths = found_lengths.tolist()
-    found = find_length_axes(rows, axes, lengths, rows.batch.kwargs["attention_mask"].shape[1])
-    if not found:
-        return {}
-    padded = dict(rows.values)
+    padded = dict(crossing.values)
     for place, length_axis in found.items():
         axis = axes[place] or 0
-        padded[place] = cut_padding(padded[place].movedim(axis, 0), length_axis, lengths).movedim(0, axis)
-    return {} if differs(padded) else found
+        padded[place] = cut_padding(padded[place].movedim(axis, 0), length_axis, lengths.tolist()).movedim(0, axis)
+    return {} if crossing.differs(padded) else found
 
 
-def find_length_axes(
-    rows: RowProbe, axes: Mapping[Place, int | None], lengths: Sequence[int], full: int
+def _length_axes(
+    crossing: Crossing, arguments: RowArguments, axes: Axes, lengths: Sequence[int]
 ) -> dict[Place, int] | None:
-    """Return the axis of each row that follows the length of the sequence, where there is one.
-
-    Runs the shortest rows of the batch with their padding cut.
-
-    Args:
-        rows: the batch.
-        axes: batch axis of each tensor.
-        lengths: true length of each row.
-        full: length that all are padded to.
+    """Run the shortest rows of the batch with their padding cut.
 
     Returns:
-        Axes of a row, the batch axis removed; None where padding must not be cut.
+        The axis of each row, the batch axis removed, that follows the length of the sequence, where there is one; None
+        where padding must not be cut.
     """
+    full = crossing.batch.kwargs["attention_mask"].shape[1]
     short = max((length for length in lengths if length < full), default=0)
     chosen = [row for row, length in enumerate(lengths) if length <= short]
     if not chosen:
         return None
     index = torch.tensor(chosen)
-    with rows.probe.session():
-        cut = rows.probe.outputs(rows.arguments.take(rows.batch, index, short), rows.places, seed=0)
+    trial = _run_rows(crossing, arguments, index, short)
     found: dict[Place, int] = {}
     for place, axis in axes.items():
         if axis is None:
             continue
-        part = _value(cut, place)
-        whole = rows.values[place].index_select(axis, index.to(rows.values[place].device)).movedim(axis, 0)
+        value = crossing.values[place]
+        whole = value.index_select(axis, index.to(value.device)).movedim(axis, 0)
+        part = trial.value_called_once(place)
         if part is None or part.dim() != whole.dim():
             return None
         part = part.movedim(axis, 0)
-        changed = [d for d in range(1, part.dim()) if part.shape[d] != whole.shape[d]]
-        fits = [(whole.shape[d], part.shape[d]) == (full, short) for d in changed]
-        if part.shape[0] != whole.shape[0] or len(changed) > 1 or not all(fits):
+        changed = [d for d in range(part.dim()) if part.shape[d] != whole.shape[d]]
+        if len(changed) > 1 or any(d == 0 or (whole.shape[d], part.shape[d]) != (full, short) for d in changed):
             return None
-        own = [lengths[row] for row in chosen]
-        if not all(_same_start(part[i], whole[i], changed, own[i], rows.limit) for i in range(len(chosen))):
+        length_axis = changed[0] - 1 if changed else None
+        rows = zip(part, whole, (lengths[row] for row in chosen), strict=True)
+        if not all(is_close(_start(a, length_axis, n), _start(b, length_axis, n), crossing.limit) for a, b, n in rows):
             return None
-        found.update({place: changed[0] - 1} if changed else {})
+        if length_axis is not None:
+            found[place] = length_axis
     return found
+
+
+def _start(row: Tensor, length_axis: int | None, length: int) -> Tensor:
+    return row if length_axis is None else row.narrow(length_axis, 0, length)
 
 
 def cut_padding(rows: Tensor, length_axis: int, lengths: Sequence[int]) -> Tensor:
@@ -320,16 +293,3 @@ def cut_padding(rows: Tensor, length_axis: int, lengths: Sequence[int]) -> Tenso
     for row, length in enumerate(lengths):
         padded[row].narrow(length_axis, 0, length).copy_(rows[row].narrow(length_axis, 0, length))
     return padded
-
-
-def _same_start(part: Tensor, whole: Tensor, changed: Sequence[int], length: int, limit: float) -> bool:
-    for axis in changed:
-        part, whole = part.narrow(axis - 1, 0, length), whole.narrow(axis - 1, 0, length)
-    return is_close(part, whole, limit)
-
-
-def _value(trial: Trial, place: Place) -> Tensor | None:
-    """Return a tensor that a pass gave; None where it did not run so far, or not once."""
-    root, index = place
-    own = trial.seen.outputs.get(root, [])
-    return own[index] if trial.error is None and trial.seen.calls.get(root) == 1 and index < len(own) else None
