@@ -14,9 +14,9 @@ The words of this file:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
@@ -27,7 +27,7 @@ Role = Literal["block", "unit", "loose", "direct", "alias", "uncalled"]
 taken apart holds itself, `alias` is a submodule met before, `uncalled` one that the forward pass skips."""
 
 _PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, ParametrizationList)
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,40 +43,24 @@ class Piece:
     """Elements of those parameters."""
 
     @property
-    def is_atom(self) -> bool:
-        """Whether layer modules are made of pieces like this."""
-        return self.role in ("block", "unit")
-
-    @property
     def is_submodule(self) -> bool:
         """Whether the piece is a submodule of its own, which can be hooked and frozen."""
         return self.role not in ("direct", "alias")
 
-    @property
-    def owner(self) -> str:
-        """Dotted name of the submodule in whose forward pass this piece is used."""
-        return self.name if self.role == "direct" else parent_of(self.name)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Atom:
-    """A block or unit with the loose pieces that go with it."""
+    """A block or unit with the loose pieces that go with it, in execution order."""
 
     core: Piece
-    lead: tuple[Piece, ...] = ()
-    """Loose pieces in front, in execution order."""
+    lead: tuple[Piece, ...]
     trail: tuple[Piece, ...] = ()
-    """Loose pieces behind: what normalises a unit's output, and the head behind the last atom."""
+    """What normalises a unit's output, and the head behind the last atom."""
 
     @property
     def name(self) -> str:
         """Dotted name of the block or unit."""
         return self.core.name
-
-    @property
-    def size(self) -> int:
-        """Elements of the parameters of the block or unit alone."""
-        return self.core.size
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -86,12 +70,8 @@ class Atom:
     @property
     def tap(self) -> str:
         """The block itself; of units the last one with parameters."""
-        normalisers = [piece.name for piece in self.trail if piece.role == "loose" and piece.parameters]
-        return normalisers[-1] if self.core.role == "unit" and normalisers else self.core.name
-
-    def followed_by(self, pieces: Iterable[Piece]) -> Atom:
-        """Return the atom with more pieces behind it."""
-        return replace(self, trail=(*self.trail, *pieces))
+        behind = self.trail if self.core.role == "unit" else ()
+        return [self.name, *(piece.name for piece in behind if piece.role == "loose" and piece.parameters)][-1]
 
 
 def parent_of(name: str) -> str:
@@ -109,25 +89,53 @@ def can_be_called(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-def find_pieces(model: nn.Module, matches: Collection[str] | None = None) -> tuple[Piece, ...]:
+def find_pieces(model: nn.Module, matches: Collection[str] | None = None) -> list[Piece]:
     """Take the model apart into pieces, in definition order.
 
     Args:
         model: the model; with at least one parameter.
         matches: names of the submodules that are to be the atoms; None looks for blocks.
     """
-    census = _Census(model)
-    if matches is not None:
-        return tuple(_Walk(model, census, lambda path, _: _role_by_name(path, matches)).pieces())
-    rule = census.role_among_blocks if census.blocks_dominate(model) else census.role_among_units
-    return tuple(_Walk(model, census, lambda _, module: rule(module)).pieces())
+    if matches is None:
+        return list(_walk(model, _Census(model).role))
+
+    def role_by_name(path: str, _module: nn.Module) -> Role | None:
+        if path in matches:
+            return "block"
+        return None if any(is_under(match, path) for match in matches) else "loose"
+
+    return list(_walk(model, role_by_name))
 
 
-def _role_by_name(path: str, matches: Collection[str]) -> Role | None:
-    """Blocks are what the caller named; None takes apart what holds one."""
-    if path in matches:
-        return "block"
-    return None if any(is_under(match, path) for match in matches) else "loose"
+def _walk(model: nn.Module, rule: Callable[[str, nn.Module], Role | None]) -> Iterator[Piece]:
+    """Yield the pieces that a rule gives a role; what it gives None is taken apart."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    children: dict[str, list[tuple[str, nn.Module]]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path:
+            children[parent_of(path)].append((path, module))
+    met: set[nn.Module] = set()
+
+    def piece(name: str, role: Role, parameters: Iterable[nn.Parameter]) -> Piece:
+        own = list(parameters)
+        size = sum(parameter.numel() for parameter in own)
+        return Piece(name=name, role=role, parameters=tuple(names[id(parameter)] for parameter in own), size=size)
+
+    def visit(path: str, module: nn.Module) -> Iterator[Piece]:
+        is_alias = module in met
+        role = rule(path, module) if path and can_be_called(module) else None
+        met.add(module)
+        if is_alias or role is not None:
+            met.update(module.modules())
+            yield piece(path, "alias" if is_alias or role is None else role, module.parameters())
+            return
+        own = list(module.parameters(recurse=False))
+        if own:
+            yield piece(path, "direct", own)
+        for child_path, child in children[path]:
+            yield from visit(child_path, child)
+
+    return visit("", model)
 
 
 class _Census:
@@ -135,63 +143,44 @@ class _Census:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        tables = {id(p) for module in modules if isinstance(module, _TABLES) for p in module.parameters()}
-        matrices = {
-            id(p)
-            for p in model.parameters()
-            if p.ndim >= 2 and not (p.ndim == 3 and p.shape[0] == 1) and id(p) not in tables
-        }
-        self._weights = {module: frozenset(id(p) for p in module.parameters()) & matrices for module in modules}
-        classes = Counter(
-            type(module)
-            for module in modules
-            if type(module) not in _PURE_CONTAINERS and len(self._weights[module]) >= 2
-        )
-        self._repeated = {kind for kind, count in classes.items() if count >= 2}
-        self._blocks = self._outermost_blocks(model)
+        tables = {p for module in modules if isinstance(module, TABLES) for p in module.parameters()}
+        looked_up = {p for p in model.parameters() if p.ndim == 3 and p.shape[0] == 1}
+        matrices = {p for p in model.parameters() if p.ndim >= 2} - tables - looked_up
+        self._weights = {module: matrices.intersection(module.parameters()) for module in modules}
+        kinds = Counter(type(m) for m in modules if type(m) not in _PURE_CONTAINERS and len(self._weights[m]) >= 2)
+        self._repeated = {kind for kind, count in kinds.items() if count >= 2}
+        self._blocks = self._outermost_blocks(model, frozenset())
+        held = set().union(*(self._weights[block] for block in self._blocks))
+        self._blocks_dominate = bool(self._blocks) and 2 * len(held) >= len(self._weights[model])
 
-    def blocks_dominate(self, model: nn.Module) -> bool:
-        """Return whether the blocks hold at least half of the weight matrices."""
-        held = frozenset().union(*(self._weights[block] for block in self._blocks))
-        return bool(self._blocks) and 2 * len(held) >= len(self._weights[model])
-
-    def role_among_blocks(self, module: nn.Module) -> Role | None:
-        """Give the role where blocks dominate; None for what is to be taken apart."""
+    def role(self, _path: str, module: nn.Module) -> Role | None:
+        """Return the role of a submodule; None for what is to be taken apart."""
         if module in self._blocks:
             return "block"
-        if len(self._weights[module]) <= 1:
-            return "loose"
-        whole = type(module) not in _PURE_CONTAINERS and self._blocks.isdisjoint(module.modules())
-        return "loose" if whole else None
-
-    def role_among_units(self, module: nn.Module) -> Role | None:
-        """Give the role where units are atoms; None for what is to be taken apart."""
-        if module in self._blocks:
-            return "block"
-        if len(self._weights[module]) > 1 and not self._is_indivisible(module):
+        has_many = len(self._weights[module]) >= 2
+        holds_no_block = self._blocks.isdisjoint(module.modules())
+        is_own = type(module) not in _PURE_CONTAINERS and holds_no_block
+        if self._blocks_dominate:
+            return "loose" if is_own or not has_many else None
+        is_leaf = next(module.children(), None) is None
+        is_of_torch = type(module).__module__.startswith("torch.nn.") and is_own
+        if has_many and not (is_leaf or is_of_torch or is_parametrized(module)):
             return None
         return "unit" if any(p.ndim >= 2 for p in module.parameters()) else "loose"
 
-    def _is_indivisible(self, module: nn.Module) -> bool:
-        """Return whether a module is not to be cut apart: torch's own composites, leaves, and parametrized layers."""
-        of_torch = type(module).__module__.startswith("torch.nn.") and type(module) not in _PURE_CONTAINERS
-        holds_no_block = self._blocks.isdisjoint(module.modules())
-        is_leaf = next(module.children(), None) is None
-        return is_leaf or (of_torch and holds_no_block) or is_parametrized(module)
-
-    def _outermost_blocks(self, model: nn.Module, excluded: frozenset[type] = frozenset()) -> set[nn.Module]:
+    def _outermost_blocks(self, model: nn.Module, excluded: frozenset[type]) -> set[nn.Module]:
         """Find the blocks; a class that occurs once outside all others is no block class."""
-        candidates: set[nn.Module] = set()
+        blocks: set[nn.Module] = set()
         waiting = list(model.children())
         while waiting:
             module = waiting.pop()
             is_candidate = self._repeats(module) and type(module) not in excluded and can_be_called(module)
             if is_candidate and not self._is_stage(module):
-                candidates.add(module)
+                blocks.add(module)
             else:
                 waiting.extend(module.children())
-        single = {kind for kind, count in Counter(map(type, candidates)).items() if count == 1}
-        return self._outermost_blocks(model, excluded | single) if single else candidates
+        single = {kind for kind, count in Counter(map(type, blocks)).items() if count == 1}
+        return self._outermost_blocks(model, excluded | single) if single else blocks
 
     def _repeats(self, module: nn.Module) -> bool:
         return type(module) in self._repeated and len(self._weights[module]) >= 2
@@ -201,11 +190,8 @@ class _Census:
 
         Experts inside a transformer block are siblings too, but its attention outweighs each.
         """
-        siblings = self._siblings(module)
-        if not siblings:
-            return False
-        beside = self._weights[module].difference(*(self._weights[sibling] for sibling in siblings))
-        return len(beside) < min(len(self._weights[sibling]) for sibling in siblings)
+        siblings = [self._weights[sibling] for sibling in self._siblings(module)]
+        return bool(siblings) and len(self._weights[module].difference(*siblings)) < min(map(len, siblings))
 
     def _siblings(self, module: nn.Module) -> list[nn.Module]:
         """Collect the outermost same-class repeated children of chains inside the module."""
@@ -213,53 +199,4 @@ class _Census:
         is_chain = not can_be_called(module) or type(module).forward is nn.Sequential.forward
         classes = Counter(type(child) for child in children if is_chain and self._repeats(child))
         found = [child for child in children if classes[type(child)] >= 2 and self._repeats(child)]
-        for child in children:
-            if child not in found:
-                found.extend(self._siblings(child))
-        return found
-
-
-class _Walk:
-    """Walks the model in definition order and takes whole what a rule gives a role."""
-
-    def __init__(self, model: nn.Module, census: _Census, rule: Callable[[str, nn.Module], Role | None]) -> None:
-        self._model = model
-        self._rule = rule
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._children: dict[str, list[tuple[str, nn.Module]]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            if path:
-                self._children.setdefault(parent_of(path), []).append((path, module))
-        self._met: set[nn.Module] = set()
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of the whole model."""
-        return self._take_apart("", self._model)
-
-    def _visit(self, path: str, module: nn.Module) -> Iterator[Piece]:
-        if module in self._met:
-            yield self._piece(path, "alias", module.parameters())
-            return
-        role = self._rule(path, module) if can_be_called(module) else None
-        if role is None:
-            yield from self._take_apart(path, module)
-        else:
-            self._met.update(module.modules())
-            yield self._piece(path, role, module.parameters())
-
-    def _take_apart(self, path: str, module: nn.Module) -> Iterator[Piece]:
-        self._met.add(module)
-        own = list(module.parameters(recurse=False))
-        if own:
-            yield self._piece(path, "direct", own)
-        for child_path, child in self._children.get(path, ()):
-            yield from self._visit(child_path, child)
-
-    def _piece(self, name: str, role: Role, parameters: Iterable[nn.Parameter]) -> Piece:
-        owned = list(parameters)
-        return Piece(
-            name=name,
-            role=role,
-            parameters=tuple(self._names[id(parameter)] for parameter in owned),
-            size=sum(parameter.numel() for parameter in owned),
-        )
+        return found + [inner for child in children if child not in found for inner in self._siblings(child)]

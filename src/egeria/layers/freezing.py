@@ -66,9 +66,9 @@ class Freezer:
             depth: how many are to be frozen.
             input_needs_grad: something in front of the model is in training, so nothing is detached.
         """
+        keeps_tied = not self._freeze_tied and any(module.shared_parameters for module in self._modules[:depth])
         for module in self._modules[self.depth : depth]:
-            detaches = self._keeps_tied(depth) and not input_needs_grad
-            self._records.append(self._freeze(module, detaches=detaches))
+            self._records.append(self._freeze(module, detaches=keeps_tied and not input_needs_grad))
 
     def thaw(self) -> None:
         """Give every frozen module back as it was; its mode follows the model's, where it did before."""
@@ -88,9 +88,6 @@ class Freezer:
                 if submodule.training:
                     submodule.training = False
 
-    def _keeps_tied(self, depth: int) -> bool:
-        return not self._freeze_tied and any(module.shared_parameters for module in self._modules[:depth])
-
     def _freeze(self, module: LayerModule, *, detaches: bool) -> _Record:
         kept = set() if self._freeze_tied else set(module.shared_parameters)
         own = (self._model.get_parameter(name) for name in module.parameters if name not in kept)
@@ -100,8 +97,7 @@ class Freezer:
         roots = [self._model.get_submodule(name) for name in module.submodules]
         modes = tuple((submodule, submodule.training) for root in roots for submodule in root.modules())
         for parameter in parameters:
-            parameter.requires_grad_(False)
-            parameter.grad = None
+            parameter.requires_grad_(False).grad = None
         for submodule, _ in modes:
             submodule.training = False
         handles = [root.register_forward_pre_hook(_stay_in_inference_mode, prepend=True) for root in roots]
@@ -141,10 +137,9 @@ class FrozenTensors:
 
     def __init__(self, entries: Iterable[Entry], *, num_compared: int) -> None:
         self._found = [(table, name, _version(table[name])) for table, name in entries if name != IGNORED]
-        tensors = [table[name] for table, name, _ in self._found]
-        weights: list[Tensor] = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        smallest = sorted(weights, key=Tensor.numel)[:num_compared]
-        self._compared = [(weight, own_part(weight).detach().clone()) for weight in smallest]
+        tensors = (table[name] for table, name, _ in self._found)
+        weights = sorted((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), key=Tensor.numel)
+        self._compared = [(weight, own_part(weight).detach().clone()) for weight in weights[:num_compared]]
 
     @property
     def have_changed(self) -> bool:
@@ -164,8 +159,7 @@ def _version(tensor: Tensor | None) -> tuple[int, int, int, bool]:
 def checksum(places: Iterable[Entry]) -> int:
     """Return a checksum of the values of tensors."""
     found = 0
-    for table, name in places:
-        tensor = table[name]
+    for tensor in (table[name] for table, name in places):
         if tensor is not None:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from egeria.layers.atoms import is_under, parent_of
 
@@ -48,9 +48,12 @@ def group_atoms(
     groups: list[Group] = []
     for stage in _join_small(_find_stages(names, sizes), sizes, minimum_share * total):
         share = sum(sizes[stage.start : stage.stop]) / total
-        num_parts = min(len(stage), max(1, math.floor(share / target_share + 0.5)))
-        groups += _split(stage, sizes, num_parts, share)
-    return _set_last_apart(groups)
+        groups += _split(stage, sizes, share, num_parts=min(len(stage), math.floor(share / target_share + 0.5)))
+    last = groups[-1]
+    if len(last) > 1:
+        reason = "The last block stays alone, because the last layer module is never frozen"
+        groups[-1:] = [replace(last, stop=last.stop - 1), Group(start=last.stop - 1, stop=last.stop, reason=reason)]
+    return tuple(groups)
 
 
 def _find_stages(names: Sequence[str], sizes: Sequence[int]) -> list[Group]:
@@ -85,7 +88,7 @@ def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
     """
 
     def differ(a: int, b: int) -> bool:
-        outside = not (a >= 0 and b < len(sizes) and homes[a] == homes[b])
+        outside = a < 0 or b >= len(sizes) or homes[a] != homes[b]
         return outside or max(sizes[a], sizes[b]) >= JUMP * min(sizes[a], sizes[b])
 
     return differ(i - 1, i) and differ(i - 1, i + 1) and differ(i - 2, i)
@@ -93,16 +96,18 @@ def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
 
 def _join_small(stages: Sequence[Group], sizes: Sequence[int], minimum_size: float) -> list[Group]:
     """Join stages that are too small with the one behind them, or before them at the end."""
+
+    def is_small(stage: Group) -> bool:
+        return sum(sizes[stage.start : stage.stop]) < minimum_size
+
     joined: list[Group] = []
-    pending: Group | None = None
     for stage in stages:
-        current = stage if pending is None else _join(pending, stage)
-        is_small = sum(sizes[current.start : current.stop]) < minimum_size
-        pending = current if is_small else None
-        if not is_small:
-            joined.append(current)
-    if pending is not None:
-        joined.append(_join(joined.pop(), pending) if joined else pending)
+        if joined and is_small(joined[-1]):
+            joined.append(_join(joined.pop(), stage))
+        else:
+            joined.append(stage)
+    if len(joined) > 1 and is_small(joined[-1]):
+        joined[-2:] = [_join(*joined[-2:])]
     return joined
 
 
@@ -111,12 +116,12 @@ def _join(front: Group, back: Group) -> Group:
     return Group(start=front.start, stop=back.stop, reason=front.reason.removesuffix(note) + note)
 
 
-def _split(stage: Group, sizes: Sequence[int], num_parts: int, share: float) -> list[Group]:
-    if num_parts == 1:
+def _split(stage: Group, sizes: Sequence[int], share: float, *, num_parts: int) -> list[Group]:
+    if num_parts <= 1:
         return [stage]
     edges = [stage.start + edge for edge in split_evenly(sizes[stage.start : stage.stop], num_parts)]
     parts = []
-    for number, (start, stop) in enumerate(zip([stage.start, *edges], [*edges, stage.stop], strict=True), start=1):
+    for number, (start, stop) in enumerate(pairwise([stage.start, *edges, stage.stop]), start=1):
         remark = f"part {number} of {num_parts} of a stage with {share:.0%} of the parameters"
         reason = f"{stage.reason}; {remark}" if number == 1 else remark.capitalize()
         parts.append(Group(start=start, stop=stop, reason=reason))
@@ -145,15 +150,3 @@ def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
     for choice in reversed(choices):
         edges.append(choice[edges[-1] if edges else 0])
     return edges
-
-
-def _set_last_apart(groups: list[Group]) -> tuple[Group, ...]:
-    last = groups[-1]
-    if len(last) == 1:
-        return tuple(groups)
-    alone = Group(
-        start=last.stop - 1,
-        stop=last.stop,
-        reason="The last block stays alone, because the last layer module is never frozen",
-    )
-    return (*groups[:-1], replace(last, stop=last.stop - 1), alone)

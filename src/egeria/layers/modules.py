@@ -7,7 +7,7 @@ blocks are given to them, in execution order, and every parameter to exactly one
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from egeria.config.checks import require_share
 from egeria.errors import ConfigError, UnsupportedModelError
-from egeria.layers.atoms import Atom, Piece, can_be_called, find_pieces, is_under, parent_of
+from egeria.layers.atoms import TABLES, Atom, Piece, can_be_called, find_pieces, is_under, parent_of
 from egeria.layers.grouping import Group, group_atoms
 from egeria.layers.order import merge_order
 
@@ -95,24 +95,19 @@ def parse_modules(
     require_share("minimum_share", minimum_share)
     matches = None if pattern is None else _outermost_matches(model, pattern)
     atoms = find_atoms(model, matches, order)
-    _require_two(atoms)
-    if matches is None:
-        names, sizes = [atom.name for atom in atoms], [atom.size for atom in atoms]
-        total = _size_without_vocabulary(model, atoms)
-        groups = group_atoms(names, sizes, total, target_share=target_share, minimum_share=minimum_share)
-    else:
-        reason = f"The pattern {pattern!r} names it"
-        groups = tuple(Group(start=i, stop=i + 1, reason=reason) for i in range(len(atoms)))
-    return _build_modules(model, atoms, groups)
-
-
-def _require_two(atoms: Sequence[Atom]) -> None:
+    names = [atom.name for atom in atoms]
     if len(atoms) < 2:
         raise UnsupportedModelError(
-            f"A model must have at least two layers or blocks, found {[atom.name for atom in atoms]}. Nothing "
-            f"could ever freeze, since the last layer module never does: train this model without egeria, or "
-            f"make its parts submodules that are called."
+            f"A model must have at least two layers or blocks, found {names}. Nothing could ever freeze, since the "
+            f"last layer module never does: train this model without egeria, or make its parts submodules that are "
+            f"called."
         )
+    if matches is not None:
+        reason = f"The pattern {pattern!r} names it"
+        return _build_modules(model, atoms, [Group(start=i, stop=i + 1, reason=reason) for i in range(len(atoms))])
+    sizes, total = [atom.core.size for atom in atoms], _size_without_vocabulary(model, atoms)
+    groups = group_atoms(names, sizes, total, target_share=target_share, minimum_share=minimum_share)
+    return _build_modules(model, atoms, groups)
 
 
 def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
@@ -160,16 +155,10 @@ def find_atoms(
             "All parameters must have a shape, found lazy ones. Run one forward pass before attaching egeria."
         )
     pieces = find_pieces(model, matches)
-    return _attach(_arrange(pieces if order is None else _mark_uncalled(pieces, order), order))
-
-
-def _mark_uncalled(pieces: Iterable[Piece], order: Sequence[str]) -> list[Piece]:
-    """Give submodules that did not run the role `uncalled`: they have no output to judge."""
-    called = set(order)
-    return [
-        replace(piece, role="uncalled") if piece.is_submodule and piece.name not in called else piece
-        for piece in pieces
-    ]
+    if order is not None:  # submodules that did not run have no output to judge
+        silent = {piece.name for piece in pieces if piece.is_submodule} - set(order)
+        pieces = [replace(p, role="uncalled") if p.is_submodule and p.name in silent else p for p in pieces]
+    return _attach(_arrange(pieces, order))
 
 
 def _arrange(pieces: Sequence[Piece], order: Sequence[str] | None) -> list[Piece]:
@@ -181,29 +170,25 @@ def _arrange(pieces: Sequence[Piece], order: Sequence[str] | None) -> list[Piece
     """
     names = [piece.name for piece in pieces if piece.is_submodule]
     ranks = {name: rank for rank, name in enumerate(names if order is None else merge_order(names, order))}
-    keys = [
-        (ranks[piece.name], 1) if piece.is_submodule else (_anchor(position, pieces, ranks), 0)
-        for position, piece in enumerate(pieces)
-    ]
-    return [pieces[position] for position in sorted(range(len(pieces)), key=keys.__getitem__)]
-
-
-def _anchor(position: int, pieces: Sequence[Piece], ranks: Mapping[str, int]) -> int:
-    """Return the rank of the submodule before which a piece belongs that is none itself."""
-    piece = pieces[position]
 
     def ranks_inside(owner: str, candidates: Sequence[Piece]) -> list[int]:
         return [ranks[other.name] for other in candidates if other.is_submodule and is_under(other.name, owner)]
 
-    if piece.role == "alias":
-        return next(iter(ranks_inside(piece.owner, pieces[position:])), len(pieces))
-    owner = piece.owner
-    while owner and not ranks_inside(owner, pieces):
-        owner = parent_of(owner)
-    return min(ranks_inside(owner, pieces), default=0)
+    def key(position: int) -> tuple[int, bool]:
+        piece = pieces[position]
+        if piece.is_submodule:
+            return ranks[piece.name], True
+        if piece.role == "alias":
+            return next(iter(ranks_inside(parent_of(piece.name), pieces[position:])), len(pieces)), False
+        owner = piece.name
+        while owner and not ranks_inside(owner, pieces):
+            owner = parent_of(owner)
+        return min(ranks_inside(owner, pieces), default=0), False
+
+    return [pieces[position] for position in sorted(range(len(pieces)), key=key)]
 
 
-def _attach(pieces: Iterable[Piece]) -> tuple[Atom, ...]:
+def _attach(pieces: Sequence[Piece]) -> tuple[Atom, ...]:
     """Give every loose piece to an atom.
 
     Stem and what lies in between go to the atom that follows, the head to the last. What normalises
@@ -211,23 +196,22 @@ def _attach(pieces: Iterable[Piece]) -> tuple[Atom, ...]:
     """
     atoms: list[Atom] = []
     waiting: list[Piece] = []
-    for piece in pieces:
-        if piece.is_atom:
-            atoms.append(Atom(core=piece, lead=tuple(waiting)))
-            waiting = []
-            continue
+    for position, piece in enumerate(pieces, start=1):
         waiting.append(piece)
-        if piece.role == "loose" and piece.parameters and atoms and atoms[-1].core.role == "unit":
-            atoms[-1] = atoms[-1].followed_by(waiting)
-            waiting = []
-    if atoms:
-        atoms[-1] = atoms[-1].followed_by(waiting)
+        normalises = bool(atoms) and atoms[-1].core.role == "unit" and piece.role == "loose" and bool(piece.parameters)
+        if piece.role in ("block", "unit"):
+            atoms.append(Atom(core=piece, lead=tuple(waiting[:-1])))
+        elif atoms and (normalises or position == len(pieces)):
+            atoms[-1] = replace(atoms[-1], trail=(*atoms[-1].trail, *waiting))
+        else:
+            continue
+        waiting = []
     return tuple(atoms)
 
 
 def _size_without_vocabulary(model: nn.Module, atoms: Sequence[Atom]) -> int:
     """Count the elements of all parameters but those shaped like an embedding table outside the atoms."""
-    tables = {m.weight.shape for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    tables = {module.weight.shape for module in model.modules() if isinstance(module, TABLES)}
     in_atoms = {name for atom in atoms for name in atom.core.parameters}
     return sum(p.numel() for name, p in model.named_parameters() if name in in_atoms or p.shape not in tables)
 
@@ -236,28 +220,27 @@ def _build_modules(model: nn.Module, atoms: Sequence[Atom], groups: Sequence[Gro
     """Make the records; a parameter belongs to the first module that uses it."""
     names = [atom.name for atom in atoms]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    members = [[p for atom in atoms[group.start : group.stop] for p in atom.pieces] for group in groups]
     owners: dict[str, int] = {}
     shared: set[str] = set()
-    members = [[p for atom in atoms[group.start : group.stop] for p in atom.pieces] for group in groups]
     for index, pieces in enumerate(members):
         for parameter in (name for piece in pieces for name in piece.parameters):
             if owners.setdefault(parameter, index) != index:
                 shared.add(parameter)
-    modules = []
-    for index, (group, pieces) in enumerate(zip(groups, members, strict=True)):
+
+    def build(index: int, group: Group, pieces: Sequence[Piece]) -> LayerModule:
         owned = tuple(parameter for parameter, owner in owners.items() if owner == index)
-        modules.append(
-            LayerModule(
-                name=_name_group(names, group),
-                submodules=tuple(piece.name for piece in pieces if piece.is_submodule),
-                parameters=owned,
-                num_parameters=sum(sizes[parameter] for parameter in owned),
-                tap=atoms[group.stop - 1].tap,
-                shared_parameters=tuple(parameter for parameter in owned if parameter in shared),
-                reason=group.reason + ".",
-            )
+        return LayerModule(
+            name=_name_group(names, group),
+            submodules=tuple(piece.name for piece in pieces if piece.is_submodule),
+            parameters=owned,
+            num_parameters=sum(sizes[parameter] for parameter in owned),
+            tap=atoms[group.stop - 1].tap,
+            shared_parameters=tuple(parameter for parameter in owned if parameter in shared),
+            reason=group.reason + ".",
         )
-    return tuple(modules)
+
+    return tuple(build(index, *pair) for index, pair in enumerate(zip(groups, members, strict=True)))
 
 
 def _name_group(names: Sequence[str], group: Group) -> str:

@@ -33,16 +33,15 @@ class OrderRecorder:
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._log = _Log()
+        self._log = log = _Log()
         submodules = {name: model.get_submodule(name) for name in names}
-        handles = [
-            model.register_forward_pre_hook(partial(_begin, self._log)),
-            model.register_forward_hook(partial(_complete, self._log)),
-        ]
+        handles = [model.register_forward_pre_hook(partial(_begin, log))]
+        handles.append(model.register_forward_hook(partial(_complete, log)))
         for name, submodule in submodules.items():
             note = _note_call if any(True for _ in submodule.parameters()) else _note_last_call
-            handles.append(submodule.register_forward_pre_hook(partial(note, self._log, name)))
-        self._finalizer = weakref.finalize(self, _remove, handles)
+            handles.append(submodule.register_forward_pre_hook(partial(note, log, name)))
+        self.close = weakref.finalize(self, _remove, handles)
+        """Removes the hooks; what was recorded stays readable. Closing twice is fine."""
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -51,12 +50,7 @@ class OrderRecorder:
         Submodules without parameters stand where they were called last: a dropout layer that a model
         uses at both ends may be switched off only when everything that it serves is frozen.
         """
-        return tuple(self._log.calls)
-
-    @property
-    def calls(self) -> dict[str, int]:
-        """How often each name was called so far; names never called are absent."""
-        return dict(self._log.calls)
+        return tuple(self._log.order)
 
     @property
     def returned_to(self) -> frozenset[str]:
@@ -74,10 +68,6 @@ class OrderRecorder:
             return None
         self.close()
         return self
-
-    def close(self) -> None:
-        """Remove the hooks; what was recorded stays readable. Closing twice is fine."""
-        self._finalizer()
 
     def __enter__(self) -> OrderRecorder:
         return self
@@ -100,19 +90,13 @@ class OrderOfBatch:
     ) -> None:
         self._model, self._names, self._keep_next = model, tuple(names), keep_next
         self._batch: Batch | None = None
-        keep_next(self.keep)
-
-    def keep(self, batch: Batch) -> None:
-        """Keep the batch that a training forward is called with."""
-        self._keep_next(None)
-        self._batch = batch
+        keep_next(self._keep)
 
     def record(self) -> OrderRecorder | None:
         """Return what was recorded, closed; None if there was no training forward yet."""
-        batch, self._batch = self._batch, None
-        if batch is None:
+        if self._batch is None:
             return None
-        batch = batch.first_rows(None)
+        batch, self._batch = self._batch.first_rows(None), None
         with (
             undisturbed(self._model, gradients=True),
             OrderRecorder(self._model, self._names) as recorder,
@@ -123,26 +107,28 @@ class OrderOfBatch:
 
     def close(self) -> None:
         """Let go of the batch."""
+        self._keep(None)
+
+    def _keep(self, batch: Batch | None) -> None:
         self._keep_next(None)
-        self._batch = None
+        self._batch = batch
 
 
 def merge_order(names: Sequence[str], called: Sequence[str]) -> tuple[str, ...]:
     """Sort `names` as in `called`; those that are not in it stay behind their predecessor."""
     ranks = {name: rank for rank, name in enumerate(called)}
-    keys: dict[str, tuple[int, int]] = {}
-    rank, distance = -1, 0
+    keys: dict[str, int] = {}
+    rank = -1
     for name in names:
-        rank, distance = (ranks[name], 0) if name in ranks else (rank, distance + 1)
-        keys[name] = (rank, distance)
-    return tuple(sorted(names, key=keys.__getitem__))
+        keys[name] = rank = ranks.get(name, rank)
+    return tuple(sorted(names, key=lambda name: (keys[name], name not in ranks)))
 
 
 @dataclass(slots=True)
 class _Log:
     """What the hooks write; it knows no recorder, so that an abandoned recorder can be collected."""
 
-    calls: dict[str, int] = field(default_factory=dict)
+    order: dict[str, None] = field(default_factory=dict)
     last: str = ""
     returned_to: set[str] = field(default_factory=set)
     has_grad: bool = False
@@ -155,7 +141,7 @@ class _Log:
 
 def _begin(log: _Log, _model: nn.Module, _inputs: object) -> None:
     if not log.complete:
-        log.calls.clear()
+        log.order.clear()
         log.returned_to.clear()
         log.without_grad.clear()
         log.has_grad = torch.is_grad_enabled()
@@ -167,18 +153,19 @@ def _complete(log: _Log, _model: nn.Module, _inputs: object, _output: object) ->
 
 def _note_call(log: _Log, name: str, module: nn.Module, _inputs: object) -> None:
     if not log.complete:
-        if name in log.calls and log.last != name:
+        if name in log.order and log.last != name:
             log.returned_to.add(name)
         learns = any(parameter.requires_grad for parameter in module.parameters())
         if learns and log.has_grad and not torch.is_grad_enabled():
             log.without_grad.add(name)
         log.last = name
-        log.calls[name] = log.calls.get(name, 0) + 1
+        log.order[name] = None
 
 
 def _note_last_call(log: _Log, name: str, _module: nn.Module, _inputs: object) -> None:
     if not log.complete:
-        log.calls[name] = log.calls.pop(name, 0) + 1
+        log.order.pop(name, None)
+        log.order[name] = None
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

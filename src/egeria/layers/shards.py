@@ -30,18 +30,15 @@ compiling_callback: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "ge
 its own, which would be compiled first."""
 
 
-_SHARDED = "FSDPModule"
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Return whether the parameters of a model are in parts, so that no process can run it alone."""
-    in_parts = any(is_dtensor(parameter) for parameter in model.parameters())
-    return in_parts or any(_has_class_of_shards(module) for module in model.modules())  # whole for the moment
+    in_parts = any(_is_part(parameter) for parameter in model.parameters())
+    return in_parts or any(_is_of_shards(type(module)) for module in model.modules())  # whole for the moment
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor; all of it where it is not in parts."""
-    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    part: Tensor = tensor.to_local() if _is_part(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
@@ -59,7 +56,7 @@ def element_shares(model: nn.Module) -> dict[str, float]:
 
 def _num_parts(parameter: nn.Parameter) -> int:
     """Return into how many different parts a parameter is cut."""
-    if not is_dtensor(parameter):
+    if not _is_part(parameter):
         return 1
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
@@ -68,7 +65,7 @@ def _num_parts(parameter: nn.Parameter) -> int:
 def reshard(model: nn.Module) -> None:
     """Put the parts back in place of whole parameters that a forward pass has left behind."""
     for module in model.modules():
-        if _has_class_of_shards(module):
+        if _is_of_shards(type(module)):
             module.reshard()  # type: ignore[operator]
 
 
@@ -77,55 +74,29 @@ def choose_dtypes_again(module: nn.Module) -> None:
 
     `fully_shard` looks for them once, among what trains then.
     """
-    for group in _groups_of(module):
+    state = module._get_fsdp_state() if _is_of_shards(type(module)) else None  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
         if getattr(group, "_orig_dtype", ...) is None:
             group._init_mp_dtypes()
 
 
-def is_dtensor(tensor: Tensor) -> bool:
+def without_torch(table: dict[int, Any]) -> dict[int, Any]:
+    """Return a table of hooks without those of `torch.distributed`."""
+
+    def is_of_torch(hook: Any) -> bool:
+        return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed")
+
+    return type(table)((key, hook) for key, hook in table.items() if not is_of_torch(hook))
+
+
+def _is_part(tensor: Tensor) -> bool:
     """Return whether this process holds a part of a tensor only."""
     return hasattr(tensor, "full_tensor")
 
 
-def is_touched(module: nn.Module) -> bool:
-    """Return whether `fully_shard` has changed the class of a module or given it hooks."""
-    tables = (table for name, table in vars(module).items() if name.endswith("_hooks"))
-    return _has_class_of_shards(module) or any(without_torch(table) != table for table in tables)
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before it was made a unit."""
-    return next(kind for kind in type(module).__mro__ if not _is_of_shards(kind))
-
-
-def without_torch(table: Any) -> Any:
-    """Return a table of hooks without those of `torch.distributed`; anything else as it is."""
-    if not isinstance(table, dict):
-        return table
-    return type(table)((key, hook) for key, hook in table.items() if not _is_of_torch(hook))
-
-
-def _state_of(module: nn.Module) -> Any:
-    return module._get_fsdp_state() if _has_class_of_shards(module) else None  # type: ignore[operator]
-
-
-def _groups_of(module: nn.Module) -> list[Any]:
-    """Return the groups of parameters that a unit puts together; nothing for what is none."""
-    state = _state_of(module)
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
-
-
 def _is_of_shards(kind: type) -> bool:
-    return any(base.__name__ == _SHARDED for base in kind.__mro__)
-
-
-def _has_class_of_shards(module: nn.Module) -> bool:
-    return _is_of_shards(type(module))
-
-
-def _is_of_torch(hook: Any) -> bool:
-    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed")
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
 def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
@@ -146,7 +117,8 @@ def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
     whole: dict[int, Tensor] = {}
     failed: Exception | None = None
     for parameter in model.parameters():
-        weights = _whole(parameter)
+        detached = parameter.detach()
+        weights: Tensor = detached.full_tensor() if _is_part(detached) else detached  # type: ignore[attr-defined]
         try:
             if keeps and failed is None:
                 whole[id(parameter)] = weights.to("cpu", copy=True)
@@ -177,12 +149,15 @@ def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     memo: dict[int, Any] = dict(tensors)
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(tensors[id(parameter)], requires_grad=parameter.requires_grad)
-    shells = {
-        module: plain_class(module).__new__(plain_class(module)) for module in model.modules() if is_touched(module)
-    }
-    memo |= {id(module): shell for module, shell in shells.items()}
-    for module, shell in shells.items():
-        shell.__dict__.update(copy.deepcopy(_attributes(module), memo))
+    shells = []
+    for module in model.modules():
+        attributes = _attributes(module)
+        plain: type[nn.Module] = next(kind for kind in type(module).__mro__ if not _is_of_shards(kind))
+        if plain is not type(module) or attributes != vars(module):  # `fully_shard` has changed it
+            memo[id(module)] = plain.__new__(plain)
+            shells.append((memo[id(module)], attributes))
+    for shell, attributes in shells:
+        shell.__dict__.update(copy.deepcopy(attributes, memo))
     return copy.deepcopy(model, memo)
 
 
@@ -193,11 +168,5 @@ def _held(model: nn.Module) -> Iterator[Tensor]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without what `fully_shard` keeps there."""
-    attributes = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
-    return {name: without_torch(value) if name.endswith("_hooks") else value for name, value in attributes.items()}
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    detached = parameter.detach()
-    whole: Tensor = detached.full_tensor() if is_dtensor(detached) else detached  # type: ignore[attr-defined]
-    return whole
+    own = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
+    return {n: without_torch(v) if n.endswith("_hooks") and isinstance(v, dict) else v for n, v in own.items()}

@@ -92,10 +92,6 @@ def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batc
     return shares
 
 
-_TABLES = ("_forward_pre_hooks", "_forward_hooks")
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-
-
 def is_ours(hook: Any) -> bool:
     """Return whether a hook is a function of this library, or one with arguments given in advance (`partial`)."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("egeria.")
@@ -104,8 +100,10 @@ def is_ours(hook: Any) -> bool:
 def remove_ours(model: nn.Module) -> None:
     """Take our hooks off a copy of a model: there they serve nobody, and a layer with a hook is no plain layer."""
     for module in model.modules():
-        tables = vars(module)
-        ours = [key for table in _TABLES for key, hook in tables.get(table, {}).items() if is_ours(hook)]
-        for table in (*_TABLES, *_FLAGS):
+        tables = [
+            table for name, table in vars(module).items() if name.startswith(("_forward_pre_hooks", "_forward_hooks"))
+        ]
+        ours = [key for table in tables for key, hook in table.items() if is_ours(hook)]
+        for table in tables:  # the hooks, and what was said about them when they were registered
             for key in ours:
-                tables.get(table, {}).pop(key, None)
+                table.pop(key, None)
