@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import os
+import time
+import types
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -12,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from egeria.controller.child import Heartbeat, Reports, Watchdog
+from egeria.controller.child import Child, Heartbeat, Reports
 from egeria.controller.process import choose, spare_cores, usable_cores
 from egeria.controller.shared_memory import Segment, SharedQueue, pack, unpack
 from egeria.controller.worker import HYSTERESIS, SAMPLE_S, LoadGate, load_of_others
@@ -168,28 +172,51 @@ def test_memory_is_given_back(tmp_path):
     assert len(list(OPEN_FILES.iterdir())) == before
 
 
-# --- watchdog --------------------------------------------------------------------------------------
+# --- when a process counts as lost ----------------------------------------------------------------
 
 
-def test_silence_is_suffered_for_so_long_and_work_ten_times_as_long():
-    clock, answer = [0.0], Reports((), 0.0)
-    watchdog = Watchdog(10, clock=lambda: clock[0])
-    clock[0] = 90
-    assert not watchdog.is_lost, "it has not come up yet"
-    watchdog.note_received(answer)
-    clock[0] = 1000
-    assert not watchdog.is_lost, "it has nothing to do"
-    watchdog.note_sent()
-    clock[0] = 1009
-    assert not watchdog.is_lost
-    clock[0] = 1011
-    assert watchdog.is_lost
-    watchdog.note_received(answer)
-    watchdog.note_sent()
-    while not watchdog.is_lost:
-        clock[0] += 5
-        watchdog.note_received(Heartbeat())
-    assert 1011 + 100 <= clock[0] <= 1011 + 110
+class StubbedProcess:
+    pid, returncode = 0, 0
+
+    def poll(self):
+        return None
+
+    def wait(self, timeout):
+        return 0
+
+
+@pytest.fixture
+def child_and_pipe(monkeypatch):
+    """A child with its end of the pipe in our hands, and nobody else at it."""
+    pipe, theirs = multiprocessing.Pipe()
+    monkeypatch.setattr("multiprocessing.Pipe", lambda: (pipe, Connection(os.dup(theirs.fileno()))))
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: StubbedProcess())
+    child = Child({"memory": {}}, timeout_s=10)
+    yield child, theirs
+    child.end()
+    theirs.close()
+
+
+def test_silence_is_suffered_for_so_long_and_work_ten_times_as_long(child_and_pipe, monkeypatch):
+    child, theirs = child_and_pipe
+    begin = time.monotonic()
+
+    def fault_after(seconds, *messages):
+        monkeypatch.setattr("egeria.controller.child.time", types.SimpleNamespace(monotonic=lambda: begin + seconds))
+        for message in messages:
+            theirs.send(message)
+        return child.receive()[1]
+
+    assert not fault_after(90), "it has not come up yet"
+    assert not fault_after(99, Reports((), 0.0)) and child.is_ready
+    assert not fault_after(1000), "it has nothing to do"
+    child.send("work")
+    assert not fault_after(1009)
+    assert fault_after(1011) == "it gave no sign of life for 10 s"
+    assert not fault_after(1011, Reports((), 0.0))
+    child.send("more")
+    lost_after = next(seconds for seconds in range(1016, 1200, 5) if fault_after(seconds, Heartbeat()))
+    assert 1011 + 100 <= lost_after <= 1011 + 110
 
 
 # --- the gate ----------------------------------------------------------------------------------

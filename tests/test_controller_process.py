@@ -59,7 +59,7 @@ def patient(monkeypatch):
 
     def wait(self):
         status, deadline = poll(self), time.monotonic() + LONGEST_WAIT_S
-        while self._child is not None and self._child.watchdog.is_busy and time.monotonic() < deadline:
+        while self._child is not None and self._child.num_owed and time.monotonic() < deadline:
             time.sleep(0.001)
             newer = poll(self)
             status = dataclasses.replace(newer, reports=status.reports + newer.reports)

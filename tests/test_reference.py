@@ -22,11 +22,12 @@ from egeria.errors import ConfigError, ReferenceModelError
 from egeria.events import RungTaken
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.modules import parse_modules
+from egeria.layers.taps import capture
+from egeria.layers.undisturbed import undisturbed
 from egeria.plasticity import sp_loss
 from egeria.reference import (
     Machine,
     QuantizedReference,
-    SnapshotReference,
     machine,
     quantization,
     warm_up,
@@ -99,9 +100,8 @@ def activations(reference, taps, batch):
 
 
 def exact(model, tap, batch):
-    reference = SnapshotReference(str(batch.args[0].device) if batch.args else "cpu")
-    reference.refresh(model)
-    return reference.activation(tap, batch)
+    with undisturbed(model):
+        return capture(model, tap, batch.first_rows(None))
 
 
 def relative_error(found, expected):
@@ -450,7 +450,7 @@ def test_a_saved_reference_goes_on_to_the_bit(build, tmp_path):
 
 def test_what_cannot_be_built_is_passed_over(monkeypatch):
     model, batch = resnet()
-    monkeypatch.setattr(quantization.Toolkit, "convert", lambda *_: 1 / 0)
+    monkeypatch.setattr(quantization.StaticPart, "convert", lambda *_: 1 / 0)
     reference = built(model, batch, machine=BF16)
     (change,) = reference.take_changes()
     assert change == RungTaken(step=0, before="", after="bf16", reason=reference.reason)

@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.taps import capture
+from egeria.layers.undisturbed import undisturbed
 from egeria.plasticity import sp_loss
-from egeria.reference import Machine, QuantizedReference, SnapshotReference
+from egeria.reference import Machine, QuantizedReference
 from egeria.reference.formats import StaticInt8
 
 BF16 = Machine(vnni=True, avx512_bf16=True)
@@ -44,9 +45,9 @@ def built(model, batch, precision, taps=("tail",)):
 
 
 def assert_close(reference, model, batch, limit, tap="tail"):
-    exact = SnapshotReference()
-    exact.refresh(model)
-    expected, found = exact.activation(tap, batch), reference.activation(tap, batch)
+    with undisturbed(model):
+        expected = capture(model, tap, batch.first_rows(None))
+    found = reference.activation(tap, batch)
     assert found.shape == expected.shape
     assert float((found - expected).norm() / expected.norm()) < limit
 
@@ -280,7 +281,7 @@ import torch
 from egeria.layers.batch import Batch
 from egeria.layers.modules import parse_modules
 from egeria.reference import QuantizedReference, Machine
-from egeria.reference.survey import in_fp32
+from egeria.reference.snapshot import in_fp32
 from menagerie import MENAGERIE
 specimen = next(specimen for specimen in MENAGERIE if specimen.name == "SkipConnected")
 torch.manual_seed(0)
@@ -328,7 +329,7 @@ def test_kernels_that_complain_at_every_call_are_not_heard(monkeypatch):
 
     reference = built(_convnet(), batch := batch_of(images()), "int8", ("2", "3"))
     assert reference.number_format == "int8-static"
-    monkeypatch.setattr("egeria.reference.formats.capture", complaining)
+    monkeypatch.setattr("egeria.reference.snapshot.capture", complaining)
     for _ in range(2):
         assert reference.activation("3", batch) is not None
     assert reference.number_format == "int8-static"

@@ -1,7 +1,7 @@
 """Who evaluates: takes activations of the training model, gives back plasticity readings."""
 
 from egeria.controller.inline import AbsentController, EvaluationPlan
-from egeria.controller.process import ControllerChoice, choose, make_controller, spare_cores
+from egeria.controller.process import ControllerChoice, choose, spare_cores
 from egeria.controller.protocol import Controller, ControllerStatus, EvaluationFailed, Report, Request, Ticket
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "Request",
     "Ticket",
     "choose",
-    "make_controller",
     "spare_cores",
 ]

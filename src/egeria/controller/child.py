@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class TakeSnapshot:
     evaluation: int
     slot: Slot
     model_bytes: int | None
-    """Size of the evaluation plan and the model without its weights; None where they are as before."""
+    """Size of the evaluation plan and the model without its weights; None where the process has them."""
     precision: str
     """The number format that a new model begins with."""
 
@@ -69,54 +69,10 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """From the process: what came of a message, or nothing when it has imported what it needs."""
+    """From the process: what came of a message, or nothing when it is ready; and its CPU time so far."""
 
     reports: tuple[Report, ...]
     cpu_s: float
-    """CPU time of the process so far."""
-
-
-class Watchdog:
-    """Decides when a process counts as lost.
-
-    Each message to it is answered by `Reports`. While it owes some, silence may last `timeout_s`; one that computes
-    is alive, but nothing may take it more than ten times as long, its imports included.
-    """
-
-    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.is_ready = False
-        """Whether the process has imported what it needs."""
-        self._timeout_s, self._clock = timeout_s, clock
-        self._num_owed = 1  # that it is ready
-        self._alive_at_s = self._worked_at_s = clock()
-
-    def note_sent(self) -> None:
-        """Note that the process has another message to answer."""
-        if not self.is_busy:
-            self._alive_at_s = self._worked_at_s = self._clock()
-        self._num_owed += 1
-
-    def note_received(self, message: object) -> None:
-        """Note that the process is alive, and has done something if this is no heartbeat."""
-        self._alive_at_s = self._clock()
-        if not isinstance(message, Heartbeat):
-            self._worked_at_s = self._alive_at_s
-        if isinstance(message, Reports):
-            self.is_ready = True
-            self._num_owed -= 1
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the process has messages to answer, or imports what it needs."""
-        return self._num_owed > 0
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a busy process has been silent, or without a result, for too long."""
-        now, longest_s = self._clock(), LONGEST_WORK * self._timeout_s
-        silence_s = self._timeout_s if self.is_ready else longest_s  # no heartbeat before it is ready
-        is_late = now - self._alive_at_s > silence_s or now - self._worked_at_s > longest_s
-        return self.is_busy and is_late
 
 
 class Child:
@@ -125,13 +81,18 @@ class Child:
     Started by its own command line and not by `multiprocessing`, which would run the user's script
     again: a script without `__main__` guard and a notebook need nothing. It inherits the pipe and the
     shared memory, has no name anywhere, and ends when its parent does.
+
+    It answers each message with `Reports`. Until then it may be silent for `timeout_s`; one that computes is alive,
+    but nothing may take it more than ten times as long.
     """
 
     def __init__(self, settings: Mapping[str, Any], timeout_s: float) -> None:
-        self.watchdog = Watchdog(timeout_s)
-        self.cpu_s = 0.0
-        self._timeout_s = timeout_s
-        self._reads = True
+        self.is_ready = False
+        """Whether it has imported what it needs."""
+        self.num_owed = 1
+        """Messages that it has not answered yet; the first is that it is ready."""
+        self.cpu_s, self._timeout_s, self._reads = 0.0, timeout_s, True
+        self._alive_at_s = self._worked_at_s = time.monotonic()
         self._pipe, theirs = multiprocessing.Pipe()
         self._stderr = Segment()
         with theirs:
@@ -153,7 +114,9 @@ class Child:
 
     def send(self, message: TakeSnapshot | TakeEvaluation) -> None:
         """Send a message; where that is not possible without waiting, `receive` returns the fault."""
-        self.watchdog.note_sent()
+        if not self.num_owed:
+            self._alive_at_s = self._worked_at_s = time.monotonic()
+        self.num_owed += 1
         try:
             self._reads = self._reads and is_writable(self._pipe)
             if self._reads:
@@ -166,19 +129,24 @@ class Child:
         messages: list[Freed | Unusable | Reports] = []
         try:
             while self._pipe.poll(0):
-                message = self._pipe.recv()
-                self.watchdog.note_received(message)
+                message, self._alive_at_s = self._pipe.recv(), time.monotonic()
+                if isinstance(message, Heartbeat):
+                    continue
+                messages.append(message)
+                self._worked_at_s = self._alive_at_s
                 if isinstance(message, Reports):
-                    self.cpu_s = message.cpu_s
-                if not isinstance(message, Heartbeat):
-                    messages.append(message)
+                    self.is_ready, self.cpu_s = True, message.cpu_s
+                    self.num_owed -= 1
         except (EOFError, OSError):
             return messages, "it died"
         if not messages and self._process.poll() is not None:
             return messages, "it died"
         if not self._reads:
             return messages, "it does not read its messages"
-        return messages, f"it gave no sign of life for {self._timeout_s:g} s" if self.watchdog.is_lost else ""
+        now, longest_s = time.monotonic(), LONGEST_WORK * self._timeout_s
+        silence_s = self._timeout_s if self.is_ready else longest_s  # no heartbeat while it imports
+        is_late = now - self._alive_at_s > silence_s or now - self._worked_at_s > longest_s
+        return messages, f"it gave no sign of life for {self._timeout_s:g} s" if is_late and self.num_owed else ""
 
     def end(self) -> str:
         """End the process and return its exit status and the last line it wrote."""

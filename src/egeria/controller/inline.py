@@ -24,10 +24,9 @@ MOST_UNCHECKED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedOutput:
-    """What is left of an activation once it is ready to be compared."""
+    """An activation ready to be compared: pooled [B, ...], or the gram of its rows [B, B]."""
 
     tensor: Tensor
-    """Pooled activation [B, ...], or the gram of its rows [B, B]."""
     is_gram: bool
 
 
@@ -64,10 +63,9 @@ class EvaluationPlan:
 class InlineController:
     """Runs the reference model inside `submit`; the controller process does so in `evaluate`.
 
-    Once in the life of a snapshot, after `checks_at` readings of a tap, the error of the reference is compared with
-    what it is there to show: the metric between the full-precision snapshot and its quantized form
-    may be at most `fidelity_share` of the mean of those readings, or harmless. Above that the activation ranges are
-    taken again, and if that does not help the next, more exact number format is taken.
+    Once in the life of a snapshot, after the first readings of a tap, the error of the reference is measured: the
+    metric between the full-precision snapshot and its quantized form may be at most `fidelity_share` of the mean of
+    those readings, or harmless. Otherwise the activation ranges are found again, or the next format is taken.
     """
 
     def __init__(self, plan: EvaluationPlan, reference: QuantizedReference | None = None) -> None:
@@ -111,18 +109,17 @@ class InlineController:
 
     def evaluate(self, ticket: Ticket, batch: Batch, training: ComparedOutput) -> None:
         """Compare the training model's output for the batch, or the first rows of it, with the reference's."""
-        tap = ticket.tap
         try:
-            activation = self._reference.activation(tap, batch)
+            activation = self._reference.activation(ticket.tap, batch)
             if activation is None:
-                raise ValueError(f"the reference gave no activation at {tap}")
+                raise ValueError(f"the reference gave no activation at {ticket.tap}")
             value = self._plan.compare(training, activation[: training.tensor.shape[0]])
         except Exception as error:
             self._reports.append(ticket.failed(error))
             return
         self._reports.append(ticket.reading(value))
         try:
-            self._check_fidelity(tap, value)
+            self._check_fidelity(ticket.tap, value)
         except Exception as error:
             what = "checking the reference against its full-precision form"
             self._reports.append(Declined(step=0, what=what, reason=brief(error)))

@@ -62,10 +62,7 @@ class ProcessController:
     def refresh(
         self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
     ) -> bool:
-        """Queue the weights as they are now; False while those of two earlier refreshes wait there.
-
-        Of a saved state only the number format is taken: the reference is still to be refreshed.
-        """
+        """Queue the weights as they are now, if there is room; of a saved state only the number format is taken."""
         self._newest = evaluation, weakref.ref(model), batch  # a model gathered from shards is not to be kept
         if self._inline is not None:
             return self._inline.refresh(evaluation, model, batch, state)
@@ -84,12 +81,9 @@ class ProcessController:
         if self._inline is not None:
             self._inline.submit(request)
             return
-        ticket, activation = request.ticket, request.activation
-        if self._has_ended:
-            self._reports.append(ticket.lost("the controller has ended"))
-            return
+        ticket = request.ticket
         try:
-            training = self._plan.reduce(activation)
+            training = self._plan.reduce(request.activation)
             slot = self._queues["evaluation"].put((request.batch, RandomState.current(), training))
         except Exception as error:
             self._reports.append(ticket.failed(error))
@@ -104,8 +98,7 @@ class ProcessController:
     def poll(self) -> ControllerStatus:
         """Return what happened since the last call; a process that died or hangs is replaced here.
 
-        The first poll starts the process, so that it imports what it needs while the model bootstraps. One that dies
-        while idle is replaced before it is needed.
+        The first poll starts the process, so that it imports what it needs while the model bootstraps.
         """
         try:
             if self._child is not None:
@@ -172,14 +165,13 @@ class ProcessController:
     def _pack_model(self, model: nn.Module, weights: list[Tensor]) -> int:
         """Pack how the model is built; its weights follow with the snapshot."""
         size_bytes = pack((self._plan, model), self._model, without_values=weights)
-        weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-        if size_bytes > max(LARGEST_SKELETON_BYTES, weights_bytes):
+        if size_bytes > max(LARGEST_SKELETON_BYTES, sum(tensor.nbytes for tensor in weights)):
             raise ValueError(f"its classes and attributes carry {size_bytes / 2**20:.0f} MiB along")
         return size_bytes
 
     def _receive(self, child: Child) -> None:
         messages, fault = child.receive()
-        self._has_come_up = self._has_come_up or child.watchdog.is_ready
+        self._has_come_up = self._has_come_up or child.is_ready
         for message in messages:
             if isinstance(message, Freed):
                 self._queues[message.queue].free.add(message.number)
@@ -255,29 +247,22 @@ class ProcessController:
         self._model.close()
 
 
-# --- whether there is to be a process ----------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerChoice:
-    """A kind of controller, where its reference runs, and why."""
+    """A kind of controller ('process' or 'inline'), where its reference runs ('cpu' or 'cuda'), and why."""
 
     kind: str
-    """'process' or 'inline'."""
     device: str
-    """'cpu' or 'cuda'."""
     reason: str
 
+    def make(self, plan: EvaluationPlan, config: ControllerConfig) -> Controller:
+        """Return a controller of this kind.
 
-def make_controller(choice: ControllerChoice, plan: EvaluationPlan, config: ControllerConfig) -> Controller:
-    """Return a controller of the chosen kind.
-
-    Args:
-        choice: of the kind.
-        plan: how to evaluate.
-        config: what a controller process may take.
-    """
-    return InlineController(plan) if choice.kind == "inline" else ProcessController(plan, config)
+        Args:
+            plan: how to evaluate.
+            config: what a controller process may take.
+        """
+        return InlineController(plan) if self.kind == "inline" else ProcessController(plan, config)
 
 
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:

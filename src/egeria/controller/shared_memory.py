@@ -1,9 +1,8 @@
 """Shared memory between the training process and the controller process, and the queues in it (paper §4.1.2).
 
-Models, batches and activations are packed into segments of memory that have no name, so that nothing is left
-behind however the two processes end. A packed object is a pickle in which tensors are replaced by where their
-values lie after it: they are copied once, from whatever device they are on. Classes of the user's script or
-notebook travel by value (cloudpickle), so the other process never runs the script again.
+Segments of memory have no name, so that nothing is left behind however the two processes end. A packed object is a
+pickle in which tensors are replaced by where their values lie after it: they are copied once, from any device.
+Classes of the user's script travel by value (cloudpickle), so the other process never runs the script again.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ class TensorLocation(NamedTuple):
     """Bytes after the pickle; None for one that arrives as zeros."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Without gaps, in the order of the tensor's own, so that channels_last stays what it is."""
     dtype: torch.dtype
     is_parameter: bool
 
@@ -168,12 +166,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return None
         key = id(thing)
         if key not in self.tensors:
-            strides = torch.empty_like(thing, device="meta").stride()
+            strides = torch.empty_like(thing, device="meta").stride()  # without gaps, channels_last as it is
             begin = None if key in self._without_values else self.size_bytes
             location = TensorLocation(begin, tuple(thing.shape), strides, thing.dtype, isinstance(thing, nn.Parameter))
             self.tensors[key] = thing, location
             if begin is not None:
-                self.size_bytes += _aligned(thing.numel() * thing.element_size())
+                self.size_bytes += _aligned(thing.nbytes)
         return key, self.tensors[key][1]
 
     def reducer_override(self, thing: Any) -> Any:
@@ -191,8 +189,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, memory: Any, begin: int) -> None:
         super().__init__(file)
-        self._memory = memory
-        self._begin = begin
+        self._memory, self._begin = memory, begin
         self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, name: tuple[int, TensorLocation]) -> Tensor:

@@ -54,7 +54,7 @@ def main(
         warm_up()
         torch.set_default_dtype(getattr(torch, default_dtype))
         torch.set_float32_matmul_precision(matmul_precision)
-        server.serve(LoadGate(load_limit, patience_s))
+        server.serve(LoadGate(load_limit, patience_s, functools.partial(load_of_others, psutil.Process())))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the training process has closed its end
     except BaseException:
@@ -176,20 +176,12 @@ class Server:
 
 
 class LoadGate:
-    """Closed while others use more than `limit` of all processors, but never for longer than `patience_s`.
-
-    A limit of 1 keeps it open.
-    """
+    """Closed while others use more than `limit` of all processors (1: never), for `patience_s` at most."""
 
     def __init__(
-        self,
-        limit: float,
-        patience_s: float,
-        load: Callable[[], float] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, limit: float, patience_s: float, load: Callable[[], float], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._limit, self._patience_s = limit, patience_s
-        self._load, self._clock = load or functools.partial(load_of_others, psutil.Process()), clock
+        self._limit, self._patience_s, self._load, self._clock = limit, patience_s, load, clock
         self._sampled_at = clock()
         self._is_open = False
         self._waiting_since: float | None = None

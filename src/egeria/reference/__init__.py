@@ -2,6 +2,5 @@
 
 from egeria.reference.machine import Machine
 from egeria.reference.quantized import QuantizedReference, warm_up
-from egeria.reference.snapshot import SnapshotReference
 
-__all__ = ["Machine", "QuantizedReference", "SnapshotReference", "warm_up"]
+__all__ = ["Machine", "QuantizedReference", "warm_up"]

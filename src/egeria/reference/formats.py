@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from egeria.layers.batch import Autocast, Batch
-from egeria.layers.taps import capture
+from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import undisturbed
 from egeria.reference import quantization
 from egeria.reference.machine import FormatName, Machine
-from egeria.reference.survey import Readings, Survey, check_readings, in_fp32, read_taps
+from egeria.reference.snapshot import Readings, Survey, check_readings, in_fp32, read_taps, run_to
 from egeria.reference.tracing import FoldedModel, is_altered, is_plain, sharing_copy
 
 _KEPT_IN_FLOAT32 = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
@@ -38,26 +37,17 @@ class FormatInputs:
     """What an earlier build of this format has found out, to build the same again."""
 
     def fold(self) -> FoldedModel:
-        """Return a copy with batch norm folded.
-
-        Raises:
-            ValueError: there was no batch to check it with.
-        """
+        """Return a copy with batch norm folded; raise where there is nothing to check it with."""
         forms = self.built.get("parts")
         if self.survey is None and forms is None:
             raise ValueError("there is no batch to try it on")
         return FoldedModel(self.snapshot, self.taps, None if self.survey is None else self.survey.batch, forms)
 
     def require_float32(self) -> None:
-        """Raise where weights are not float32: converting them would change what is compared.
-
-        Raises:
-            ValueError: a parameter has another floating-point type.
-        """
+        """Raise where weights are not float32: converting them would change what is compared."""
         found = {parameter.dtype for parameter in self.snapshot.parameters() if parameter.is_floating_point()}
-        if found - {torch.float32}:
-            others = ", ".join(sorted(map(str, found - {torch.float32})))
-            raise ValueError(f"the weights must be float32, found {others}")
+        if others := found - {torch.float32}:
+            raise ValueError(f"the weights must be float32, found {', '.join(sorted(map(str, others)))}")
 
 
 class NumberFormat:
@@ -66,16 +56,21 @@ class NumberFormat:
     name: FormatName
     detail: str
     """How it is made, for the journal."""
-    found: Mapping[str, Any]
-    """What the build has found out, for `FormatInputs.built`."""
     _kernels: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def __init__(self, model: nn.Module, hooks: Mapping[str, str], autocast: Autocast) -> None:
-        self._model, self._hooks, self._autocast = model, hooks, autocast
+    def __init__(self, inputs: FormatInputs, folded: FoldedModel | None) -> None:
+        self._inputs, self._folded = inputs, folded
+        self._model, self._hooks = inputs.snapshot, {tap: tap for tap in inputs.taps}
+        if folded is not None:
+            self._model, self._hooks = folded.model, folded.hooks
+        self._autocast = in_fp32(inputs.device_type)
+        self.found: dict[str, Any] = {"parts": {part.name: part.form for part in folded.parts} if folded else {}}
+        """What the build has found out, for `FormatInputs.built`."""
 
     def update(self) -> None:
         """Take over the weights of the snapshot as they are now."""
-        raise NotImplementedError
+        if self._folded is not None:
+            self._folded.update()
 
     def readings(self, batch: Batch) -> Readings:
         """Return the activations at all taps."""
@@ -83,15 +78,9 @@ class NumberFormat:
             return read_taps(self._model, self._hooks, replace(batch, autocast=self._autocast))
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the activation at one tap in float32, running the model no further."""
+        """Return the activation at one tap, running the model no further."""
         with self._kernels():
-            return _run_to(self._model, self._hooks[tap], replace(batch, autocast=self._autocast))
-
-
-def _run_to(model: nn.Module, path: str, batch: Batch) -> Tensor | None:
-    with undisturbed(model):
-        activation = capture(model, path, batch.first_rows(None))  # a copy: a model may overwrite its input
-    return None if activation is None else activation.float()
+            return run_to(self._model, self._hooks[tap], replace(batch, autocast=self._autocast))
 
 
 class Float32(NumberFormat):
@@ -103,43 +92,27 @@ class Float32(NumberFormat):
     name: FormatName = "fp32"
 
     def __init__(self, inputs: FormatInputs) -> None:
-        self._inputs, self._folded = inputs, _try_folding(inputs)
-        if self._folded is None:
-            self._unfold("fp32 copy")
-        else:
-            self.detail, self.found = "fp32, batch norm folded", {"parts": self._folded.forms}
-            super().__init__(self._folded.model, self._folded.hooks, in_fp32(inputs.device_type))
-
-    def _unfold(self, detail: str) -> None:
-        self._folded, self.detail, self.found = None, detail, {"parts": {}}
-        super().__init__(
-            self._inputs.snapshot, {tap: tap for tap in self._inputs.taps}, in_fp32(self._inputs.device_type)
-        )
-
-    def update(self) -> None:
-        """Fold again; all other tensors are the snapshot's."""
-        if self._folded is not None:
-            self._folded.update()
+        super().__init__(inputs, _try_folding(inputs))
+        self.detail = "fp32, batch norm folded" if self._folded else "fp32 copy"
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the activation at one tap in float32, running the model no further."""
+        """Return the activation at one tap, running the model no further."""
         if self._folded is None or batch.autocast.enabled:
-            return _run_to(self._inputs.snapshot, tap, batch)
+            return run_to(self._inputs.snapshot, tap, batch)
         try:
             return super().activation(tap, batch)
         except Exception:
-            activation = _run_to(self._inputs.snapshot, tap, batch)  # what fails here too is no fault of the folding
-            self._unfold("fp32 copy, since a batch was too much for the folded one")
+            activation = run_to(self._inputs.snapshot, tap, batch)  # what fails here too is no fault of the folding
+            super().__init__(self._inputs, None)
+            self.detail = "fp32 copy, since a batch was too much for the folded one"
             return activation
 
 
 def _try_folding(inputs: FormatInputs) -> FoldedModel | None:
-    try:
+    with suppress(Exception):  # folding is for speed alone
         folded = inputs.fold()
         if folded.folds and (inputs.survey is None or _agrees(folded, inputs.survey)):
             return folded
-    except Exception:  # folding is for speed alone
-        pass
     return None
 
 
@@ -161,21 +134,17 @@ class BFloat16(NumberFormat):
 
     def __init__(self, inputs: FormatInputs) -> None:
         inputs.require_float32()
-        self._folded = inputs.fold()
-        self._pairs = _in_bf16(self._folded)
-        self.found = {"parts": self._folded.forms}
-        super().__init__(self._folded.model, self._folded.hooks, _bf16_autocast(inputs.device_type))
+        folded = inputs.fold()
+        self._pairs = _in_bf16(folded)
+        super().__init__(inputs, folded)
+        self._autocast = replace(self._autocast, enabled=True)
 
     def update(self) -> None:
         """Round the weights of the snapshot again."""
-        self._folded.update()
+        super().update()
         with torch.no_grad():
             for mine, theirs in self._pairs:
                 mine.copy_(theirs)
-
-
-def _bf16_autocast(device_type: str) -> Autocast:
-    return Autocast(device_type=device_type, enabled=True, dtype=torch.bfloat16)
 
 
 def _in_bf16(folded: FoldedModel) -> list[tuple[Tensor, Tensor]]:
@@ -216,47 +185,40 @@ class StaticInt8(NumberFormat):
 
     def __init__(self, inputs: FormatInputs) -> None:
         inputs.require_float32()
-        self._toolkit, self._folded = quantization.load_toolkit(), inputs.fold()
-        with quantization.kernels():
-            self._build(inputs)
-        self.detail = _describe("static", [source for _, source in self._layers], inputs.snapshot)
-        super().__init__(self._folded.model, self._folded.hooks, in_fp32("cpu"))
-
-    def _build(self, inputs: FormatInputs) -> None:
-        folded, toolkit = self._folded, self._toolkit
-        sources = {part.name: part.graph for part in folded.parts}
-        if not sources:
+        quantization.load_toolkit()
+        folded = inputs.fold()
+        if not folded.parts:
             raise ValueError("no part of the model can be traced")
-        prepared = {name: toolkit.prepare(graph, inputs.machine.vnni) for name, graph in sources.items()}
-        folded.replace_parts(prepared)
-        ranges = inputs.built.get("ranges") or self._observe(inputs, prepared)
-        self.found = {"parts": folded.forms, "ranges": ranges}
-        converted = {name: toolkit.convert(part, ranges[name]) for name, part in prepared.items()}
-        folded.replace_parts(converted, dequantize=True)
-        self._layers = [
-            (layer, sources[name].get_submodule(path))
-            for name, part in converted.items()
-            for path, layer in toolkit.weighted(part).items()
-        ]
+        with quantization.kernels():
+            self._parts = {part.name: quantization.StaticPart(part.graph, inputs.machine.vnni) for part in folded.parts}
+            folded.replace_parts({name: part.module for name, part in self._parts.items()})
+            ranges = inputs.built.get("ranges") or self._observe(inputs, folded.model)
+            for name, part in self._parts.items():
+                part.convert(ranges[name])
+            folded.replace_parts({name: part.module for name, part in self._parts.items()}, dequantize=True)
+        sources = [source for part in self._parts.values() for _, source in part.layers]
+        self.detail = _describe("static", sources, inputs.snapshot)
+        super().__init__(inputs, folded)
+        self.found["ranges"] = ranges
 
-    def _observe(self, inputs: FormatInputs, prepared: Mapping[str, Any]) -> dict[str, Any]:
+    def _observe(self, inputs: FormatInputs, model: nn.Module) -> dict[str, Any]:
         if inputs.survey is None or inputs.batch is None:
             raise ValueError("there is no batch to find the ranges of activations on")
         # One float32 pass is most of a build: a ResNet-50 at 224 pixels gets 4 images, a CIFAR net 32.
         rows = int(_CALIBRATION_PRODUCTS / max(inputs.survey.products_per_row, 1))
         batch = inputs.batch.first_rows(min(max(rows, 4), 32))
         # Ranges need no more digits than bf16 has, and the pass takes half the time where bf16 is fast.
-        autocast = _bf16_autocast("cpu") if inputs.machine.fast_bf16 else in_fp32("cpu")
-        with undisturbed(self._folded.model), autocast.context():
-            self._folded.model(*batch.args, **batch.kwargs)
-            return {name: self._toolkit.ranges(part) for name, part in prepared.items()}
+        autocast = replace(in_fp32("cpu"), enabled=inputs.machine.fast_bf16)
+        with undisturbed(model), autocast.context():
+            model(*batch.args, **batch.kwargs)
+            return {name: part.ranges() for name, part in self._parts.items()}
 
     def update(self) -> None:
         """Quantise the weights of the snapshot again; graph and ranges stay."""
-        self._folded.update()
+        super().update()
         with quantization.kernels():
-            for layer, source in self._layers:
-                self._toolkit.take_weights(layer, source)
+            for part in self._parts.values():
+                part.update()
 
 
 class DynamicInt8(NumberFormat):
@@ -268,27 +230,22 @@ class DynamicInt8(NumberFormat):
     def __init__(self, inputs: FormatInputs) -> None:
         inputs.require_float32()
         quantization.load_toolkit()
-        model = sharing_copy(inputs.snapshot)
+        super().__init__(inputs, None)
+        self._model, self.found = sharing_copy(inputs.snapshot), {}
+        self._layers: dict[nn.Linear, quantization.DynamicLinear] = {}
         with quantization.kernels():
-            self._layers = _replace_linear(model, inputs.machine.vnni)
-        self.detail, self.found = _describe("dynamic", list(self._layers), inputs.snapshot), {}
-        super().__init__(model, {tap: tap for tap in inputs.taps}, in_fp32("cpu"))
+            for name, module in list(self._model.named_modules(remove_duplicate=False)):
+                if name and isinstance(module, nn.Linear) and is_plain(module, (nn.Linear,)):
+                    if module not in self._layers:
+                        self._layers[module] = quantization.DynamicLinear(module, inputs.machine.vnni)
+                    self._model.set_submodule(name, self._layers[module])
+        self.detail = _describe("dynamic", list(self._layers), inputs.snapshot)
 
     def update(self) -> None:
         """Quantise the weights of the snapshot again."""
         with quantization.kernels():
             for source, layer in self._layers.items():
                 layer.update(source)
-
-
-def _replace_linear(model: nn.Module, full_range: bool) -> dict[nn.Linear, quantization.DynamicLinear]:
-    layers: dict[nn.Linear, quantization.DynamicLinear] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if name and isinstance(module, nn.Linear) and is_plain(module, (nn.Linear,)):
-            if module not in layers:
-                layers[module] = quantization.DynamicLinear(module, full_range)
-            model.set_submodule(name, layers[module])
-    return layers
 
 
 def _describe(kind: str, quantized: list[Any], model: nn.Module) -> str:

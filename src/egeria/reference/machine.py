@@ -13,18 +13,8 @@ FormatName = Literal["int8-static", "int8-dynamic", "bf16", "fp32"]
 Workload = Literal["convolutions", "matrix products"]
 
 # Ascending, as oneDNN orders them; a cap allows what stands before it and itself.
-_CAPS = (
-    "SSE41",
-    "AVX",
-    "AVX2",
-    "AVX2_VNNI",
-    "AVX2_VNNI_2",
-    "AVX512_CORE",
-    "AVX512_CORE_VNNI",
-    "AVX512_CORE_BF16",
-    "AVX512_CORE_FP16",
-    "AVX512_CORE_AMX",
-)
+_AVX512_CAPS = [f"AVX512_CORE{extension}" for extension in ("", "_VNNI", "_BF16", "_FP16", "_AMX")]
+_CAPS = ["SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", *_AVX512_CAPS]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

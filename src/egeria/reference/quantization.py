@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import importlib
 import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from egeria.errors import ReferenceModelError
 from egeria.reference.tracing import CONVOLUTIONS, is_altered, is_plain
 
 ENGINE = "x86"
+_FRONTEND = "torch.ao.quantization"
 _WEIGHTED = (*CONVOLUTIONS, nn.Linear)
 # What stays in float32: all that has weights, but for the layers above, since only they are quantised
 # again when weights change; and `mean`, whose int8 kernel refuses maps of one pixel.
@@ -33,13 +35,10 @@ _IN_FLOAT32 = re.compile(
 
 @contextmanager
 def _changed(settings: Any, name: str, value: Any) -> Iterator[None]:
-    """Change a setting of torch for the block, where this release has it."""
+    """Change a setting of torch for the block; a release that does not know it does not mind."""
     before = getattr(settings, name, None)
-    if before is None:
-        yield
-        return
+    setattr(settings, name, value)
     try:
-        setattr(settings, name, value)
         yield
     finally:
         setattr(settings, name, before)
@@ -47,10 +46,9 @@ def _changed(settings: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Suppress all warnings in the block, and leave no trace.
+    """Suppress all warnings in the block.
 
-    `warnings.catch_warnings` would: entering and leaving it makes Python forget what it has shown, and
-    whatever a user's code is to say once would be said again.
+    After `warnings.catch_warnings` Python forgets what it has shown, and a user's code would warn again.
     """
     filters: Any = warnings.filters
     # Like no filter of anyone else, so that the right one is removed.
@@ -67,7 +65,7 @@ def silence() -> Iterator[None]:
 def kernels() -> Iterator[None]:
     """Use our kernels for the block, whatever engine the user has chosen, and in silence.
 
-    torch warns at every call that joins tensors of different ranges; whether digits are lost is measured.
+    torch warns of kernels on their way out, and of joins of tensors with different ranges; what that costs is measured.
     """
     with _changed(torch.backends.quantized, "engine", ENGINE), silence():
         yield
@@ -76,8 +74,7 @@ def kernels() -> Iterator[None]:
 def quantize_weight(weight: Tensor) -> Tensor:
     """Return a weight [out, ...] in 8 bits with a symmetric scale for each output channel.
 
-    The arithmetic is that of torch's per-channel min-max observer, so that weights taken over in
-    place equal those of a new build to the bit.
+    To the bit as torch's per-channel min-max observer does it, whether taken over in place or built anew.
     """
     weight = weight.detach()
     # In the order they lie in memory, the values of a channels_last weight need no copy.
@@ -113,86 +110,54 @@ class DynamicLinear(nn.Module):
         return product
 
 
-class Toolkit:
-    """Static quantisation of traced modules."""
+class StaticPart:
+    """A traced module in int8, with ranges of activations found beforehand: until `convert`, `module` observes them."""
 
-    def __init__(self) -> None:
-        # Importing takes more than a second.
-        import torch.ao.quantization as frontend  # noqa: PLC0415
-        from torch.ao.nn import quantized  # noqa: PLC0415
-        from torch.ao.quantization import quantize_fx  # noqa: PLC0415
-
-        self._frontend, self._quantize_fx = frontend, quantize_fx
-        self._make_config: Any = frontend.QConfig
-        self._backend = _backend_config()
-        weights = frontend.default_per_channel_weight_observer.p
-        self._weights = _quickly_made(weights.func, **weights.keywords).with_args()
-        self._observers = {
-            full: _quickly_made(
-                frontend.MinMaxObserver, dtype=torch.quint8, quant_min=0, quant_max=255 if full else 127
-            ).with_args()
-            for full in (False, True)
-        }
-        self._quantized = (quantized.Conv1d, quantized.Conv2d, quantized.Conv3d, quantized.Linear)
-
-    def prepare(self, graph: fx.GraphModule, full_range: bool) -> fx.GraphModule:
-        """Return the traced module with observers of the ranges of its activations."""
-        mapping = self._frontend.get_default_qconfig_mapping(ENGINE)
-        mapping.set_global(self._make_config(activation=self._observers[full_range], weight=self._weights))
+    def __init__(self, graph: fx.GraphModule, full_range: bool) -> None:
+        self._source, self._tools = graph, load_toolkit()
+        frontend = self._tools.frontend
+        activation = frontend.MinMaxObserver.with_args(
+            dtype=torch.quint8, quant_min=0, quant_max=127 + 128 * full_range
+        )
+        weight = frontend.default_per_channel_weight_observer
+        mapping = frontend.get_default_qconfig_mapping(ENGINE)
+        mapping.set_global(frontend.QConfig(activation=activation, weight=weight))
         for name in _hide_weights(graph):
             mapping.set_module_name(name, None)
         # To look up where each node of a trace comes from would import the whole compiler.
         with _changed(fx.config, "do_not_emit_stack_traces", True):
-            prepared: fx.GraphModule = self._quantize_fx.prepare_fx(graph, mapping, (), backend_config=self._backend)
-        return prepared
+            prepared = self._tools.quantize_fx.prepare_fx(graph, mapping, (), backend_config=self._tools.backend)
+        self.module: fx.GraphModule = prepared
+        self.layers: list[tuple[Any, Any]] = []
+        """The quantised layers, each with the layer it stands for."""
+        modules = prepared.named_modules()
+        self._observers = {name: each for name, each in modules if isinstance(each, frontend.MinMaxObserver)}
 
-    def ranges(self, prepared: fx.GraphModule) -> dict[str, tuple[Tensor, Tensor]]:
+    def ranges(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the smallest and largest value that each observer has seen."""
-        return {name: (o.min_val.clone(), o.max_val.clone()) for name, o in self._observers_of(prepared)}
+        return {name: (found.min_val.clone(), found.max_val.clone()) for name, found in self._observers.items()}
 
-    def convert(self, prepared: fx.GraphModule, ranges: Mapping[str, tuple[Tensor, Tensor]]) -> fx.GraphModule:
-        """Return the module in int8, as if every observer had seen these values."""
-        for name, observer in self._observers_of(prepared):
+    def convert(self, ranges: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Change to int8, as if every observer had seen these values."""
+        for name, observer in self._observers.items():
             observer.min_val, observer.max_val = (value.clone() for value in ranges[name])
-        converted: fx.GraphModule = self._quantize_fx.convert_fx(prepared, backend_config=self._backend)
-        _move_in_int8(converted)
-        return converted
+        self.module = self._tools.quantize_fx.convert_fx(self.module, backend_config=self._tools.backend)
+        _move_in_int8(self.module)
+        quantized = [
+            (name, layer) for name, layer in self.module.named_modules() if isinstance(layer, self._tools.kinds)
+        ]
+        self.layers = [(layer, self._source.get_submodule(name)) for name, layer in quantized]
 
-    def weighted(self, converted: fx.GraphModule) -> dict[str, nn.Module]:
-        """Return the quantised layers with weights, by the name of the layer they stand for."""
-        return {name: module for name, module in converted.named_modules() if isinstance(module, self._quantized)}
-
-    @staticmethod
-    def take_weights(quantized: nn.Module, source: nn.Module) -> None:
-        """Quantise the weights of a layer as they are now into its counterpart."""
-        weight, bias = source.weight, source.bias
-        quantized.set_weight_bias(quantize_weight(weight), bias)  # type: ignore[operator, arg-type]
-
-    def _observers_of(self, prepared: fx.GraphModule) -> Iterator[tuple[str, Any]]:
-        for name, module in prepared.named_modules():
-            if isinstance(module, self._frontend.MinMaxObserver):
-                yield name, module
-
-
-def _quickly_made(observer: type[Any], **settings: Any) -> Any:
-    """Return the class of observer with these settings, whose instances are copies of one.
-
-    Preparing a ResNet-56 makes two thousand, most of them only to look at their type.
-    """
-    template = observer(**settings)
-
-    def copy_template(self: Any) -> None:
-        vars(self).update({name: dict(v) if type(v) is dict else copy.copy(v) for name, v in vars(template).items()})
-        vars(self)["_buffers"] = {name: buffer.clone() for name, buffer in template._buffers.items()}
-
-    return type(observer.__name__, (observer,), {"__init__": copy_template})
+    def update(self) -> None:
+        """Quantise the weights of the source as they are now."""
+        for layer, source in self.layers:
+            layer.set_weight_bias(quantize_weight(source.weight), source.bias)
 
 
 def _hide_weights(graph: fx.GraphModule) -> list[str]:
     """Name the modules that stay in float32, and give them types that torch has no int8 form for.
 
-    They are those with weights that only float32 can use, and those that do more than their class says.
-    The configuration alone does not do: a norm between two quantised layers would still be replaced.
+    To configure them is not enough: a norm between two quantised layers would still be replaced.
     """
     names = []
     for name, module in list(graph.named_modules()):
@@ -206,10 +171,7 @@ def _hide_weights(graph: fx.GraphModule) -> list[str]:
 
 
 def _move_in_int8(converted: fx.GraphModule) -> None:
-    """Let what only picks values, or puts zeros beside them, do so in int8, with the range its input has.
-
-    torch leaves slices and padding in float32, between two changes of format.
-    """
+    """Let slices and padding with zeros work in int8, with the range of their input; torch leaves them in float32."""
     for node in converted.graph.nodes:
         moving = node.args[0] if node.target is torch.quantize_per_tensor else None
         if not isinstance(moving, fx.Node) or not (_is_slice(moving) or _is_zero_padding(moving)):
@@ -225,9 +187,8 @@ def _move_in_int8(converted: fx.GraphModule) -> None:
 
 
 def _is_slice(node: fx.Node) -> bool:
-    if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
-        return False
-    return all(isinstance(index, slice) for index in node.args[1])
+    indices = node.args[1] if node.target is operator.getitem else None
+    return isinstance(indices, tuple) and all(isinstance(index, slice) for index in indices)
 
 
 def _is_zero_padding(node: fx.Node) -> bool:
@@ -235,10 +196,14 @@ def _is_zero_padding(node: fx.Node) -> bool:
     return is_padding and node.kwargs.get("mode", "constant") == "constant" and not node.kwargs.get("value")
 
 
-def _backend_config() -> Any:
-    """Return which operations have an int8 form."""
-    from torch.ao.quantization import backend_config  # noqa: PLC0415
+def _names(pattern: Any) -> list[str]:
+    if isinstance(pattern, (tuple, list)):
+        return [name for part in pattern for name in _names(part)]
+    return [pattern if isinstance(pattern, str) else getattr(pattern, "__name__", "")]
 
+
+def _backend_config(backend_config: Any) -> Any:
+    """Return which operations have an int8 form."""
     kept = backend_config.BackendConfig("egeria")
     configs = backend_config.get_native_backend_config().configs
     for config in configs:
@@ -250,32 +215,24 @@ def _backend_config() -> Any:
     return kept.set_backend_pattern_config(padding)
 
 
-def _names(pattern: Any) -> list[str]:
-    if isinstance(pattern, (tuple, list)):
-        return [name for part in pattern for name in _names(part)]
-    return [pattern if isinstance(pattern, str) else getattr(pattern, "__name__", "")]
-
-
 @functools.cache
-def load_toolkit() -> Toolkit:
-    """Return what quantises; the first call imports it.
-
-    torch warns once of kernels on their way out, and of joins of unlike ranges: in the first call, unheard.
+def load_toolkit() -> Any:
+    """Return what torch has for static quantisation; the first call takes more than a second.
 
     Raises:
         ReferenceModelError: this torch, or the CPU, has no quantisation.
     """
-    with kernels():
-        try:
-            toolkit = Toolkit()
-            for dtype in (torch.quint8, torch.qint8):  # each kind of tensor warns when it is first made
-                torch.quantize_per_tensor(torch.zeros(1), 1.0, 0, dtype)
-            quantize_weight(torch.zeros(1, 1))
-            unlike = [torch.quantize_per_tensor(torch.ones(1, 1, 1, 1), scale, 0, torch.quint8) for scale in (1.0, 2.0)]
-            torch.cat(unlike, dim=1)
-        except (ImportError, AttributeError, RuntimeError) as error:
-            raise ReferenceModelError(
-                f"int8 needs torch.ao.quantization with the {ENGINE} engine, found torch {torch.__version__} "
-                f"without ({error}). Choose reference.precision 'bf16' or 'fp32', or leave it at 'auto'."
-            ) from error
-    return toolkit
+    try:
+        with kernels():
+            frontend, modules = importlib.import_module(_FRONTEND), importlib.import_module("torch.ao.nn.quantized")
+            return SimpleNamespace(
+                frontend=frontend,
+                quantize_fx=importlib.import_module(f"{_FRONTEND}.quantize_fx"),
+                backend=_backend_config(importlib.import_module(f"{_FRONTEND}.backend_config")),
+                kinds=(modules.Conv1d, modules.Conv2d, modules.Conv3d, modules.Linear),
+            )
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise ReferenceModelError(
+            f"int8 needs torch.ao.quantization with the {ENGINE} engine, found torch {torch.__version__} "
+            f"without ({error}). Choose reference.precision 'bf16' or 'fp32', or leave it at 'auto'."
+        ) from error

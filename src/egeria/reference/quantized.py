@@ -17,8 +17,15 @@ from egeria.layers.undisturbed import kept_random_state
 from egeria.reference.formats import FORMATS, FormatInputs, NumberFormat
 from egeria.reference.machine import FormatName, Machine
 from egeria.reference.quantization import silence
-from egeria.reference.snapshot import SnapshotReference
-from egeria.reference.survey import Survey, check_readings, in_fp32, on_device, survey_model
+from egeria.reference.snapshot import (
+    Survey,
+    check_readings,
+    in_fp32,
+    refresh_snapshot,
+    run_to,
+    survey_model,
+    tensors_of,
+)
 
 _PRECISIONS = ("auto", "int8", "int8-dynamic", "bf16", "fp32")
 _MOST_ROWS = 32
@@ -50,9 +57,8 @@ class QuantizedReference:
         self.is_stale = False
         """Whether ranges of activations are older than the weights."""
         self._taps, self._precision = tuple(taps), precision
-        self._machine = machine or Machine.here()
-        self._device = torch.device(device)
-        self._snapshot = SnapshotReference(device)
+        self._machine, self._device = machine or Machine.here(), torch.device(device)
+        self._snapshot: nn.Module | None = None
         self._formats: tuple[FormatName, ...] = ()
         self._format: NumberFormat | None = None
         self._batch: Batch | None = None
@@ -85,14 +91,13 @@ class QuantizedReference:
         Raises:
             ReferenceModelError: the model cannot be copied.
         """
-        before = self._snapshot.model
-        self._snapshot.refresh(model)
+        before, self._snapshot = self._snapshot, refresh_snapshot(self._snapshot, model, self._device)
         if batch is not None:
-            self._batch = on_device(batch, str(self._device)).first_rows(_MOST_ROWS)
+            self._batch = self._on_device(batch).first_rows(_MOST_ROWS)
         with self._aside():
             if self._format is None or (self._waits_for_batch and batch is not None):
                 self._choose()
-            elif self._snapshot.model is not before:
+            elif self._snapshot is not before:
                 self._build(self._format.name, "the shapes of the weights have changed")
             else:
                 try:
@@ -116,9 +121,10 @@ class QuantizedReference:
             raise ReferenceModelError(
                 f"A reference is built for the taps {list(self._taps)}, found {tap!r}. Name it when building one."
             )
-        batch = on_device(batch, str(self._device))
+        batch = self._on_device(batch)
         try:
-            return built.activation(tap, batch)
+            activation = built.activation(tap, batch)
+            return None if activation is None else activation.float()
         except Exception as error:
             self._exact(tap, batch)  # what fails in float32 too is no fault of the format
             if not self.escalate(f"{built.name} failed at {tap}: {brief(error)}"):
@@ -146,11 +152,11 @@ class QuantizedReference:
 
     def recalibrate(self) -> bool:
         """Build this format again, with fresh ranges of activations; False if they are not stale."""
-        if self.is_stale:
-            with self._aside():
-                self._build(self._require_format().name, "its ranges were out of date")
-            return True
-        return False
+        if not self.is_stale:
+            return False
+        with self._aside():
+            self._build(self._require_format().name, "its ranges were out of date")
+        return True
 
     def escalate(self, reason: str) -> bool:
         """Change to the next, more exact format; False if this is the last."""
@@ -166,7 +172,7 @@ class QuantizedReference:
         if self._format is None:
             return {}
         return {
-            "snapshot": self._snapshot.state_dict(),
+            "snapshot": {"tensors": [tensor.detach().clone() for tensor in tensors_of(self._exact_model)]},
             "formats": list(self._formats),
             "rung": self.number_format,
             "reason": self.reason,
@@ -183,14 +189,16 @@ class QuantizedReference:
             state: of any reference of this model.
             model: gives the architecture.
         """
-        self._snapshot.load_state_dict(state.get("snapshot", {}), model)
-        self._format = None
+        self._format = self._snapshot = None
         if not state:
             return
-        self._batch = state["batch"] and on_device(_batch_from_dict(state["batch"]), str(self._device))
+        self._snapshot = refresh_snapshot(None, model, self._device)
+        self._batch = state["batch"] and self._on_device(_batch_from_dict(state["batch"]))
         self._formats, self.reason = tuple(state["formats"]), state["reason"]
         self._waits_for_batch, self.is_stale = state["waits_for_batch"], state["has_old_ranges"]
         with self._aside():
+            for tensor, saved in zip(tensors_of(self._snapshot), state["snapshot"]["tensors"], strict=True):
+                tensor.copy_(saved)
             try:
                 self._format = self._make(state["rung"], None, state["found"])
             except Exception as error:  # another machine, or another torch
@@ -235,9 +243,8 @@ class QuantizedReference:
             self._changes.append(RungTaken(step=0, before=before, after=self.number_format, reason=self.reason))
 
     def _make(self, name: str, survey: Survey | None, found: Mapping[str, Any]) -> NumberFormat:
-        assert self._snapshot.model is not None
         inputs = FormatInputs(
-            snapshot=self._snapshot.model,
+            snapshot=self._exact_model,
             taps=self._taps,
             machine=self._machine,
             device_type=self._device.type,
@@ -252,15 +259,24 @@ class QuantizedReference:
         """Return what the snapshot gives for the newest batch, or why there is nothing."""
         if self._batch is None:
             return "there is no batch yet to try a smaller format on"
-        assert self._snapshot.model is not None
         try:
-            return survey_model(self._snapshot.model, self._taps, self._batch)
+            return survey_model(self._exact_model, self._taps, self._batch)
         except Exception as error:
             return f"the batch cannot be run in float32: {brief(error)}"
 
     def _exact(self, tap: str, batch: Batch) -> Tensor | None:
-        copied = replace(batch.first_rows(None), autocast=in_fp32(self._device.type))  # a model may overwrite its input
-        return self._snapshot.activation(tap, copied)
+        return run_to(self._exact_model, tap, replace(batch, autocast=in_fp32(self._device.type)))
+
+    def _on_device(self, batch: Batch) -> Batch:
+        """Return the batch on our device; the mixed precision of another type of device means nothing there."""
+        kind = self._device.type
+        autocast = batch.autocast if batch.autocast.device_type == kind else in_fp32(kind)
+        return replace(batch.on(str(self._device)), autocast=autocast)
+
+    @property
+    def _exact_model(self) -> nn.Module:
+        assert self._snapshot is not None
+        return self._snapshot
 
     def _require_format(self) -> NumberFormat:
         if self._format is None:
@@ -270,8 +286,7 @@ class QuantizedReference:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Build without a trace: no gradients, no random numbers, no mixed precision of the user's."""
-        assert self._snapshot.model is not None
-        with torch.no_grad(), kept_random_state(self._snapshot.model), in_fp32(self._device.type).context():
+        with torch.no_grad(), kept_random_state(self._exact_model), in_fp32(self._device.type).context():
             yield
 
 

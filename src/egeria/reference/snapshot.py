@@ -1,9 +1,12 @@
-"""The full-precision reference: a copy of the training model."""
+"""The snapshot: a float32 copy of the training model, what one small pass shows of it, and checks against that."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,64 +14,37 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.errors import ReferenceModelError
-from egeria.layers.batch import Batch
-from egeria.layers.taps import capture, remove_ours
+from egeria.layers.batch import Autocast, Batch
+from egeria.layers.taps import TapReachedError, capture, remove_ours
 from egeria.layers.undisturbed import kept_random_state, undisturbed
+from egeria.reference.machine import Workload
+
+_MOST_ERROR = 0.5
+_LEAST_SHARE = 1e-3
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_LARGE_ROW = 100_000
+_CHEAP_PRODUCTS = 2e8
+
+Readings = Mapping[str, Tensor | None]
 
 
-class SnapshotReference:
-    """A deep copy on a device, made at the first refresh and brought up to date in place after that.
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def refresh_snapshot(snapshot: nn.Module | None, model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a snapshot of the model as it is now: the same object, unless shapes have changed (a buffer may grow).
 
     Parameters and buffers follow the model; numbers that a loop keeps in plain attributes (an annealed
     coefficient, a count of steps) stay as they were when the copy was made.
     """
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.model: nn.Module | None = None
-        """The copy: the same object until shapes change, with weights replaced in place."""
-        self._device = device
-
-    def refresh(self, model: nn.Module) -> None:
-        """Take over the weights and buffers of the training model as they are now.
-
-        Raises:
-            ReferenceModelError: the model cannot be copied.
-        """
-        if self.model is None or not _fits(self.model, model):
-            self.model = _copied(model).to(self._device)
-        else:
-            _copy_tensors(self.model, _tensors(model))
-
-    def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the output of submodule `tap` for the batch [B, ...]; None if it gives no tensor.
-
-        Raises:
-            ReferenceModelError: there was no refresh yet.
-        """
-        if self.model is None:
-            raise ReferenceModelError("A reference is refreshed before it is asked, found none. Call `refresh` first.")
-        with undisturbed(self.model):
-            return capture(self.model, tap, batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the weights and buffers, empty before the first refresh."""
-        if self.model is None:
-            return {}
-        return {"tensors": [tensor.detach().clone() for tensor in _tensors(self.model)]}
-
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Continue from saved weights; `model` gives the architecture."""
-        self.model = _copied(model).to(self._device) if state else None
-        if self.model is not None:
-            _copy_tensors(self.model, state["tensors"])
-
-
-def _fits(copied: nn.Module, model: nn.Module) -> bool:
-    """Return whether both hold tensors of the same shapes; a buffer may grow while training."""
-    return [tensor.shape for tensor in _tensors(copied)] == [tensor.shape for tensor in _tensors(model)]
-
-
-def _copied(model: nn.Module) -> nn.Module:
+    shapes = [tensor.shape for tensor in tensors_of(model)]
+    if snapshot is not None and [tensor.shape for tensor in tensors_of(snapshot)] == shapes:
+        with torch.no_grad():
+            for mine, theirs in zip(tensors_of(snapshot), tensors_of(model), strict=True):
+                mine.copy_(theirs)
+        return snapshot
     # Tensors computed in a forward pass (old-style weight_norm keeps one) only copy once detached.
     computed = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)) if not tensor.is_leaf)
     memo = {id(tensor): tensor.detach().clone() for tensor in computed}
@@ -81,14 +57,117 @@ def _copied(model: nn.Module) -> nn.Module:
             f"Give it a `__deepcopy__`, or keep what cannot be copied out of its attributes."
         ) from error
     remove_ours(copied)
-    return copied
+    return copied.to(device)
 
 
-def _copy_tensors(model: nn.Module, values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for mine, theirs in zip(_tensors(model), values, strict=True):
-            mine.copy_(theirs)
+def run_to(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
+    """Return the output of a submodule of a model of our own, running it no further; None if it gives no tensor."""
+    with undisturbed(model):
+        return capture(model, tap, batch.first_rows(None))  # a copy: a model may overwrite its input
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A small batch that the snapshot can run, and what came of it."""
+
+    batch: Batch
+    workload: Workload
+    products_per_row: float
+    """Multiplications of convolutions and linear layers for one sample."""
+    readings: Readings
+    """What the snapshot gives at every tap for the batch."""
+
+
+def in_fp32(device_type: str) -> Autocast:
+    """Return the setting for plain float32; enabled, it is that for bf16."""
+    return Autocast(device_type=device_type, enabled=False, dtype=torch.bfloat16)
+
+
+def survey_model(model: nn.Module, taps: Sequence[str], batch: Batch) -> Survey:
+    """Run the model once on a few rows; on all of them where that costs little, or it cannot do with fewer."""
+    batch = replace(batch, autocast=in_fp32(batch.autocast.device_type))
+    # Two rows, or one where a sample is as large as an image of 224 pixels and takes as long.
+    sizes = [tensor[0].numel() for tensor in _inputs(batch) if tensor.dim() and len(tensor)]
+    few = batch.first_rows(1 if max(sizes, default=0) > _LARGE_ROW else 2)
+    try:
+        survey = _survey(model, taps, few)
+    except Exception:  # a graph, say, is no graph without half its nodes
+        return _survey(model, taps, batch)
+    num_rows = _count_rows(batch)
+    is_whole = num_rows == _count_rows(few)
+    return survey if is_whole or survey.products_per_row * num_rows > _CHEAP_PRODUCTS else _survey(model, taps, batch)
+
+
+def _survey(model: nn.Module, taps: Sequence[str], batch: Batch) -> Survey:
+    products = {True: 0, False: 0}
+
+    def count(module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            weight: Any = module.weight
+            products[isinstance(module, _CONVOLUTIONS)] += output.numel() * weight[0].numel()
+
+    layers = [module for module in model.modules() if isinstance(module, (*_CONVOLUTIONS, nn.Linear))]
+    readings = read_taps(model, {tap: tap for tap in taps}, batch, [(layer, count) for layer in layers])
+    workload: Workload = "convolutions" if products[True] > products[False] else "matrix products"
+    return Survey(batch, workload, sum(products.values()) / max(_count_rows(batch), 1), readings)
+
+
+def _inputs(batch: Batch) -> list[Tensor]:
+    return list(tree.leaves((batch.args, dict(batch.kwargs))))
+
+
+def _count_rows(batch: Batch) -> int:
+    return next((tensor.shape[0] for tensor in _inputs(batch) if tensor.dim()), 1)
+
+
+def read_taps(
+    model: nn.Module, taps: Mapping[str, str], batch: Batch, hooks: Sequence[tuple[nn.Module, Any]] = ()
+) -> Readings:
+    """Return what every tap gives in one forward pass, which runs to the end only for other `hooks`."""
+    readings: dict[str, Tensor | None] = dict.fromkeys(taps)
+
+    def keeper(tap: str) -> Any:
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            activation = tree.first_activation(output)
+            if activation is not None and readings[tap] is None:
+                readings[tap] = activation.detach().clone()
+                if not hooks and all(reading is not None for reading in readings.values()):
+                    raise TapReachedError
+
+        return keep
+
+    batch = batch.first_rows(None)
+    with undisturbed(model), ExitStack() as handles, batch.autocast.context(), suppress(TapReachedError):
+        for module, hook in (*hooks, *((model.get_submodule(path), keeper(tap)) for tap, path in taps.items())):
+            handles.enter_context(module.register_forward_hook(hook))
+        model(*batch.args, **batch.kwargs)
+    return readings
+
+
+def check_readings(readings: Readings, survey: Survey, *, is_fp32: bool) -> None:
+    """Raise a ValueError unless every tap gives what it gives in float32, but for rounding.
+
+    Float32 itself may give other values: the others are measured by it, random numbers included.
+    """
+    sizes = {tap: _size(expected) for tap, expected in survey.readings.items() if expected is not None}
+    largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
+    for tap, expected in survey.readings.items():
+        found = readings[tap]
+        if found is None or expected is None:
+            if found is not expected:
+                raise ValueError(f"{tap} gives {'a' if expected is None else 'no'} tensor, unlike in float32")
+            continue
+        if found.shape != expected.shape:
+            raise ValueError(f"{tap} has the shape {list(found.shape)}, and {list(expected.shape)} in float32")
+        if expected.isfinite().all() and not found.isfinite().all():
+            raise ValueError(f"{tap} is not finite")
+        # All but zero beside the other taps, there are no digits to compare; nor are there in what overflows.
+        if not is_fp32 and _LEAST_SHARE * largest < sizes[tap] < math.inf:
+            error = _size(found.double() - expected.double()) / sizes[tap]
+            if error > _MOST_ERROR:
+                raise ValueError(f"{tap} differs from float32 by {error:.0%}")
+
+
+def _size(tensor: Tensor) -> float:
+    """Return the root of the mean square."""
+    return math.sqrt(float(tensor.double().square().mean())) if tensor.numel() else 0.0

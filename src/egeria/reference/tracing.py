@@ -8,7 +8,7 @@ import inspect
 import numbers
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from egeria import tree
 from egeria.layers.batch import Batch
-from egeria.layers.undisturbed import kept_random_state, random_fingerprint, undisturbed
+from egeria.layers.undisturbed import generators_of_accelerators, kept_random_state, random_fingerprint, undisturbed
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -30,7 +30,6 @@ _OUTLETS = "egeria_outlets"
 """Attribute of a traced part under which the modules lie that its taps are read at."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call."""
 
 
 def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -66,11 +65,7 @@ class TracedPart:
 class FoldedModel:
     """A copy that shares all tensors of the snapshot but those of convolutions in its traced parts.
 
-    Args:
-        snapshot: the model in float32.
-        taps: names of submodules to read.
-        batch: what to find and check the traced parts with; None with `forms`.
-        forms: the names of the parts to trace and the forms of their calls, where an earlier copy has found them.
+    The parts are found with a batch, or given by the `forms` that an earlier copy has found.
     """
 
     def __init__(
@@ -87,11 +82,6 @@ class FoldedModel:
                 self.parts = _find_parts(self.model, "", taps, (batch.args, dict(batch.kwargs)))
         self.folds = [fold for part in self.parts for fold in _fold_norms(part.graph)]
         self.replace_parts({part.name: part.graph for part in self.parts})
-
-    @property
-    def forms(self) -> dict[str, list[str]]:
-        """The names of the traced parts with the forms of their calls."""
-        return {part.name: part.form for part in self.parts}
 
     def replace_parts(self, graphs: Mapping[str, nn.Module], dequantize: bool = False) -> None:
         """Put other modules in the place of the traced ones; their outlets may carry quantised tensors."""
@@ -127,9 +117,6 @@ class _Outlet(nn.Module):
         if self.plain._forward_hooks:
             self.plain(x.dequantize() if x.is_quantized else x)
         return x
-
-
-# --- folding -----------------------------------------------------------------------------------
 
 
 class FoldedConvolution:
@@ -187,9 +174,6 @@ def _norm_behind(node: fx.Node, modules: Mapping[str, nn.Module], targets: Seque
     return users[0] if is_plain(norm, _NORMS) and isinstance(norm.running_mean, Tensor) else None
 
 
-# --- tracing -----------------------------------------------------------------------------------
-
-
 class _Tracer(fx.Tracer):
     """Puts an outlet after every tap, so that the tap survives when its module is fused away."""
 
@@ -233,35 +217,28 @@ def _find_parts(model: nn.Module, name: str, taps: Sequence[str], call: _Call) -
     if not _has_convolutions(module):
         return []
     # Tracing starts after what has been put on the module from outside, and draws its random numbers once and for all.
-    if not is_altered(module) and not _has_own_generator(module):
-        try:
+    draws = any(isinstance(value, _GENERATORS) for inner in module.modules() for value in vars(inner).values())
+    if not draws and not is_altered(module):
+        with suppress(Exception):  # whatever a model's own code does with a proxy: it cannot be traced
             graph, inside = _trace(model, name, taps)
             if _computes_the_same(graph, module, call):
                 return [TracedPart(name, graph, inside, _form_of(inspect.signature(graph.forward), *call))]
-        except Exception:  # whatever a model's own code does with a proxy: it cannot be traced
-            pass
-    calls = _calls_of_children(module, call)
-    return [
-        part
-        for child, its_call in calls.items()
-        for part in _find_parts(model, f"{name}.{child}" if name else child, taps, its_call)
-    ]
+    calls, prefix = _calls_of_children(module, call), f"{name}." if name else ""
+    return [part for child in calls for part in _find_parts(model, prefix + child, taps, calls[child])]
 
 
 def _computes_the_same(graph: nn.Module, module: nn.Module, call: _Call) -> bool:
-    """Compare what comes of real inputs, to the bit.
+    """Compare what comes of real inputs, to the bit, and the random states left behind.
 
     An `if` on an optional argument, or on a number of Python's random generator, is traced without an error, and
-    wrongly. A random tensor of torch becomes a part of the graph, where its argument is a tensor, or a constant. The
-    random states left behind show which.
+    wrongly; a random tensor of torch becomes a part of the graph, or a constant.
     """
     with kept_random_state(module):
         for _ in range(_NUM_RANDOM_STATES):
             before = random_fingerprint(module)
             (expected, state), (found, other_state) = _run(module, call), _run(graph, call)
-            if not expected or state != other_state or len(expected) != len(found):
-                return False
-            if not all(map(torch.equal, expected, found)):
+            is_equal = len(expected) == len(found) > 0 and all(map(torch.equal, expected, found))
+            if not is_equal or state != other_state:
                 return False
             if state == before:
                 break
@@ -281,18 +258,14 @@ def _run(module: nn.Module, call: _Call) -> tuple[list[Tensor], tuple[object, ..
 def _calls_of_children(module: nn.Module, call: _Call) -> dict[str, _Call]:
     """Return what the first call of each child with convolutions inside was given."""
     calls: dict[str, _Call] = {}
-    children = dict(_callable_children(module))
 
     def keep(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in calls:
-            calls[name] = tree.map_tensors(torch.clone, (args, kwargs))
+        calls.setdefault(name, tree.map_tensors(torch.clone, (args, kwargs)))
 
     with ExitStack() as handles:
-        for name, child in children.items():
-            hook = functools.partial(keep, name)
-            handles.enter_context(child.register_forward_pre_hook(hook, with_kwargs=True))
-        if children:
-            _run(module, call)
+        for name, child in _callable_children(module):
+            handles.enter_context(child.register_forward_pre_hook(functools.partial(keep, name), with_kwargs=True))
+        _run(module, call)
     return calls
 
 
@@ -308,29 +281,16 @@ def _has_convolutions(module: nn.Module) -> bool:
     return any(isinstance(inner, CONVOLUTIONS) for inner in module.modules())
 
 
-def _has_own_generator(module: nn.Module) -> bool:
-    """Return whether a submodule keeps its own random generator."""
-    return any(isinstance(value, _GENERATORS) for inner in module.modules() for value in vars(inner).values())
-
-
 def _draw_once(model: nn.Module) -> None:
     """Advance every random state, so that a model that draws may find other numbers."""
     random.random()
     np.random.random()
-    tensors = tree.leaves([*model.parameters(), *model.buffers()])
-    for device in {torch.device("cpu"), *(tensor.device for tensor in tensors if tensor.is_cuda)}:
-        torch.rand(1, device=device)
-
-
-# --- forms of calls ----------------------------------------------------------------------------
+    for generator in (torch.default_generator, *generators_of_accelerators(model)):
+        torch.rand(1, device=generator.device, generator=generator)
 
 
 def _form_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return a word for each argument, defaults included: its type, not its value.
-
-    An `if` on an optional argument leaves nothing behind in a traced module, which would go on computing
-    what it computed when traced. So it refuses calls of any other form.
-    """
+    """Return a word for each argument, defaults included: its type, not its value."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return [_describe(value) for value in bound.arguments.values()]
@@ -339,6 +299,7 @@ def _form_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
 def _require_form(
     signature: inspect.Signature, form: list[str], _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
+    """Refuse a call of another form: an `if` on an optional argument leaves nothing behind in a traced module."""
     found = _form_of(signature, args, kwargs)
     if found != form:
         raise ValueError(f"traced with the arguments {form}, called with {found}")

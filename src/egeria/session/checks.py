@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
-from egeria.controller import Controller, ControllerChoice, EvaluationPlan, choose, make_controller
+from egeria.controller import Controller, ControllerChoice, EvaluationPlan, choose
 from egeria.errors import ConfigError
 from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
@@ -145,7 +145,7 @@ def choose_controller(
             fidelity_share=config.reference.fidelity_share,
             harmless_error=harmless_error(config),
         )
-        return make_controller(choice, plan, settings)
+        return choice.make(plan, settings)
 
     return choice, make
 
