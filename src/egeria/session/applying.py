@@ -26,12 +26,10 @@ from egeria.session.timing import Stopwatch
 
 
 class _Rehearsal(NamedTuple):
-    """What one forward pass gave."""
+    """The outputs in one forward pass: of the layer module about to freeze, and of the model."""
 
     boundary: list[Tensor]
-    """Outputs of the layer module about to freeze."""
     outputs: list[Tensor]
-    """Outputs of the model."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -205,10 +203,7 @@ def _is_branch(before: _Rehearsal, outputs_after: Sequence[Tensor]) -> bool:
     """
     pairs = [pair for pair in zip(before.outputs, outputs_after, strict=True) if pair[0].requires_grad]
     kept = [now.float().sum() for now, later in pairs if later.requires_grad]
-    module_outputs = [tensor for tensor in before.boundary if tensor.requires_grad]
-    if len(kept) == len(pairs) or not module_outputs:
+    boundary = [tensor for tensor in before.boundary if tensor.requires_grad]
+    if len(kept) == len(pairs) or not boundary:
         return False
-    if not kept:
-        return True
-    gradients = torch.autograd.grad(kept, module_outputs, allow_unused=True)
-    return all(gradient is None for gradient in gradients)
+    return not kept or not any(entry is not None for entry in torch.autograd.grad(kept, boundary, allow_unused=True))

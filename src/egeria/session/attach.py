@@ -90,18 +90,11 @@ def attach(
     training, parallel = check_training(model, optimizer, total_steps, config=config, parallel=parallel, **named)
     rule_name, rule = choose_rule(training.config, scheduler, total_steps)
     choice, make = choose_controller(training, controller, loader)
-    ranks = Ranks(parallel)
-    # Of several processes only the first keeps a journal.
-    place = Path(directory) if directory is not None else _new_directory() if ranks.leads else None
-    recorder = Recorder(place if ranks.leads else None, echoes=not ranks.leads)
-    training.handle.call_instead(parallel.rewrap())
-    compiling = Compiling(training.handle, recorder)
-    budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
-    maker = _PartsMaker(training, parallel, ranks, recorder, compiling, budget, rule, make)
+    maker = _PartsMaker(training, parallel, rule, make, directory)
     cut, interval_steps = _begin(maker, choice, rule_name, _environment(training.model, loader))
     session = _make_session(maker, cut, interval_steps, loader, scheduler)
     session.timer.add_overhead(*watch.read())
-    return Run(training.handle, session, recorder)
+    return Run(training.handle, session, maker.recorder)
 
 
 class Run:
@@ -224,19 +217,26 @@ def _release(session: Session, recorder: Recorder) -> None:
     recorder.journal.close()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _PartsMaker:
     """Makes the parts of a session for a cut of the model: once when attaching, and again for another cut."""
 
     training: Training
     parallel: ParallelStrategy
-    ranks: Ranks
-    recorder: Recorder
-    compiling: Compiling
-    budget: Budget
     rule: UnfreezeRule
     make_controller: Callable[[tuple[str, ...]], Controller]
     """Makes a controller for the taps of a cut."""
+    directory: str | Path | None
+
+    def __post_init__(self) -> None:
+        self.ranks, config = Ranks(self.parallel), self.training.config
+        directory = None
+        if self.ranks.leads:  # of several processes only the first keeps a journal
+            directory = _new_directory() if self.directory is None else Path(self.directory)
+        self.recorder = Recorder(directory, echoes=not self.ranks.leads)
+        self.training.handle.call_instead(self.parallel.rewrap())
+        self.compiling = Compiling(self.training.handle, self.recorder)
+        self.budget = Budget(config.controller.budget_share, config.plasticity.window)
 
     def make(self, cut: Cut) -> CutParts:
         training, ranks, recorder, modules = self.training, self.ranks, self.recorder, cut.modules

@@ -72,11 +72,12 @@ class Evaluation:
         self._evaluations_since_refresh: int | None = None
         """Requested ones: intervals without a loss do not count."""
         self._refreshed_at: int | None = None
-        self._valid_from = 0
+        self.valid_from = 0
+        """Readings of earlier evaluations are dropped."""
         self._under_way: dict[int, dict[str, Any]] = {}
         """By evaluation: what it cost in this process, and the age of the reference."""
         self._refresh_cost = (0.0, 0.0)
-        self._status = ControllerStatus()
+        self.status = ControllerStatus()
         self._finished: list[Reading] = []
 
     @property
@@ -87,12 +88,7 @@ class Evaluation:
     @property
     def is_waiting(self) -> bool:
         """Whether the controller may have something to report at any step."""
-        return self._status.is_asynchronous and not self.has_given_up
-
-    @property
-    def controller_cpu_s(self) -> float:
-        """CPU seconds spent outside the training process so far."""
-        return self._status.cpu_s
+        return self.status.is_asynchronous and not self.has_given_up
 
     def arm(self) -> None:
         """Keep the batch of the next training forward (the last one before the step, if there are several).
@@ -210,15 +206,11 @@ class Evaluation:
         if self._work_shares is not None:
             self.recorder.write(ComputeProfiled(step=self.recorder.step, forward_shares=list(self._work_shares)))
 
-    def discard_before(self, evaluation: int) -> None:
-        """Drop readings requested earlier than this evaluation: they are from before a thaw."""
-        self._valid_from = evaluation
-
-    def close(self, successor: Evaluation | None = None) -> None:
-        """Release everything held, but for a controller that the successor uses too."""
+    def close(self, *, keeps_controller: bool = False) -> None:
+        """Release everything held, but for a controller that is used on."""
         self.disarm()
         self.evaluated = None
-        if successor is None or successor.controller is not self.controller:
+        if not keeps_controller:
             self._close_controller()
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,7 +252,7 @@ class Evaluation:
         looked_at, samples = self._most_samples
         if self.evaluated is None or self._reads_training or self.evaluated.autocast.device_type != "cpu":
             return None
-        return looked_at / samples * (1 if self._status.is_asynchronous else 2)
+        return looked_at / samples * (1 if self.status.is_asynchronous else 2)
 
     def _read_activation(self, evaluation: int, index: int) -> Tensor | None:
         """Return the training activation of a layer module [B, ...]; None where there is none, which is journaled."""
@@ -298,7 +290,7 @@ class Evaluation:
 
     def _take_in(self, status: ControllerStatus) -> None:
         """Sort what the controller reports into finished readings and journal events."""
-        self._status = status
+        self.status = status
         for report in status.reports:
             if isinstance(report, (Reading, ReadingDropped)):
                 self._take_in_result(report)
@@ -314,7 +306,7 @@ class Evaluation:
         late = ""
         if self.has_given_up:
             late = "it came late: judging has ended"
-        elif result.evaluation < self._valid_from:
+        elif result.evaluation < self.valid_from:
             late = "it came late: everything thawed meanwhile"
         if isinstance(result, Reading) and not late and math.isfinite(result.value):
             self._num_failures = 0
@@ -361,8 +353,8 @@ class Evaluation:
 
     def _close_controller(self) -> None:
         """End the controller; what it had not handed over, or not finished, is journaled as dropped."""
-        self._status = self.controller.close()
-        for report in self._status.reports:
+        self.status = self.controller.close()
+        for report in self.status.reports:
             if isinstance(report, (Reading, ReadingDropped)):
                 reason = "the run ended before it was judged" if isinstance(report, Reading) else report.reason
                 self._drop(report.evaluation, report.module, reason)

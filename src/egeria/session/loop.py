@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from egeria.errors import StateError
@@ -87,7 +88,7 @@ class Session:
     @property
     def controller_cpu_s(self) -> float:
         """CPU seconds of controller processes so far."""
-        return self._past_controller_cpu_s + (self.parts.evaluation.controller_cpu_s if self.parts else 0.0)
+        return self._past_controller_cpu_s + (self.parts.evaluation.status.cpu_s if self.parts else 0.0)
 
     @property
     def frozen(self) -> int:
@@ -236,7 +237,8 @@ class Session:
                 parts.applier.freeze(decision, batch, parts.evaluation.saved_s(together))
             elif isinstance(decision, Thaw):
                 parts.applier.thaw(decision)
-                parts.evaluation.discard_before(self.clock.evaluation)
+                # What was requested earlier is from before the thaw.
+                parts.evaluation.valid_from = self.clock.evaluation
             else:
                 event = StageChanged(step=self.clock.step, stage=KNOWLEDGE_GUIDED, reason=decision.reason)
                 self.recorder.write(event)
@@ -317,13 +319,12 @@ class Session:
         if parts is None:
             return
         if self.skipping is not None:
-            self._guard("leaving the boundary of the cache", self.skipping.rest)
+            leave = partial(self.skipping.follow, (), parts.policy, self.clock)
+            self._guard("leaving the boundary of the cache", leave)
         parts.applier.release()
-        try:
-            parts.evaluation.close(successor.evaluation if successor else None)
-            self._past_controller_cpu_s += parts.evaluation.controller_cpu_s
-        except Exception as error:
-            self.recorder.fault("closing the controller", error)
+        keeps = successor is not None and successor.evaluation.controller is parts.evaluation.controller
+        self._guard("closing the controller", partial(parts.evaluation.close, keeps_controller=keeps))
+        self._past_controller_cpu_s += parts.evaluation.status.cpu_s
 
     def _guard(self, what: str, action: Callable[[], object]) -> None:
         """Run one of our own steps so that nothing it raises reaches the user's loop."""

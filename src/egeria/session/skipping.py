@@ -40,18 +40,12 @@ BASE_SEED = 0
 
 
 class Skipping:
-    """Stands between the session and the cache: informs it when the boundary moves, and what is ahead.
+    """Stands between the session and the cache: informs it when the boundary moves, and what is ahead."""
 
-    Args:
-        training: what the user trains.
-        cache: makes the training forwards.
-        outlook: makes the outlook of a boundary, for the machines that the job has.
-    """
-
-    def __init__(self, training: Training, cache: ActivationCache, outlook: Callable[..., Outlook]) -> None:
+    def __init__(self, training: Training, cache: ActivationCache, make_outlook: Callable[..., Outlook]) -> None:
         self._training = training
         self._cache = cache
-        self._make_outlook = outlook
+        self._make_outlook = make_outlook
         self._depth = 0
         training.handle.skip_with(cache.forward)
 
@@ -65,12 +59,6 @@ class Skipping:
             outlook = self._outlook(policy, clock)
         finally:  # it moves in all processes, whatever fails in one
             self._cache.move_boundary(tuple(frozen), outlook)
-
-    def rest(self) -> None:
-        """Leave the forward pass as it is, until a boundary is followed again; everything is about to thaw."""
-        if self._depth:
-            self._depth = 0
-            self._cache.move_boundary((), Outlook(steps_ahead=None))
 
     def close(self) -> None:
         """Stop for good: the loader and the forward pass are the user's own again."""
