@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import egeria
-from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.file import ENTRY, HEADER_BYTES, PREFIX, StoreDescription, bytes_per_position
+from egeria.cache.store.base import ENTRY
+from egeria.cache.store.disk import HEADER_BYTES, PREFIX, DiskStore, bytes_per_position
 from egeria.cache.store.memory import MemoryStore
 from egeria.cache.store.rows import RowLayout, StoreError
 
@@ -190,6 +190,14 @@ def test_an_input_without_a_number_for_a_fingerprint_never_matches(make):
     store = make(PLAIN)
     store.write([1], [torch.ones(1, 3, 5)], [[float("nan"), 0]])
     assert not read(store, [1], known=store.lookup([1]))[0].any()
+
+
+def test_both_kinds_count_what_they_hold(make):
+    store = make(PLAIN)
+    store.write([1, 2, 2], [torch.ones(3, 3, 5)], prints([1, 2, 2]))
+    store.drop_pages()
+    assert (store.num_stored, store.num_damaged, store.row_bytes) == (2, 0, 60)
+    assert store.size_bytes >= 2 * store.row_bytes
 
 
 def test_an_empty_batch_is_fine(make):
@@ -564,8 +572,12 @@ def test_a_foreign_file_is_refused(disk):
 
 def test_a_store_is_described_as_it_was_made(tmp_path):
     layouts = (RowLayout(shape=(8, 2), dtype=torch.bfloat16, storage="int8", length_axis=0), PLAIN)
-    described = StoreDescription(layouts=layouts, capacity=9, boundary="b", num_views=3, is_viewed=True, front=2**40)
-    assert StoreDescription.from_json(described.to_json()) == described
+    description = {"boundary": "b", "num_views": 3, "is_viewed": True, "front": 2**40}
+    made = DiskStore.create(tmp_path / "made", layouts, 9, **description)
+    for store in (made, DiskStore.join(made.path), MemoryStore(layouts, 9, **description)):
+        assert (store.layouts, store.capacity) == (layouts, 9)
+        assert {name: getattr(store, name) for name in description} == description
+        store.close()
     with pytest.raises(StoreError, match="too many"):
         DiskStore.create(tmp_path / "store", [PLAIN] * 500, 9)
 
@@ -680,7 +692,6 @@ def test_short_reads_and_writes_are_taken_up_again(disk, monkeypatch):
 
 @pytest.mark.parametrize("name", ["posix_fadvise", "posix_fallocate"])
 def test_it_works_where_the_system_takes_no_advice(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("egeria.cache.store.file._CAN_ADVISE", False)
     monkeypatch.delattr(os, name, raising=False)
     store = DiskStore.create(tmp_path / "store", [PLAIN], 10)
     store.write([1], [torch.ones(1, 3, 5)], prints([1]))

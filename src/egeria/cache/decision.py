@@ -18,8 +18,7 @@ from egeria.cache.generation import Generation
 from egeria.cache.layout import Layouts
 from egeria.cache.samples import BatchIndices, SampleFeed
 from egeria.cache.store.directory import CacheDirectory
-from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.file import bytes_per_position
+from egeria.cache.store.disk import DiskStore, bytes_per_position
 from egeria.cache.store.rows import StoreError
 from egeria.config import CacheConfig
 from egeria.layers.batch import Batch

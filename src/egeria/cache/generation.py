@@ -14,7 +14,6 @@ from torch import Tensor
 from egeria.cache.fingerprint import agree
 from egeria.cache.forward_modes import PaybackCheck, StaleError, UserForward
 from egeria.cache.layout import BatchKeys, Layouts
-from egeria.cache.prefetch.buffers import BufferPool
 from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, PrefetchedBatch
 from egeria.cache.prefetch.writer import Writer
 from egeria.cache.samples import BatchIndices, SampleFeed
@@ -84,12 +83,7 @@ class Generation:
     ) -> None:
         self.use = Use()
         self.writer = Writer(store)
-        self.fetcher = Fetcher(
-            store,
-            BufferPool(layouts.stored, pinned=device.type == "cuda"),
-            device=device,
-            pending=self.writer.pending,
-        )
+        self.fetcher = Fetcher(store, device=device, pending=self.writer.pending)
         self._prefix = prefix
         self._layouts = layouts
         self._store = store

@@ -1,4 +1,4 @@
-"""Memory for the rows of a batch, used again only when no tensor refers to it any more."""
+"""Memory for the rows of a batch: used again when nothing refers to it, and of the length that a batch may have."""
 
 from __future__ import annotations
 
@@ -34,24 +34,17 @@ class BufferPool:
     """
 
     def __init__(self, layouts: Sequence[RowLayout], *, pinned: bool = False, num_free: int = 4) -> None:
-        self.layouts = tuple(layouts)
-        self.has_length = any(layout.length_axis is not None for layout in layouts)
+        self._layouts = tuple(layouts)
         self._pinned = pinned and torch.cuda.is_available()
-        self._num_free = num_free * len(self.layouts)
+        self._num_free = num_free * len(self._layouts)
         self._free: list[NDArray[np.uint8]] = []
         self._lock = threading.Lock()
         # Filled by finalizers, which may run anywhere, also inside the lock: appending needs none.
         self._returned: deque[NDArray[np.uint8]] = deque(maxlen=max(1, self._num_free))
 
     def make(self, num_rows: int, length: int | None = None) -> list[Tensor]:
-        """Return one tensor [num_rows, ...] for each layout; what they hold is undefined.
-
-        Args:
-            num_rows: rows of the batch.
-            length: of the length axes; None for that of the layout.
-        """
-        shapes = [layout.shape if length is None else layout.shape_at(length) for layout in self.layouts]
-        return [self._make(layout, (num_rows, *shape)) for layout, shape in zip(self.layouts, shapes, strict=True)]
+        """Return one tensor [num_rows, ...] for each layout, of this or the greatest length, uninitialized."""
+        return [self._make(layout, (num_rows, *layout.shape_at(length))) for layout in self._layouts]
 
     def _make(self, layout: RowLayout, shape: tuple[int, ...]) -> Tensor:
         block = self._take_block(int(np.prod(shape, dtype=np.int64)) * layout.dtype.itemsize)

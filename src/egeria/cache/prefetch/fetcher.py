@@ -14,15 +14,22 @@ import torch
 from torch import Tensor, from_numpy
 
 from egeria.cache.prefetch.buffers import BufferPool, LengthGuess
-from egeria.cache.prefetch.plan import BatchKey, PrefetchPlan, batch_key
-from egeria.cache.prefetch.writer import DaemonWorker, RecentRows, RowsInMemory, RowSource
-from egeria.cache.store.rows import Floats, Integers, Mask, RowLayout, Rows, Store, as_positions
+from egeria.cache.prefetch.writer import DaemonWorker, RowsInMemory
+from egeria.cache.store.base import Store
+from egeria.cache.store.rows import Floats, Integers, Mask, RowLayout, Rows, as_positions
 from egeria.errors import EgeriaError
 
 DEPTH = 3
 """Batches read ahead: one is used, one is ready, one is being read."""
+NUM_ADVISED = 2
+"""Batches beyond them that the operating system is asked to fetch."""
+NUM_KEPT = 5
+"""Mini-batches that stay in memory (paper §4.3)."""
 TIMEOUT_S = 5.0
 """A disk this late is broken: the gate has measured it before, and found it fast enough."""
+
+BatchKey = tuple[int, bytes]
+"""A batch by its number and its rows: two listings with the same key are the same batch."""
 
 
 class FetchError(EgeriaError):
@@ -55,23 +62,12 @@ class PrefetchedBatch:
         return cls(np.zeros(num_rows, dtype=np.bool_), (), prints, lengths)
 
     def fill(self, missing: Integers, computed: Sequence[Tensor]) -> None:
-        """Put computed rows in their places.
-
-        Args:
-            missing: the places [m].
-            computed: a tensor [m, ...] for each leaf.
-        """
+        """Put computed rows, a tensor [m, ...] for each leaf, in their places [m]."""
         for target, source in zip(self.rows, computed, strict=True):
             target.index_copy_(0, from_numpy(missing).to(target.device), source.detach())
 
-    def fill_from(self, source: RowSource, layouts: Sequence[RowLayout]) -> None:
-        """Copy rows from memory, with zeros behind their true lengths; those too long for this batch are left out.
-
-        Args:
-            source: the rows.
-            layouts: of their leaves.
-        """
-        memory, here, there = source.memory, source.here, source.there
+    def fill_from(self, memory: RowsInMemory, here: Integers, there: Integers, layouts: Sequence[RowLayout]) -> None:
+        """Copy rows from memory, with zeros behind their true lengths; those too long for this batch are left out."""
         lengths = _lengths_of(memory, layouts)
         if lengths is not None:
             axes = [(layout.length_axis, target) for layout, target in zip(layouts, self.rows, strict=True)]
@@ -94,13 +90,13 @@ class PrefetchedBatch:
 class Fetcher:
     """Reads batches ahead in a thread of its own, and keeps the last mini-batches.
 
-    One thread of the caller's uses it: the one that trains. What fails, fails here: only `keep` raises,
-    for rows that are not of one batch. Nothing waits longer than the timeout. After a failure every
-    batch comes back without rows; there is no second try.
+    One thread of the caller's uses it: the one that trains. That thread changes rows in place if anyone does, so what
+    is found intact stays so while it is copied. What fails, fails here: only `keep` raises, for rows that are not
+    of one batch. Nothing waits longer than the timeout. After a failure every batch comes back without rows; there
+    is no second try.
 
     Args:
         store: what to read from. It is not closed here, and must stay open until this is closed.
-        buffers: the memory; must not lead back to the owner of this.
         device: of the model; rows arrive there.
         pending: returns rows that wait to be written, newest first: they are as good as stored.
         timeout_s: longest wait for one batch.
@@ -109,20 +105,21 @@ class Fetcher:
     def __init__(
         self,
         store: Store,
-        buffers: BufferPool,
         *,
         device: torch.device | None = None,
-        pending: Callable[[], Sequence[RowsInMemory]] | None = None,
+        pending: Callable[[], Sequence[RowsInMemory]] = tuple,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.waited_s = 0.0
         """Seconds that `take` had to wait, of all batches."""
-        self._store, self._buffers = store, buffers
-        self._upload = _Upload(device)
-        self._reader = _Reader(store, buffers, self._upload)
-        self._plan = PrefetchPlan(depth=DEPTH)
-        self._recent = RecentRows(pending)
+        self._store = store
+        self._reader = _Reader(store, device)
+        self._listed: list[BatchKey] = []
+        self._advised: set[BatchKey] = set()
         self._reads: dict[BatchKey, futures.Future[PrefetchedBatch]] = {}
+        self._last: int | None = None
+        self._pending = pending
+        self._kept: dict[int, RowsInMemory] = {}
         self._worker = DaemonWorker("egeria-cache-reader")
         self._timeout_s = timeout_s
         self._finalizer = weakref.finalize(self, self._worker.close)  # also at exit: threads must not outlive it
@@ -145,23 +142,32 @@ class Fetcher:
     def ahead(self, batches: Iterable[tuple[int, Integers]]) -> None:
         """Have the next batches read, in order: (number, positions [b]) each. Never waits for a disk.
 
-        They replace those expected before. So call it after `take`, or with the batch that is about to be taken.
+        They replace those expected before; the batch taken last is not expected again. So call it after `take`, or
+        with the batch that is about to be taken.
         """
         if not self._worker.is_alive:
             return
-        step = self._plan.expect([(number, as_positions(positions).copy()) for number, positions in batches])
-        self._drop(step.dropped)
-        for planned in step.reads:
-            job = partial(self._reader.read, planned.positions, advise=not planned.was_hinted)
-            self._reads[planned.key] = self._worker.submit(job)
-        for hinted in step.hints:
-            self._worker.submit(partial(self._store.advise, hinted))
+        numbered: dict[int, Integers] = {}
+        for number, positions in batches:
+            if number != self._last:
+                numbered.setdefault(number, as_positions(positions).copy())
+        listed = {_key(number, positions): positions for number, positions in numbered.items()}
+        self._listed = list(listed)
+        self._drop([key for key in self._reads if key not in listed])
+        for key in [key for key in self._listed if key not in self._reads][: DEPTH - len(self._reads)]:
+            job = partial(self._reader.read, listed[key], advise=key not in self._advised)
+            self._reads[key] = self._worker.submit(job)
+        known = self._advised.union(self._reads)
+        soon = [key for key in self._listed[: DEPTH + NUM_ADVISED] if key not in known]
+        self._advised = self._advised.intersection(listed).union(soon)
+        for key in soon:
+            self._worker.submit(partial(self._store.advise, listed[key]))
 
     def take(self, number: int, positions: Integers, length: int | None = None) -> PrefetchedBatch:
         """Return what there is of a batch, which is needed now.
 
         Args:
-            number: of the batch, as it was given to `ahead`.
+            number: of the batch, as it was given to `ahead`; those listed before it are passed over.
             positions: [b]; if they are others than given to `ahead`, the batch is read now.
             length: of the padded batch, where rows have lengths.
         """
@@ -200,20 +206,20 @@ class Fetcher:
         """
         # Of inference tensors nobody could find out whether they were changed.
         if self._worker.is_alive and not any(tensor.is_inference() for tensor in rows):
-            self._recent.keep(number, RowsInMemory.of(positions, rows, fingerprints, lengths))
+            self._kept.pop(number, None)
+            self._kept[number] = RowsInMemory(positions, rows, fingerprints, lengths)
+            for old in list(self._kept)[:-NUM_KEPT]:
+                del self._kept[old]
 
     def invalidate(self, positions: Integers) -> None:
         """Serve these positions from memory no more: their input has changed."""
-        self._recent.invalidate(as_positions(positions))
+        for rows in self._kept.values():
+            rows.invalidate(as_positions(positions))
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Stop reading and release all memory; more than once is no error.
-
-        Returns:
-            Whether the thread has ended. If not, it hangs in the store, and closing that might not be safe.
-        """
+        """Release all memory; return whether the thread has ended, else it hangs in the store. May be repeated."""
         self._finalizer.detach()  # a thread that hangs is not waited for twice
-        self._recent.clear()
+        self._kept.clear()
         self._reads.clear()
         return self._worker.close(timeout_s)
 
@@ -222,11 +228,13 @@ class Fetcher:
 
         By the reader thread, though the caller waits: a disk that hangs would hang the caller for good.
         """
-        is_planned, dropped = self._plan.take(number, positions)
-        self._drop(dropped)
-        if is_planned:
-            return self._wait(self._reads.pop(batch_key(number, positions)))
-        found = sum(len(source.here) for source in self._recent.find(positions))
+        self._last, wanted = number, _key(number, positions)
+        place = next((place for place, key in enumerate(self._listed) if key[0] == number), -1)
+        passed, self._listed = self._listed[: place + 1], self._listed[place + 1 :]
+        self._drop([key for key in passed if key in self._reads and key != wanted])
+        if wanted in self._reads:
+            return self._wait(self._reads.pop(wanted))
+        found = sum(len(here) for _, here, _ in self._find(positions))
         if found == len(positions) or not self._store.lookup(positions).valid.any():
             return PrefetchedBatch.empty(len(positions))
         job = partial(self._reader.read, positions, length=length, advise=True)
@@ -245,22 +253,37 @@ class Fetcher:
 
     def _completed(self, batch: PrefetchedBatch, positions: Integers, length: int | None) -> PrefetchedBatch:
         """Return what was read, cut or padded to the batch, with rows from memory where none was read."""
-        layouts = self._buffers.layouts
-        self._upload.receive(batch.rows)
-        if batch.rows and length is not None and self._buffers.has_length:
+        layouts = self._store.layouts
+        self._reader.receive(batch.rows)
+        if batch.rows and length is not None and self._reader.has_length:
             self._reader.lengths.observe(length)
             batch.mask &= batch.lengths <= length
             pairs = zip(batch.rows, layouts, strict=True)
             batch.rows = [_fit(tensor, layout.length_axis, length) for tensor, layout in pairs]
         missing = np.flatnonzero(~batch.mask)
-        sources = self._recent.find(positions[missing]) if len(missing) else []
+        sources = self._find(positions[missing])
         if sources and not batch.rows:
-            batch.rows = self._upload.empty(self._buffers.make(len(positions), length))
-        for source in sources:
-            batch.fill_from(RowSource(source.memory, missing[source.here], source.there), layouts)
+            batch.rows = self._reader.empty(len(positions), length)
+        for memory, here, there in sources:
+            batch.fill_from(memory, missing[here], there, layouts)
         if not batch.mask.any():
             batch.rows = ()
         return batch
+
+    def _find(self, positions: Integers) -> list[tuple[RowsInMemory, Integers, Integers]]:
+        """Return where rows of these positions [b] are in memory, each at most once and the newest.
+
+        Rows `there` of a batch in memory are rows `here` of those asked for.
+        """
+        self._kept = {number: rows for number, rows in self._kept.items() if rows.is_intact}
+        sources, missing = [], np.arange(len(positions))
+        for memory in (*reversed(self._kept.values()), *self._pending()):
+            places = memory.find(positions[missing])
+            found = places >= 0
+            if found.any() and memory.is_intact:
+                sources.append((memory, missing[found], places[found]))
+                missing = missing[~found]
+        return sources
 
     def _drop(self, keys: Sequence[BatchKey]) -> None:
         for key in keys:
@@ -268,18 +291,19 @@ class Fetcher:
 
 
 class _Reader:
-    """Reads batches into fresh buffers: what the reader thread does.
+    """Reads batches into fresh buffers, and brings them to the device: what the reader thread does.
 
-    Args:
-        store: what to read from.
-        buffers: where the memory comes from.
-        upload: brings it to the device.
+    To a CUDA device on a stream of its own, beside the computing.
     """
 
-    def __init__(self, store: Store, buffers: BufferPool, upload: _Upload) -> None:
+    def __init__(self, store: Store, device: torch.device | None) -> None:
         self.lengths = LengthGuess()
+        self.has_length = any(layout.length_axis is not None for layout in store.layouts)
         self.num_bytes = 0
-        self._store, self._buffers, self._upload = store, buffers, upload
+        self._store = store
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._buffers = BufferPool(store.layouts, pinned=self._device is not None)
+        self._stream = torch.cuda.Stream(self._device) if self._device is not None else None  # type: ignore[no-untyped-call]
 
     def read(self, positions: Integers, *, length: int | None = None, advise: bool = False) -> PrefetchedBatch:
         """Return what the store has of the positions [b]. Raises `StoreError` and whatever a device raises.
@@ -287,7 +311,7 @@ class _Reader:
         Args:
             positions: [b]
             length: of the padded batch; None for a guess.
-            advise: whether the store must be told of the positions first.
+            advise: whether the store has not been advised of the positions yet.
         """
         if advise:
             self._store.advise(positions)
@@ -297,38 +321,7 @@ class _Reader:
         rows = self._buffers.make(len(positions), self._length(known, length))
         mask = self._store.read(positions, rows, known)
         self.num_bytes += int(sum(tensor.nbytes for tensor in rows) * mask.mean())
-        return PrefetchedBatch(mask, self._upload.send(rows), known.fingerprints, known.lengths)
-
-    def _length(self, known: Rows, length: int | None) -> int | None:
-        if not self._buffers.has_length or length is not None:
-            return length
-        return self.lengths.length(int(known.lengths[known.valid].max()))
-
-
-class _Upload:
-    """Copies rows to a CUDA device on a stream of its own, beside the computing; on the CPU it does nothing.
-
-    Args:
-        device: of the model.
-    """
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._stream = torch.cuda.Stream(self._device) if self._device is not None else None  # type: ignore[no-untyped-call]
-
-    def send(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return rows on the device, there already: the memory they came from is free for the next batch.
-
-        Called by the reader thread, which has nothing better to do than to wait for the copy.
-        """
-        if self._stream is None:
-            return list(rows)
-        with torch.cuda.stream(self._stream):
-            sent = [tensor.to(self._device, non_blocking=True) for tensor in rows]
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-        done.synchronize()
-        return sent
+        return PrefetchedBatch(mask, self._send(rows), known.fingerprints, known.lengths)
 
     def receive(self, rows: Sequence[Tensor]) -> None:
         """Have the allocator know that rows sent are used by the stream of the caller from here on."""
@@ -336,9 +329,33 @@ class _Upload:
             for tensor in rows:
                 tensor.record_stream(torch.cuda.current_stream(self._device))
 
-    def empty(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors on the device like these, with undefined contents."""
+    def empty(self, num_rows: int, length: int | None) -> list[Tensor]:
+        """Return tensors on the device for the rows of a batch, with undefined contents."""
+        rows = self._buffers.make(num_rows, length)
         return [tensor if self._device is None else torch.empty_like(tensor, device=self._device) for tensor in rows]
+
+    def _length(self, known: Rows, length: int | None) -> int | None:
+        if not self.has_length or length is not None:
+            return length
+        return self.lengths.length(int(known.lengths[known.valid].max()))
+
+    def _send(self, rows: list[Tensor]) -> list[Tensor]:
+        """Return rows on the device, there already: the memory they came from is free for the next batch.
+
+        The reader thread has nothing better to do than to wait for the copy.
+        """
+        if self._stream is None:
+            return rows
+        with torch.cuda.stream(self._stream):
+            sent = [tensor.to(self._device, non_blocking=True) for tensor in rows]
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        done.synchronize()
+        return sent
+
+
+def _key(number: int, positions: Integers) -> BatchKey:
+    return number, positions.tobytes()
 
 
 def _lengths_of(memory: RowsInMemory, layouts: Sequence[RowLayout]) -> Integers | None:

@@ -1,4 +1,4 @@
-"""Writing computed rows to the store in the background, and finding rows that are in memory anyway."""
+"""Writing computed rows to the store in the background, by a thread that nobody has to wait for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria.cache.store.rows import Floats, Integers, Mask, Store, StoreError, as_positions
+from egeria.cache.store.base import Store
+from egeria.cache.store.rows import Floats, Integers, StoreError, as_positions
 from egeria.errors import EgeriaError
 
 QUEUE_LENGTH = 4
-NUM_REMEMBERED = 5
-"""Mini-batches that stay in memory (paper §4.3)."""
 
 
 class ThreadError(EgeriaError):
@@ -37,9 +35,6 @@ class DaemonWorker:
     The first failure ends the thread and stays in `failure`. A forked child has no such thread, and perhaps a
     lock that stays held: there `is_alive` is False and `close` does nothing. The owner must not be reachable from its
     jobs; it closes the worker in a finalizer.
-
-    Args:
-        name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,30 +53,18 @@ class DaemonWorker:
             self.fail(error)
 
     @property
-    def is_ours(self) -> bool:
-        """Whether this is the process that made the thread."""
-        return os.getpid() == self._pid
-
-    @property
     def is_alive(self) -> bool:
         """Whether jobs will be done."""
-        return self.is_ours and not self._is_closed and self.failure is None
+        return os.getpid() == self._pid and not self._is_closed and self.failure is None
 
     def submit(self, job: Callable[[], Any], *, first: bool = False) -> Future[Any]:
-        """Return the future result of a job.
-
-        Args:
-            job: what to do.
-            first: whether it goes before all that wait.
-        """
+        """Return the future result of a job, which may go before all that wait."""
         future: Future[Any] = Future()
         with self._changed:
-            if not self.is_alive:
-                future.cancel()
-            elif first:
-                self._jobs.appendleft((future, job))
+            if self.is_alive:
+                (self._jobs.appendleft if first else self._jobs.append)((future, job))
             else:
-                self._jobs.append((future, job))
+                future.cancel()
             self._changed.notify_all()
         return future
 
@@ -93,12 +76,8 @@ class DaemonWorker:
             self._give_up(failure)
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Give up what waits, and wait for the thread to end; more than once is no error.
-
-        Returns:
-            Whether it has ended; a job that hangs is left behind in its daemon thread.
-        """
-        if not self.is_ours:
+        """Give up what waits; return whether the thread has ended. A job that hangs is left behind in it."""
+        if os.getpid() != self._pid:
             return True
         with self._changed:
             self._is_closed = True
@@ -141,119 +120,40 @@ class DaemonWorker:
         return True
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class RowsInMemory:
-    """Rows of some positions, and what they were like when they were handed in."""
+    """Rows of some positions, shared with whoever handed them in, and what they were like then.
 
-    positions: Integers
-    rows: tuple[Tensor, ...]
-    """One [b, ...] for each leaf; shared with whoever handed them in, not copied."""
-    fingerprints: Floats
-    lengths: Integers | None
-    _versions: tuple[int, ...]
-    _order: Integers
-    """[b] by rising position"""
-    _is_valid: Mask
+    Arguments and errors are those of `Writer.put`.
+    """
 
-    @classmethod
-    def of(
-        cls, positions: Integers, rows: Sequence[Tensor], fingerprints: Floats, lengths: Integers | None
-    ) -> RowsInMemory:
-        """Return rows as they are now.
-
-        Args:
-            positions: [b]
-            rows: a tensor [b, ...] for each leaf.
-            fingerprints: [b, 2]
-            lengths: [b] true lengths, where rows have lengths.
-
-        Raises:
-            StoreError: these are not rows of one batch.
-        """
-        positions = as_positions(positions).copy()
-        counts = {len(positions), len(fingerprints), *(len(tensor) for tensor in rows)}
+    def __init__(
+        self, positions: Integers, rows: Sequence[Tensor], fingerprints: Floats, lengths: Integers | None
+    ) -> None:
+        self.positions, self.fingerprints, self.lengths = as_positions(positions).copy(), fingerprints, lengths
+        counts = {len(self.positions), len(fingerprints), *(len(tensor) for tensor in rows)}
         if lengths is not None:
             counts.add(len(lengths))
         if len(counts) != 1:
             raise StoreError(f"positions, rows, fingerprints and lengths must be of one batch, found {counts} rows")
         # Detached tensors share memory and version, but not the graph that an in-place operation would bring.
-        kept = tuple(tensor.detach() for tensor in rows)
-        versions = tuple(tensor._version for tensor in kept)
-        order, is_valid = np.argsort(positions, kind="stable"), np.ones(len(positions), dtype=np.bool_)
-        return cls(positions, kept, fingerprints, lengths, versions, order, is_valid)
+        self.rows = tuple(tensor.detach() for tensor in rows)
+        self._versions = [tensor._version for tensor in self.rows]
+        places = enumerate(self.positions.tolist())
+        self._places = {position: place for place, position in reversed(list(places))}  # the first of several
 
     @property
     def is_intact(self) -> bool:
         """Whether nobody changed the rows in place, as models may; they are good for nothing then."""
-        return all(tensor._version == version for tensor, version in zip(self.rows, self._versions, strict=True))
+        return [tensor._version for tensor in self.rows] == self._versions
 
-    def find(self, positions: Integers) -> tuple[Integers, Mask]:
-        """Return the place of each position [b] among the rows, and whether it is there."""
-        if not len(self.positions):
-            return np.zeros(len(positions), dtype=np.int64), np.zeros(len(positions), dtype=np.bool_)
-        index = np.searchsorted(self.positions, positions, sorter=self._order)
-        places = self._order[np.minimum(index, len(self.positions) - 1)]
-        return places, (self.positions[places] == positions) & self._is_valid[places]
+    def find(self, positions: Integers) -> Integers:
+        """Return the place of each position [b] among the rows, -1 where it is not there."""
+        return np.array([self._places.get(position, -1) for position in positions.tolist()], dtype=np.int64)
 
     def invalidate(self, positions: Integers) -> None:
         """Find these positions no more."""
-        self._is_valid[np.isin(self.positions, positions)] = False
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class RowSource:
-    """Rows `there` of a batch in memory that are rows `here` of the batch asked for."""
-
-    memory: RowsInMemory
-    here: Integers
-    there: Integers
-
-
-class RecentRows:
-    """The last mini-batches, and what waits to be written; asked by the training thread alone.
-
-    That thread changes rows in place if anyone does, so what it finds intact stays so while it copies.
-
-    Args:
-        pending: returns rows that wait to be written, newest first.
-    """
-
-    def __init__(self, pending: Callable[[], Sequence[RowsInMemory]] | None) -> None:
-        self._pending = pending
-        self._batches: dict[int, RowsInMemory] = {}
-
-    def keep(self, number: int, rows: RowsInMemory) -> None:
-        """Keep the rows of a mini-batch as the newest.
-
-        Args:
-            number: of the batch.
-            rows: of the batch.
-        """
-        self._batches.pop(number, None)
-        self._batches[number] = rows
-        for old in list(self._batches)[:-NUM_REMEMBERED]:
-            del self._batches[old]
-
-    def invalidate(self, positions: Integers) -> None:
-        """Find these positions no more among the last mini-batches."""
-        for rows in self._batches.values():
-            rows.invalidate(positions)
-
-    def clear(self) -> None:
-        """Keep nothing."""
-        self._batches.clear()
-
-    def find(self, positions: Integers) -> list[RowSource]:
-        """Return where rows of these positions [b] are, each at most once and the newest."""
-        self._batches = {number: rows for number, rows in self._batches.items() if rows.is_intact}
-        sources, missing = [], np.arange(len(positions))
-        pending = self._pending() if self._pending is not None else ()
-        for memory in (*reversed(self._batches.values()), *pending):
-            places, found = memory.find(positions[missing])
-            if found.any() and memory.is_intact:
-                sources.append(RowSource(memory, missing[found], places[found]))
-                missing = missing[~found]
-        return sources
+        for position in positions.tolist():
+            self._places.pop(position, None)
 
 
 class Writer:
@@ -262,16 +162,13 @@ class Writer:
     A queue that is full refuses: the rows are computed and offered again when their samples come next.
     A store that fails ends the writing for good, and `failure` says why.
 
-    Args:
-        store: what to write to. It is not closed here, and must stay open until this is closed.
-        queue_length: batches that may wait, the one being written not counted.
+    The store is not closed here, and must stay open until this is closed.
     """
 
-    def __init__(self, store: Store, *, queue_length: int = QUEUE_LENGTH) -> None:
+    def __init__(self, store: Store) -> None:
         self.num_dropped = 0
         """Batches that the queue had no room for."""
         self._store = store
-        self._queue_length = queue_length
         self._worker = DaemonWorker("egeria-cache-writer")
         self._pending: deque[tuple[RowsInMemory, Future[int]]] = deque()
         self._num_bytes = 0
@@ -312,9 +209,9 @@ class Writer:
         """
         if not self._worker.is_alive:
             return False
-        memory = RowsInMemory.of(positions, rows, fingerprints, lengths)
+        memory = RowsInMemory(positions, rows, fingerprints, lengths)
         self._forget_written()
-        if sum(not future.running() for _, future in self._pending) >= self._queue_length:
+        if sum(not future.running() for _, future in self._pending) >= QUEUE_LENGTH:
             self.num_dropped += 1
             return False
         job = partial(_write, self._store, memory, _computed(memory.rows))
@@ -338,11 +235,7 @@ class Writer:
         return False
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Stop writing; what waits is given up. More than once is no error.
-
-        Returns:
-            Whether the thread has ended. If not, it hangs in the store, and closing that might not be safe.
-        """
+        """Give up what waits; return whether the thread has ended, else it hangs in the store. May be repeated."""
         self._finalizer.detach()  # a thread that hangs is not waited for twice
         return self._worker.close(timeout_s)
 

@@ -16,18 +16,23 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from egeria.cache.store.disk import DECIDED, DiskStore, remove_store
-from egeria.cache.store.file import HEADER_BYTES, PRIVATE, bytes_per_position
-from egeria.cache.store.lock import LOCK_NAME, RunLock
+from egeria.cache.store.base import as_store_error
+from egeria.cache.store.disk import DECIDED, HEADER_BYTES, PRIVATE, DiskStore, bytes_per_position, remove_store
 from egeria.cache.store.rows import RowLayout, StoreError
+
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows
+    fcntl = None  # type: ignore[assignment]
 
 RUN_NAME = re.compile(r"run-([0-9a-f]{16})")
 STORE_NAME = re.compile(r"generation-\d{4,}")
+LOCK_NAME = "lock"
 LARGEST_NOTE = 4096
 FREE_SHARE = 0.5
 POLL_S = 0.05
@@ -59,8 +64,7 @@ class CacheDirectory:
         timeout_s: float = 10.0,
     ) -> None:
         root = Path(path).absolute()
-        self.limit_bytes = limit_bytes
-        self.limit_share = limit_share
+        self._limit_bytes, self._limit_share = limit_bytes, limit_share
         try:
             if token is None:
                 root.mkdir(parents=True, exist_ok=True)
@@ -70,7 +74,6 @@ class CacheDirectory:
                 self.path, lock = _join(root, token, timeout_s)
         except OSError as error:
             raise StoreError(f"The cache directory {root} cannot be used: {error}. Give another one.") from error
-        self._stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()  # a closed one must not be kept in memory
         self._finalizer = weakref.finalize(self, _leave, self.path, lock)
 
     @property
@@ -80,19 +83,14 @@ class CacheDirectory:
 
     def room_bytes(self) -> int:
         """Return what a new store of this run may take now. Raises `StoreError`."""
-        with self._as_store_error("be measured"):
-            room = int(shutil.disk_usage(self.path).free * self.limit_share)
-            if self.limit_bytes is not None:
-                room = min(room, self.limit_bytes - size_bytes(self.path))
+        with as_store_error(f"The cache directory {self.path} cannot be measured"):
+            room = int(shutil.disk_usage(self.path).free * self._limit_share)
+        if self._limit_bytes is not None:
+            room = min(room, self._limit_bytes - size_bytes(self.path))
         return max(0, room)
 
     def capacity(self, layouts: Sequence[RowLayout], wanted: int) -> int:
-        """Return how many positions of the wanted ones a new store has room for. Raises `StoreError`.
-
-        Args:
-            layouts: of the leaves of a row.
-            wanted: positions.
-        """
+        """Return how many of the wanted positions a new store of such rows has room for. Raises `StoreError`."""
         return max(0, min(wanted, (self.room_bytes() - HEADER_BYTES) // bytes_per_position(layouts)))
 
     def create(self, number: int, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
@@ -102,7 +100,7 @@ class CacheDirectory:
             number: of the generation, by which other processes join its store.
             layouts: of the leaves of a row.
             capacity: positions it has room for.
-            description: what the `StoreDescription` has beside these, such as the boundary.
+            description: other arguments of `Store`, such as the boundary.
 
         Raises:
             StoreError: it goes beyond the limit, or the disk has no room.
@@ -113,23 +111,15 @@ class CacheDirectory:
                 f"A store in {self.path.parent} may take {room} bytes now, {needed} are needed. Raise the limit, "
                 f"free space, or store fewer samples."
             )
-        return self._keep(DiskStore.create(self._store_path(number), layouts, capacity, **description))
+        return DiskStore.create(self._store_path(number), layouts, capacity, **description)
 
     def join(self, number: int) -> DiskStore:
         """Open the store of a generation that another process of the job made. Raises `StoreError`."""
-        return self._keep(DiskStore.join(self._store_path(number)))
+        return DiskStore.join(self._store_path(number))
 
     def publish(self, number: int, *, opened: bool) -> None:
-        """Let the other processes of the host know whether a generation is stored.
-
-        Args:
-            number: of the generation.
-            opened: whether it is stored.
-
-        Raises:
-            StoreError: the directory cannot be written.
-        """
-        with self._as_store_error("be written"):
+        """Let the other processes of the host know whether a generation is stored. Raises `StoreError`."""
+        with as_store_error(f"The cache directory {self.path} cannot be written"):
             self._decided_path(number, opened=opened).touch(mode=PRIVATE)
 
     def published(self, number: int) -> bool | None:
@@ -137,10 +127,7 @@ class CacheDirectory:
         return next((opened for opened in DECIDED if self._decided_path(number, opened=opened).exists()), None)
 
     def close(self) -> None:
-        """Close the stores and leave; the last process of the run removes its directory."""
-        for store in list(self._stores):
-            store.close()
-        self._stores.clear()
+        """Leave; the last process of the run removes its directory, with the stores that are still open."""
         self._finalizer()
 
     def _store_path(self, number: int) -> Path:
@@ -149,16 +136,53 @@ class CacheDirectory:
     def _decided_path(self, number: int, *, opened: bool) -> Path:
         return self.path / f"{self._store_path(number).name}{DECIDED[opened]}"
 
-    def _keep(self, store: DiskStore) -> DiskStore:
-        self._stores.add(store)
-        return store
 
-    @contextlib.contextmanager
-    def _as_store_error(self, what: str) -> Iterator[None]:
+class RunLock:
+    """A lock on the directory of a run: shared by its processes, alone by who removes it.
+
+    It belongs to the open file, which forked children inherit: `release` frees it for all of them.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._pid = os.getpid()
+
+    @classmethod
+    def take(cls, directory: Path, *, alone: bool) -> RunLock | None:
+        """Return the lock of a run's directory; None if it cannot be had, or the directory is gone.
+
+        It can be had `alone` only where the run has no process any more; else as one of its processes, unless the
+        directory is being removed. Raises `OSError` if files cannot be made or locked there.
+        """
+        if fcntl is None:
+            raise OSError("files cannot be locked on this system")
+        path = directory / LOCK_NAME
         try:
-            yield
-        except OSError as error:
-            raise StoreError(f"The cache directory {self.path} cannot {what}: {error}.") from error
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), os.fstat(descriptor)):  # another may have removed it in between
+                    return cls(descriptor)
+        except BlockingIOError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
+
+    def release(self) -> None:
+        """Release the lock; in a forked child only close the child's own copy of the file."""
+        if self.descriptor < 0:
+            return
+        descriptor, self.descriptor = self.descriptor, -1
+        with contextlib.suppress(OSError):
+            if os.getpid() == self._pid:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,100 +2,63 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from egeria.cache.store.codec import RowCodec
-from egeria.cache.store.rows import Floats, Mask, RowLayout, Rows, StoreError, as_positions, unchanged
+from egeria.cache.store.base import Entries, Store
+from egeria.cache.store.codec import EncodedRows
+from egeria.cache.store.rows import Integers, Mask, RowLayout
 
-
-class _Stored(NamedTuple):
-    fingerprint: Floats
-    length: int
-    blocks: tuple[bytes, ...]
+NUM_STAMPS = 2**32 - 1
 
 
-class MemoryStore:
-    """Rows in a dictionary, encoded as on the disk; it answers as `DiskStore` does and needs no checksums.
+class MemoryStore(Store):
+    """Rows in a dictionary, encoded as on the disk. In place of checksums rows have the number of their write."""
 
-    Args:
-        layouts: of the leaves of a row.
-        capacity: positions it has room for.
-    """
-
-    def __init__(self, layouts: Sequence[RowLayout], capacity: int) -> None:
-        self.layouts = tuple(layouts)
-        self.capacity = capacity
-        self.num_damaged = 0
-        self._codec = RowCodec(layouts)
-        self.row_bytes = self._codec.row_bytes
-        self._rows: dict[int, _Stored] | None = {}
-        self._lock = threading.Lock()
-
-    @property
-    def size_bytes(self) -> int:
-        """What is stored now."""
-        with self._lock:
-            return sum(len(block) for row in (self._rows or {}).values() for block in row.blocks)
-
-    def lookup(self, positions: Any) -> Rows:
-        """Return what is known of the positions [b]."""
-        return _known(self._look(positions))
+    def __init__(self, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> None:
+        super().__init__(layouts, capacity, **description)
+        self.size_bytes = 0
+        self._num_writes = 0
+        self._rows: dict[int, tuple[int, tuple[bytes, ...]]] = {}
 
     def advise(self, positions: Any) -> None:
         """Do nothing: everything is there."""
 
-    def read(self, positions: Any, out: Sequence[Tensor], known: Rows | None = None) -> Mask:
-        """Fill `out[k][i]`; return a mask [b] of the rows that are there. Arguments and errors are `DiskStore`'s."""
-        self._check_open()
-        rows = self._look(positions)
-        self._codec.check(out, len(rows))
-        found = _known(rows)
-        good = found.valid & self._codec.fits(found.lengths, out)
-        if known is not None:
-            good = unchanged(known, good, found.fingerprints, found.lengths)
-        blocks, finish = self._codec.decode_into(out, np.where(good, found.lengths, 0))
-        for index in np.flatnonzero(good):
-            row = rows[index]
-            assert row is not None
-            for target, source in zip(blocks[index], row.blocks, strict=True):
-                target[:] = source
-        finish(good)
-        return good
-
-    def write(self, positions: Any, rows: Sequence[Tensor], fingerprints: Any, lengths: Any = None) -> int:
-        """Store rows; return how many were. Arguments and errors are `DiskStore`'s."""
-        batch = self._codec.encode(positions, rows, fingerprints, lengths, capacity=self.capacity)
-        described = zip(batch.positions.tolist(), batch.fingerprints, batch.lengths.tolist(), batch.blocks, strict=True)
-        stored = {place: _Stored(own, length, tuple(map(bytes, blocks))) for place, own, length, blocks in described}
-        self._check_open()
-        with self._lock:
-            if self._rows is not None:
-                self._rows.update(stored)
-        return len(batch.positions)
+    def drop_pages(self) -> None:
+        """Do nothing: there are none."""
 
     def close(self, *, remove: bool = True) -> None:
         """Forget everything; there is nothing that could be kept."""
-        with self._lock:
-            self._rows = None
+        with self._changed, self._entries_lock:
+            self._is_closed = True
+            self._rows.clear()
+            self._entries[:], self.size_bytes = 0, 0
 
-    def _check_open(self) -> None:
-        if self._rows is None:
-            raise StoreError("The store of activations is closed.")
+    def _put(self, batch: EncodedRows, entries: Entries) -> None:
+        blocks = [tuple(map(bytes, row)) for row in batch.blocks]
+        self._num_writes = self._num_writes % NUM_STAMPS + 1
+        entries["checksum"] = self._num_writes
+        with self._entries_lock:
+            for position, row in zip(batch.positions.tolist(), blocks, strict=True):
+                self.size_bytes += _size(row) - _size(self._rows.get(position, (0, ()))[1])
+                self._rows[position] = self._num_writes, row
+            self._entries[batch.positions] = entries
 
-    def _look(self, positions: Any) -> list[_Stored | None]:
-        with self._lock:
-            return [(self._rows or {}).get(position) for position in as_positions(positions).tolist()]
+    def _get(self, places: Integers, entries: Entries, blocks: Sequence[Sequence[memoryview]]) -> Mask:
+        with self._entries_lock:
+            rows = [self._rows.get(place, (0, ())) for place in places.tolist()]
+        good = np.array([row[0] for row in rows]) == entries["checksum"]
+        for index in np.flatnonzero(good).tolist():
+            for target, source in zip(blocks[index], rows[index][1], strict=True):
+                target[:] = source
+        return np.asarray(good, dtype=bool)
+
+    def _forget_unchanged(self, positions: Integers, entries: Entries) -> int:
+        """Forget nothing: rows in memory are not damaged, but may be replaced while they are read."""
+        return 0
 
 
-def _known(rows: Sequence[_Stored | None]) -> Rows:
-    nothing = np.zeros(2, dtype=np.float32)
-    return Rows(
-        valid=np.array([row is not None for row in rows], dtype=bool),
-        fingerprints=np.array([nothing if row is None else row.fingerprint for row in rows]).reshape(-1, 2),
-        lengths=np.array([0 if row is None else row.length for row in rows], dtype=np.int64),
-    )
+def _size(blocks: Sequence[bytes]) -> int:
+    return sum(map(len, blocks))

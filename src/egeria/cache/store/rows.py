@@ -1,15 +1,13 @@
-"""What a store holds: the layout of a row, what is known of stored rows, and the contract of a store."""
+"""What a store holds: the layout of a row, and what is known of stored rows without reading them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from egeria.errors import EgeriaError
 
@@ -48,15 +46,12 @@ class RowLayout:
         if self.length_axis is not None and not 0 <= self.length_axis < len(self.shape):
             raise StoreError(f"The length axis must be one of a row {self.shape}, found {self.length_axis}.")
 
-    @property
-    def longest(self) -> int | None:
-        """The greatest length that fits; None where rows have no length."""
-        return None if self.length_axis is None else self.shape[self.length_axis]
-
-    def shape_at(self, length: int) -> tuple[int, ...]:
-        """Return the shape of a row of this length; without a length axis the one there is."""
+    def shape_at(self, length: int | None) -> tuple[int, ...]:
+        """Return the shape of a row of this length, of the longest for None; without a length axis the one there is."""
         axis = self.length_axis
-        return self.shape if axis is None else (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        if axis is None or length is None:
+            return self.shape
+        return (*self.shape[:axis], length, *self.shape[axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +66,6 @@ class Rows:
     """[b] along the length axis; zeros where there is none."""
 
 
-class Store(Protocol):
-    """Rows by position. A store may forget any row at any time, and never returns a wrong one."""
-
-    def lookup(self, positions: Any) -> Rows:
-        """Return what is known of the positions [b]; never waits for a disk."""
-
-    def advise(self, positions: Any) -> None:
-        """Get ready for these positions: they will be looked up and read soon. May wait for a disk."""
-
-    def read(self, positions: Any, out: Sequence[Tensor], known: Rows | None = None) -> Mask:
-        """Fill `out[k][i]` for each leaf; return a mask [b] of the rows that are there."""
-
-    def write(self, positions: Any, rows: Sequence[Tensor], fingerprints: Any, lengths: Any = None) -> int:
-        """Store rows, one tensor [b, ...] a leaf; return how many were."""
-
-    def close(self, *, remove: bool = True) -> None:
-        """Let go of everything; with `remove` nothing of it stays on the disk."""
-
-
 def as_positions(positions: Any) -> Integers:
     """Return the positions as an array [b]."""
     return np.atleast_1d(np.asarray(positions, dtype=np.int64))
-
-
-def unchanged(known: Rows, valid: Mask, fingerprints: Floats, lengths: Integers) -> Mask:
-    """Return which rows are still those of an earlier lookup; one with a NaN for a fingerprint never is."""
-    same = known.valid & valid & (known.lengths == lengths)
-    return np.asarray(same & (known.fingerprints == fingerprints).all(axis=1))
