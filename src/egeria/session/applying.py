@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,16 +32,17 @@ class _Rehearsal(NamedTuple):
     outputs: list[Tensor]
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Applier:
     """Turns decisions into frozen layers and journal events; `put_in_force` makes them effective for the loop."""
 
     training: Training
     modules: Sequence[LayerModule]
-    parallel: ParallelStrategy
     ranks: Ranks
-    compiling: Compiling
     recorder: Recorder
+    _: KW_ONLY
+    parallel: ParallelStrategy
+    compiling: Compiling
 
     def __post_init__(self) -> None:
         freezes_tied = self.training.config.freezing.tied == "freeze"

@@ -34,7 +34,7 @@ from egeria.policy import (
     find_policy,
 )
 from egeria.session.applying import Applier
-from egeria.session.checks import agree_on_the_run, check_training, choose_controller, choose_rule
+from egeria.session.checks import agree_on_the_run, check_training, choose_controller, choose_rule, read_config
 from egeria.session.compiling import Compiling
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import Cut, ModelHandle, Training
@@ -86,8 +86,8 @@ def attach(
     Raises:
         ConfigError: an argument or a setting is outside its contract.
     """
-    watch, named = Stopwatch(), {"controller": controller, "policy": policy}
-    training, parallel = check_training(model, optimizer, total_steps, config=config, parallel=parallel, **named)
+    watch, settings = Stopwatch(), read_config(config, controller, policy)
+    training, parallel = check_training(model, optimizer, total_steps, settings, parallel)
     rule_name, rule = choose_rule(training.config, scheduler, total_steps)
     choice, make = choose_controller(training, controller, loader)
     maker = _PartsMaker(training, parallel, rule, make, directory)
@@ -239,15 +239,14 @@ class _PartsMaker:
         self.budget = Budget(config.controller.budget_share, config.plasticity.window)
 
     def make(self, cut: Cut) -> CutParts:
-        training, ranks, recorder, modules = self.training, self.ranks, self.recorder, cut.modules
         policy = self.make_policy(cut)
         controller: Controller = AbsentController()
-        if PLASTICITY in policy.needs and ranks.leads:
-            controller = self.make_controller(tuple(module.tap for module in modules[:-1]))
-        joint: dict[str, Any] = {"training": training, "modules": modules, "ranks": ranks, "recorder": recorder}
-        evaluation = Evaluation(policy=policy, controller=controller, budget=self.budget, **joint)
-        applier = Applier(parallel=self.parallel, compiling=self.compiling, **joint)
-        return CutParts(modules=modules, policy=policy, evaluation=evaluation, applier=applier)
+        if PLASTICITY in policy.needs and self.ranks.leads:
+            controller = self.make_controller(tuple(module.tap for module in cut.modules[:-1]))
+        joint = self.training, cut.modules, self.ranks, self.recorder
+        evaluation = Evaluation(*joint, policy=policy, controller=controller, budget=self.budget)
+        applier = Applier(*joint, parallel=self.parallel, compiling=self.compiling)
+        return CutParts(modules=cut.modules, policy=policy, evaluation=evaluation, applier=applier)
 
     def make_policy(self, cut: Cut) -> Policy:
         config, total_steps = self.training.config, self.training.total_steps

@@ -24,23 +24,28 @@ DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "fr
 """Groups of settings that decisions depend on."""
 
 
+def read_config(config: Any, controller: Any, policy: Any) -> Config:
+    """Return the configuration, whatever form it came in, with the controller and the policy that attach was given."""
+    if config is None or isinstance(config, Mapping):
+        config = Config.from_dict(config or {})
+    elif isinstance(config, (str, Path)):
+        config = Config.load(config)
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"config is an egeria.Config, a dictionary or the path of a TOML file, found {type(config).__name__}. "
+            f"Build one with egeria.Config(...)."
+        )
+    if policy is not None:
+        config = replace(config, policy=replace(config.policy, name=policy))
+    if isinstance(controller, str):
+        config = replace(config, controller=replace(config.controller, kind=controller))
+    return with_metric_of_policy(config)
+
+
 def check_training(
-    model: Any,
-    optimizer: Any,
-    total_steps: Any,
-    *,
-    config: Any,
-    controller: Any,
-    policy: Any,
-    parallel: ParallelStrategy | None,
+    model: Any, optimizer: Any, total_steps: Any, settings: Config, parallel: ParallelStrategy | None
 ) -> tuple[Training, ParallelStrategy]:
     """Return what to train, and how several processes do that together, from the arguments of `attach`."""
-    settings = _read_config(config)
-    if policy is not None:
-        settings = replace(settings, policy=replace(settings.policy, name=policy))
-    if isinstance(controller, str):
-        settings = replace(settings, controller=replace(settings.controller, kind=controller))
-    settings = with_metric_of_policy(settings)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the model itself."
@@ -63,20 +68,6 @@ def check_training(
     handle = ModelHandle(model)
     training = Training(model=model, handle=handle, optimizers=optimizers, config=settings, total_steps=total_steps)
     return training, parallel
-
-
-def _read_config(config: Any) -> Config:
-    """Return the configuration, whatever form it came in."""
-    if isinstance(config, Config):
-        return config
-    if config is None or isinstance(config, Mapping):
-        return Config.from_dict(config or {})
-    if isinstance(config, (str, Path)):
-        return Config.load(config)
-    raise ConfigError(
-        f"config is an egeria.Config, a dictionary or the path of a TOML file, found {type(config).__name__}. "
-        f"Build one with egeria.Config(...)."
-    )
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:

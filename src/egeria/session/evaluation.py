@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +37,7 @@ from egeria.session.timing import Budget, Stopwatch, count_iterations
 FAILURES_BEFORE_GIVING_UP = 3
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Evaluation:
     """Reads the plasticity of the monitored layer module for the policy, and keeps the reference model up to date.
 
@@ -47,11 +47,12 @@ class Evaluation:
 
     training: Training
     modules: Sequence[LayerModule]
+    ranks: Ranks
+    recorder: Recorder
+    _: KW_ONLY
     policy: Policy
     controller: Controller
-    ranks: Ranks
     budget: Budget
-    recorder: Recorder
 
     def __post_init__(self) -> None:
         self.batch: Batch | None = None
