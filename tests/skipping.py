@@ -89,7 +89,7 @@ def assert_replay_is_computing(plain: Frozen, skipping: Frozen, prefix: Prefix, 
     with prefix.recording() as recording:
         recorded = skipping.step(arguments, seed=1)
     assert unequal(plain.step(arguments, seed=1), recorded) == []
-    rows = recording.rows()
+    rows = prefix.recorded(recording)
     assert [len(row) for row in rows] == [num_rows(arguments)] * len(prefix.row_leaves)
     computed = plain.step(arguments, seed=2)
     with prefix.replaying(rows, batch_of(arguments)):

@@ -188,7 +188,7 @@ def find(model, *names, example=None, batch=None):
 
 
 def places(prefix):
-    return [(leaf.root, leaf.index) for leaf in prefix.leaves]
+    return [leaf.place for leaf in prefix.leaves]
 
 
 def test_what_is_read_far_behind_crosses_too():
@@ -237,7 +237,7 @@ def test_recorded_and_replayed_rows_are_copies():
     prefix = frozen.find()
     with prefix.recording() as recording:
         frozen.model(*example_of(specimen)[0])
-    (rows,) = recording.rows()
+    (rows,) = prefix.recorded(recording)
     assert rows.min() < 0, "the relu behind must not have come here"
     kept = rows.clone()
     with prefix.replaying([rows], batch_of(example_of(specimen))):
@@ -308,7 +308,7 @@ def test_a_layer_that_ran_another_number_of_times_is_noticed():
         frozen.model(*vectors()[0])
         frozen.model(*vectors()[0])
     with pytest.raises(UncacheableError, match="called 2 times"):
-        recording.rows()
+        prefix.recorded(recording)
 
 
 def test_a_mode_or_gradient_that_came_back_is_noticed():
@@ -321,12 +321,12 @@ def test_a_mode_or_gradient_that_came_back_is_noticed():
     with prefix.recording() as recording:
         model(*vectors()[0])
     with pytest.raises(UncacheableError, match="training mode"):
-        recording.rows()
+        prefix.recorded(recording)
     model.eval().requires_grad_(True)
     with prefix.recording() as recording:
         model(*vectors()[0])
     with pytest.raises(UncacheableError, match="gradient"):
-        recording.rows()
+        prefix.recorded(recording)
 
 
 def test_wrong_rows_and_unknown_batches_are_refused():

@@ -91,7 +91,7 @@ def check_all_depths(build, example, other, **options):
         assert not prefix.knows(batch_of(other))
         prefix.learn(batch_of(other))
         assert_replay_is_computing(plain, skipping, prefix, other)
-        crossing.append([(leaf.root, leaf.index, leaf.axis) for leaf in prefix.leaves])
+        crossing.append([(*leaf.place, leaf.axis) for leaf in prefix.leaves])
         if depth == deepest:
             crossing.append(prefix)
     return crossing

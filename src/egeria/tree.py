@@ -6,7 +6,7 @@ A *tree* is a tensor, a container of trees, or any other value, which stays as i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,62 +20,40 @@ _DEEPEST = 12
 
 def leaves(tree: Tree) -> Iterator[Tensor]:
     """Yield every tensor of the tree, depth first, in the order of the containers."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from leaves(value)
+    return (tensor for _, tensor in named_leaves(tree))
 
 
 def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield what `leaves` does, in the same order, each after its path: ".kwargs.mask", ".args.0".
-
-    Args:
-        tree: what to search.
-        name: path of the tree itself.
-    """
+    """Yield what `leaves` does, each after its path, which `name` begins: ".kwargs.mask", ".args.0"."""
     if isinstance(tree, Tensor):
         yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
+    elif isinstance(tree, (Mapping, tuple, list)):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from named_leaves(value, f"{name}.{key}")
-    elif isinstance(tree, (tuple, list)):
-        for index, value in enumerate(tree):
-            yield from named_leaves(value, f"{name}.{index}")
 
 
-def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def contents(value: Any, name: str = "", _inside: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values of a tree and of the objects in it, each after its path.
 
     Unlike the other functions this one looks into objects of any class, such as the key-value caches of
     `transformers`; modules, classes and functions are skipped.
-
-    Args:
-        value: what to search.
-        name: path of the value itself.
     """
-    yield from _contents(value, name, frozenset())
-
-
-def _contents(value: Any, name: str, inside: frozenset[int]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (Tensor, *_PLAIN)):
+    if is_plain(value) or isinstance(value, Tensor):
         yield name, value
-        return
-    if id(value) in inside or len(inside) > _DEEPEST or isinstance(value, (type, torch.nn.Module)) or callable(value):
-        return
-    inside = inside | {id(value)}
-    for key, entry in _entries(value):
-        yield from _contents(entry, f"{name}.{key}", inside)
+    elif id(value) not in _inside and len(_inside) <= _DEEPEST and not _is_code(value):
+        for key, entry in _entries(value):
+            yield from contents(entry, f"{name}.{key}", _inside | {id(value)})
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]]:
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (type, torch.nn.Module)) or callable(value)
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (tuple, list, deque)):
-        return list(enumerate(value))
+        return enumerate(value)
     slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
     return [*getattr(value, "__dict__", {}).items(), *((s, getattr(value, s)) for s in slots if hasattr(value, s))]
 
@@ -85,10 +63,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
     A mapping type that cannot be rebuilt from its items (a required constructor argument, say)
     becomes a plain dictionary.
-
-    Args:
-        function: applied to each tensor.
-        tree: what to copy.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -129,10 +103,6 @@ def take_rows(tree: Tree, count: int) -> Tree:
 
     Where they do not agree (a mask shared by the batch, sequence-first layouts next to vectors) the
     tree is returned whole: a wrong cut would change what the model computes.
-
-    Args:
-        tree: tensors [B, ...].
-        count: rows to keep.
     """
     rows = num_rows(tree)
     if rows is None or rows <= count:

@@ -210,10 +210,10 @@ class Generation:
     def _record(self, call: UserForward, batch: Batch, keys: BatchKeys) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
         self.use.misses += len(keys.positions)
-        with self._prefix.recording() as recording:
+        with self._prefix.recording() as trial:
             output = call(plain=True)
         try:
-            rows = self._layouts.to_store(recording.rows())
+            rows = self._layouts.to_store(self._prefix.recorded(trial))
             if self._layouts.fits_store(rows):
                 self._store_rows(keys, rows)
                 self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)

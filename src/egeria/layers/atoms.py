@@ -90,12 +90,7 @@ def can_be_called(module: nn.Module) -> bool:
 
 
 def find_pieces(model: nn.Module, matches: Collection[str] | None = None) -> list[Piece]:
-    """Take the model apart into pieces, in definition order.
-
-    Args:
-        model: the model; with at least one parameter.
-        matches: names of the submodules that are to be the atoms; None looks for blocks.
-    """
+    """Take a model apart into pieces, in definition order; `matches` names the atoms, None looks for blocks."""
     if matches is None:
         return list(_walk(model, _Census(model).role))
 

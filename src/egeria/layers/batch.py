@@ -22,11 +22,8 @@ class Autocast:
     @classmethod
     def current(cls, device_type: str) -> Autocast:
         """Return the setting in force for a type of device."""
-        return cls(
-            device_type=device_type,
-            enabled=torch.is_autocast_enabled(device_type),
-            dtype=torch.get_autocast_dtype(device_type),
-        )
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return cls(device_type=device_type, enabled=enabled, dtype=dtype)
 
     def context(self) -> torch.autocast:
         """Return a context with this setting.

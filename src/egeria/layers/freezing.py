@@ -119,7 +119,6 @@ def _detach_inputs(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return tree.detach(args), tree.detach(kwargs)
 
 
-IGNORED = "num_batches_tracked"
 Entry = tuple[Mapping[str, Tensor | None], str]
 """A table of a module, and the name of a parameter or buffer in it."""
 
@@ -128,15 +127,11 @@ class FrozenTensors:
     """Detects whether tensors were assigned, written to, or set to train.
 
     What writes through `data` (averages of weights, Lookahead) leaves no trace but the values, and mostly concerns
-    all weights: so the smallest are compared by value.
-
-    Args:
-        entries: where the tensors are.
-        num_compared: how many are compared by value.
+    all weights: so the smallest, `num_compared` in number, are compared by value.
     """
 
     def __init__(self, entries: Iterable[Entry], *, num_compared: int) -> None:
-        self._found = [(table, name, _version(table[name])) for table, name in entries if name != IGNORED]
+        self._found = [(table, name, _version(table[name])) for table, name in entries if name != "num_batches_tracked"]
         tensors = (table[name] for table, name, _ in self._found)
         weights = sorted((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), key=Tensor.numel)
         self._compared = [(weight, own_part(weight).detach().clone()) for weight in weights[:num_compared]]

@@ -29,21 +29,11 @@ class Group:
 def group_atoms(
     names: Sequence[str], sizes: Sequence[int], total: int, *, target_share: float, minimum_share: float
 ) -> tuple[Group, ...]:
-    """Group atoms into layer modules.
+    """Group atoms of these names and sizes, front to back, into layer modules.
 
     Stages are found first; those under `minimum_share` join a neighbour, and those well over
     `target_share` are split into parts of similar size. The last atom stays alone in the end, since
-    the last layer module is never frozen.
-
-    Args:
-        names: dotted names of the atoms, front to back.
-        sizes: elements of the parameters of each, above 0.
-        total: elements of all parameters that shares are shares of.
-        target_share: share that a layer module aims at.
-        minimum_share: share under which a stage joins its neighbour.
-
-    Returns:
-        Groups that cover all atoms, front to back.
+    the last layer module is never frozen. Shares are those of `total`.
     """
     groups: list[Group] = []
     for stage in _join_small(_find_stages(names, sizes), sizes, minimum_share * total):
@@ -131,21 +121,19 @@ def _split(stage: Group, sizes: Sequence[int], share: float, *, num_parts: int) 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
     """Split a sequence into contiguous parts with the least sum of squared sizes.
 
-    Returns:
-        Where the second and later parts begin. Of equally good splits the one with longer parts in front.
+    Returns where the second and later parts begin; of equally good splits the one with longer parts in front.
     """
     count = len(sizes)
     sums = [0, *accumulate(sizes)]
     costs = [(sums[count] - sums[start]) ** 2 for start in range(count)]  # of what follows `start`, in one part
     choices: list[list[int]] = []  # for one part more each time: where the second part begins
     for parts in range(2, num_parts + 1):
-        choice = [0] * count
-        previous, costs = costs, [0] * count
-        for start in range(count - parts + 1):
-            options = range(start + 1, count - parts + 2)
-            costs[start], edge = min(((sums[e] - sums[start]) ** 2 + previous[e], -e) for e in options)
-            choice[start] = -edge
-        choices.append(choice)
+        best = [
+            min(((sums[edge] - sums[start]) ** 2 + costs[edge], -edge) for edge in range(start + 1, count - parts + 2))
+            for start in range(count - parts + 1)
+        ]
+        costs = [cost for cost, _ in best]
+        choices.append([-edge for _, edge in best])
     edges: list[int] = []
     for choice in reversed(choices):
         edges.append(choice[edges[-1] if edges else 0])

@@ -57,9 +57,7 @@ class LayerModule:
                 f"A layer module must have the fields {sorted(expected)}, found {sorted(entry)}. "
                 f"Read it with the version of egeria that wrote it."
             )
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
-        }
+        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
         return cls(**values)
 
 
@@ -137,13 +135,7 @@ def find_atoms(
 ) -> tuple[Atom, ...]:
     """Return the blocks that are never cut apart, front to back, with the pieces that go with them.
 
-    Args:
-        model: the model.
-        matches: names of the submodules that are to be the atoms; None looks for repeated blocks.
-        order: names of submodules in execution order; None takes the order of definition.
-
-    Raises:
-        UnsupportedModelError: the model has no parameters, or parameters without a shape yet.
+    Args, and what is raised, as in `parse_modules`; `matches` are the outermost names that its pattern matches.
     """
     parameters = list(model.parameters())
     if not parameters:

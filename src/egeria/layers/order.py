@@ -26,10 +26,7 @@ class OrderRecorder:
 
     Args:
         model: the model that will run.
-        names: dotted names of the submodules to watch.
-
-    Raises:
-        AttributeError: when the model has no such submodule; no hook is left behind.
+        names: dotted names of the submodules to watch; a wrong one is an `AttributeError`, and leaves no hook behind.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -79,10 +76,7 @@ class OrderRecorder:
 class OrderOfBatch:
     """Notes the same as an `OrderRecorder`, from a forward pass of its own: hooks do not fire in compiled code.
 
-    Args:
-        model: the model.
-        names: dotted names of the submodules to watch.
-        keep_next: takes what is to be handed the batch of the coming training forward, and None to stop that.
+    `keep_next` takes what is to be handed the batch of the coming training forward, and None to stop that.
     """
 
     def __init__(

@@ -23,9 +23,7 @@ class TapReachedError(BaseException):
 def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
     """Return the activation of submodule `tap` for the batch, running the model no further than it.
 
-    Returns:
-        The first floating-point tensor of the submodule's output [B, ...], detached; None if the
-        submodule was not called or returned no such tensor.
+    That is the first floating-point tensor of its output [B, ...], detached; None if it was not called or has none.
     """
     captured: list[Any] = []
 
@@ -71,12 +69,9 @@ class TrainingTap:
 
 
 def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batch) -> list[float] | None:
-    """Count the operations of one forward pass and share them out over the layer modules.
+    """Return the share of each layer module in the operations of one forward pass; None where none can be counted.
 
-    Operations outside every listed submodule (a functional head, say) count for the last module.
-
-    Returns:
-        One share per module, summing to 1; None where nothing could be counted.
+    They sum to 1: operations outside every listed submodule (a functional head, say) count for the last module.
     """
     counter = FlopCounterMode(display=False)
     copied = batch.first_rows(None)

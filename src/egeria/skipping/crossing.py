@@ -2,7 +2,8 @@
 
 Frozen submodules are replaced by stubs for one forward pass. Where a stub gives NaN instead of its
 output and all that the pass does stays the same, nobody behind the prefix reads that output.
-Also: why frozen layers cannot be skipped, as far as that is known before a trial run and after one.
+Also: why frozen layers cannot be skipped, as far as that is known before a trial run and after one. Whatever forbids
+it is raised as an `UncacheableError` with the reason.
 """
 
 from __future__ import annotations
@@ -26,10 +27,7 @@ from egeria.skipping.replay import Place, Template, Values
 class Leaf:
     """One tensor of what crosses from the frozen layers to the rest."""
 
-    root: str
-    """Dotted name of the submodule that gives it."""
-    index: int
-    """Which of the tensors in that submodule's output."""
+    place: Place
     axis: int | None
     """Its batch axis; None if it is the same for every sample: that is kept in memory and not stored."""
     shape: tuple[int, ...]
@@ -38,24 +36,12 @@ class Leaf:
     length_axis: int | None
     """Axis of the row that follows the length of the sequence; None if padding must not be cut."""
 
-    @property
-    def place(self) -> Place:
-        """Where it is found."""
-        return self.root, self.index
-
 
 class Crossing:
-    """What crosses in one batch.
+    """What crosses in one batch; `other` is alike with other values, to tell constants among integers.
 
-    Args:
-        probe: runs the model.
-        batch: the batch.
-        other: a batch alike with other values, to tell constants among integers.
-        tap: name of the submodule that gives the output of the last frozen module: mostly all that crosses.
-        limit: relative difference that counts as rounding.
-
-    Raises:
-        UncacheableError: the frozen layers cannot be skipped, as no set of their outputs makes up for them.
+    Mostly all that crosses is the output of `tap`, which is that of the last frozen module. A relative difference up
+    to `limit` counts as rounding.
     """
 
     values: dict[Place, Tensor]
@@ -78,11 +64,7 @@ class Crossing:
         return replay_difference(self.probe, self.batch, self.template, values, self._outcome, limit=self.limit)
 
     def check_gradients(self) -> None:
-        """Make sure that the backward pass is the same, and leaves the frozen layers alone.
-
-        Raises:
-            UncacheableError: it is not.
-        """
+        """Make sure that the backward pass is the same, and leaves the frozen layers alone."""
         computed = self.probe.run(self.batch, gradients=True)
         require(
             not computed.again,
@@ -108,8 +90,7 @@ class Crossing:
         return found + self._integers({place: values[place] for place in found}, other)
 
     def _record(self, places: Collection[Place]) -> dict[Place, Tensor]:
-        trial = self.probe.run(self.batch, keeps={root for root, _ in places}) if places else Trial()
-        return {place: trial.value(place) for place in places}
+        return self.probe.run(self.batch, keeps=places).values if places else {}
 
     def _require_replay(self, values: Values) -> None:
         """With all outputs replayed the pass must be the same, else the frozen layers do more than give outputs."""
@@ -143,11 +124,11 @@ class Crossing:
         places = [place for place, form in self.template.forms.items() if not form.can_be_poisoned]
         if not places:
             return []
-        trial = self.probe.run(other, keeps={root for root, _ in places})
+        trial = self.probe.run(other, keeps=places)
         check_run(trial)
         found = []
         for place in places:
-            value, own = trial.value(place), self.template.blank(place)
+            value, own = trial.values[place], self.template.blank(place)
             require(value.shape == own.shape, f"the size of what {place[0]} gives depends on what is in the batch")
             if not torch.equal(value, own) and self.differs({**values, place: value}):
                 found.append(place)
@@ -198,11 +179,7 @@ def refusing() -> Iterator[None]:
 
 
 def find_roots(model: nn.Module, modules: Sequence[LayerModule]) -> dict[str, nn.Module]:
-    """Return the submodules of frozen layer modules by name, each once.
-
-    Raises:
-        UncacheableError: they train, are hooked or compiled.
-    """
+    """Return the submodules of frozen layer modules by name, each once; none may train, be hooked or compiled."""
     names = {name: model.get_submodule(name) for module in modules for name in module.submodules}
     first = {root: name for name, root in reversed(names.items())}
     roots = {name: root for name, root in names.items() if first[root] == name}
@@ -248,11 +225,7 @@ def check_runs_once() -> None:
 
 
 def check_run(trial: Trial) -> dict[str, Any]:
-    """Return the outcome of a run of the whole model.
-
-    Raises:
-        UncacheableError: the run shows something that forbids to skip the frozen layers.
-    """
+    """Return the outcome of a run of the whole model, which must show nothing that forbids to skip frozen layers."""
     if trial.outcome is None:
         raise UncacheableError(f"the model cannot be run on one batch again: {_tell(trial.error)}")
     require(

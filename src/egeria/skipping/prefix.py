@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from egeria import tree
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import without_torch
@@ -24,7 +21,7 @@ from egeria.skipping.crossing import (
     require,
     stub_template,
 )
-from egeria.skipping.probe import Probe, difference, is_unsettled, tolerance
+from egeria.skipping.probe import Probe, Trial, difference, tolerance
 from egeria.skipping.replay import Place, Template, Values, replaying
 from egeria.skipping.rows import RowArguments, check_function, cut_padding, cuttable_axes, find_axes, signature
 
@@ -33,30 +30,20 @@ MOST_SIGNATURES = 512
 MOST_KEPT_BYTES = 256 * 2**20
 """Memory for what is the same for every sample, over all kinds of batches."""
 
-_WITH_MODES = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
-
 
 class Prefix:
-    """The frozen front of one model, and what it hands to the rest. Made by `find`.
-
-    Args:
-        probe: makes trial runs of the model.
-        arguments: which arguments of the model have one row per sample.
-        leaves: what crosses.
-        can_split: whether the frozen layers run on some rows of a batch alone.
-    """
+    """The frozen front of one model, and what it hands to the rest. Made by `find`."""
 
     def __init__(self, probe: Probe, arguments: RowArguments, leaves: Sequence[Leaf], *, can_split: bool) -> None:
         self.model = probe.model
         self.leaves = tuple(sorted(leaves, key=lambda leaf: leaf.axis is None))
         self.row_leaves = tuple(leaf for leaf in self.leaves if leaf.axis is not None)
         self.can_split = can_split
+        """Whether the frozen layers run on some rows of a batch alone."""
         self._probe = probe
         self._arguments = arguments
         self._templates: OrderedDict[Hashable, Template] = OrderedDict()
-        named = {m: f"{name}.{key}".strip(".") for name, root in probe.roots.items() for key, m in root.named_modules()}
-        self._modules = tuple(named)
-        self._modes = tuple((name, module) for module, name in named.items() if isinstance(module, _WITH_MODES))
+        self._modules = tuple(dict.fromkeys(module for root in probe.roots.values() for module in root.modules()))
 
     @classmethod
     def find(cls, model: nn.Module, modules: Sequence[LayerModule], batch: Batch, num_rows: int) -> Prefix:
@@ -124,7 +111,7 @@ class Prefix:
         with refusing():
             _check_batch(batch)
             num_rows = self._arguments.count(batch)
-            trial = self._probe.run(batch, keeps={leaf.root for leaf in self.leaves})
+            trial = self._probe.run(batch, keeps=[leaf.place for leaf in self.leaves])
             check_run(trial)
             template, _ = stub_template(trial, self._probe)
             known = next(iter(self._templates.values()))
@@ -135,9 +122,9 @@ class Prefix:
             )
             for leaf in self.leaves:
                 fits = _is_like(leaf, template, num_rows)
-                require(fits, f"{leaf.root} gives something of another kind in another kind of batch")
+                require(fits, f"{leaf.place[0]} gives something of another kind in another kind of batch")
             template.materialised = known.materialised
-            self._keep_constants(template, {leaf.place: trial.value(leaf.place) for leaf in self.leaves})
+            self._keep_constants(template, trial.values)
             self._check(batch, template)
             has_integers = not all(form.can_be_poisoned for form in template.forms.values())
             if num_rows > 1 and (has_integers or len(self.leaves) > len(self.row_leaves)):
@@ -145,21 +132,45 @@ class Prefix:
             self._remember(batch, template)
 
     @contextmanager
-    def recording(self) -> Iterator[Recording]:
-        """Watch the user's own forward pass in the block; `Recording.rows` has then what crossed.
-
-        It may be of another kind than those tried out.
-        """
-        template = next(reversed(self._templates.values()))
-        recording = Recording(self.row_leaves, template, self._modes)
-        handles = []
+    def recording(self) -> Iterator[Trial]:
+        """Watch the user's own forward pass in the block, also of another kind than those tried out."""
+        trial = Trial([leaf.place for leaf in self.row_leaves])
+        handles = trial.watch({root: self._probe.roots[root] for root in self._latest.roots})
         try:
-            for root in template.roots:
-                handles.append(self._probe.roots[root].register_forward_hook(partial(_note, recording, root)))
-            yield recording
+            yield trial
         finally:
             for handle in handles:
                 handle.remove()
+
+    def recorded(self, trial: Trial) -> list[Tensor]:
+        """Return what crossed in a recorded pass, one tensor [B, ...] for each of `row_leaves`.
+
+        Raises:
+            UncacheableError: the frozen layers did not run as they did when they were tried out.
+        """
+        for root in self._latest.roots:
+            number = trial.calls.get(root, 0)
+            require(number == 1, f"{root} was called {number} times in a forward pass, and once when it was tried out")
+        for leaf in self.row_leaves:
+            form, value = self._latest.forms[leaf.place], trial.value(leaf.place)
+            fits = value is not None and value.dim() == len(form.shape) and value.dtype == form.dtype
+            require(fits, f"{leaf.place[0]} gave something of another kind than when it was tried out")
+        require(
+            not trial.needs_grad,
+            f"what {trial.needs_grad} gives needs a gradient now: something in front of it is in training",
+        )
+        require(
+            not trial.unsettled,
+            f"a {trial.unsettled} is in training mode, and was in inference mode when it was tried out",
+        )
+        return self._rows(trial)
+
+    @property
+    def _latest(self) -> Template:
+        return next(reversed(self._templates.values()))
+
+    def _rows(self, trial: Trial) -> list[Tensor]:
+        return [_rows_first(trial.values[leaf.place], leaf) for leaf in self.row_leaves]
 
     def compute(self, batch: Batch, rows: Tensor | None = None) -> list[Tensor]:
         """Run the frozen layers alone, without a trace.
@@ -177,13 +188,14 @@ class Prefix:
         with refusing():
             is_part = rows is not None and self.can_split
             own = self._arguments.take(batch, rows) if rows is not None and is_part else batch
+            places = [leaf.place for leaf in self.row_leaves]
             with self._probe.session():
-                trial = self._probe.outputs(own, [leaf.place for leaf in self.row_leaves])
+                trial = self._probe.outputs(own, places)
             if trial.error is not None:
                 raise trial.error
-            for leaf in self.row_leaves:
-                require(trial.calls.get(leaf.root) == 1, f"{trial.called(leaf.root)}, and once when tried out")
-            found = [_rows_first(trial.value(leaf.place), leaf) for leaf in self.row_leaves]
+            for root, _ in places:
+                require(trial.calls.get(root) == 1, f"{trial.called(root)}, and once when tried out")
+            found = self._rows(trial)
             return found if rows is None or is_part else [value[rows.to(value.device)] for value in found]
 
     def replaying(self, rows: Sequence[Tensor], batch: Batch) -> AbstractContextManager[None]:
@@ -225,18 +237,17 @@ class Prefix:
         values = {}
         for leaf, stored in zip(self.row_leaves, rows, strict=True):
             wanted, found = _shape(leaf, template), tuple(stored.shape)
-            require(found == wanted, f"rows for {leaf.root} must have the shape {wanted}, found {found}")
+            require(found == wanted, f"rows for {leaf.place[0]} must have the shape {wanted}, found {found}")
             values[leaf.place] = template.forms[leaf.place].empty()
             _rows_first(values[leaf.place], leaf).copy_(stored, non_blocking=True)
         return values
 
     def _check(self, batch: Batch, template: Template) -> None:
         """Make sure that a whole pass with replayed outputs does what a computed one does."""
-        trial = self._probe.run(batch, keeps={leaf.root for leaf in self.row_leaves})
+        trial = self._probe.run(batch, keeps=[leaf.place for leaf in self.row_leaves])
         outcome = check_run(trial)
-        values = {leaf.place: trial.value(leaf.place) for leaf in self.row_leaves}
         limit = tolerance(batch, next(self.model.parameters()).device)
-        differing = replay_difference(self._probe, batch, template, values, outcome, limit=limit)
+        differing = replay_difference(self._probe, batch, template, trial.values, outcome, limit=limit)
         require(not differing, f"with the outputs of the frozen layers replayed, {differing} differs in another batch")
 
     def _keep_constants(self, template: Template, values: Values) -> None:
@@ -262,8 +273,7 @@ def _key(batch: Batch) -> Hashable:
 
 def _leaf(place: Place, axis: int | None, value: Tensor, lengths: Mapping[Place, int]) -> Leaf:
     shape = tuple(size for dim, size in enumerate(value.shape) if dim != axis)
-    root, index = place
-    return Leaf(root=root, index=index, axis=axis, shape=shape, dtype=value.dtype, length_axis=lengths.get(place))
+    return Leaf(place=place, axis=axis, shape=shape, dtype=value.dtype, length_axis=lengths.get(place))
 
 
 def _is_like(leaf: Leaf, template: Template, num_rows: int) -> bool:
@@ -282,53 +292,3 @@ def _shape(leaf: Leaf, template: Template) -> tuple[int, ...]:
     """Return the shape of the rows [B, ...] of a leaf in one kind of batch."""
     shape, axis = template.forms[leaf.place].shape, leaf.axis or 0
     return (shape[axis], *shape[:axis], *shape[axis + 1 :])
-
-
-class Recording:
-    """What hooks on the frozen layers saw of the user's own forward pass.
-
-    Args:
-        leaves: the tensors to record.
-        template: the roots, each called once, and the kinds of what they give.
-        modes: submodules whose mode matters, by name.
-    """
-
-    def __init__(self, leaves: Sequence[Leaf], template: Template, modes: Sequence[tuple[str, nn.Module]]) -> None:
-        self._leaves, self._forms, self._modes = leaves, template.forms, modes
-        self._calls = dict.fromkeys(template.roots, 0)
-        self._values: dict[Place, Tensor] = {}
-        self._unfit = ""
-
-    def rows(self) -> list[Tensor]:
-        """Return what crossed, one tensor [B, ...] for each of the prefix's `row_leaves`; copies.
-
-        Raises:
-            UncacheableError: the frozen layers did not run as they did when they were tried out.
-        """
-        for root, number in self._calls.items():
-            require(number == 1, f"{root} was called {number} times in a forward pass, and once when it was tried out")
-        require(not self._unfit, self._unfit)
-        unsettled = next((name for name, module in self._modes if is_unsettled(module)), "")
-        require(not unsettled, f"{unsettled} is in training mode, and was in inference mode when it was tried out")
-        return [_rows_first(self._values[leaf.place], leaf) for leaf in self._leaves]
-
-    def note(self, root: str, output: Any) -> None:
-        """Take what a root gave."""
-        self._calls[root] += 1
-        tensors = list(tree.leaves(output))
-        for leaf in (leaf for leaf in self._leaves if leaf.root == root):
-            form = self._forms[leaf.place]
-            value = tensors[leaf.index] if leaf.index < len(tensors) else None
-            if value is None or value.dim() != len(form.shape) or value.dtype != form.dtype:
-                self._unfit = f"{root} gave something of another kind than when it was tried out"
-            elif value.requires_grad:
-                self._unfit = f"what {root} gives needs a gradient now: something in front of it is in training"
-            else:
-                self._values[leaf.place] = value.detach().clone()  # an in-place operation behind may overwrite it
-
-
-# A function of this file, not a closure: some models copy themselves in their forward pass.
-
-
-def _note(recording: Recording, root: str, _module: nn.Module, _args: Any, output: Any) -> None:
-    recording.note(root, output)

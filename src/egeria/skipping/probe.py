@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,9 +38,9 @@ def tolerance(batch: Batch, device: torch.device) -> float:
 
 
 def difference(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference of two tensors of one shape, relative to the largest value of the second.
+    """Return the largest difference of two tensors, relative to the largest value of the second; 0 for equal ones.
 
-    Infinite where one of them is not finite and the other is something else; 0 for equal tensors.
+    Infinite where shapes differ, or one is not finite and the other is something else.
     """
     if first.shape != second.shape:
         return math.inf
@@ -96,27 +96,26 @@ def _agree(first: Any, second: Any, limit: float) -> bool:
 
 @dataclass(slots=True)
 class Trial:
-    """One forward pass on trial, and what hooks saw of the roots in it."""
+    """One forward pass on trial, and what hooks saw of the frozen submodules (roots) in it."""
 
-    keeps: Collection[str] = ()
-    """Names of the roots whose outputs are copied."""
+    keeps: Collection[Place] = ()
     stops: bool = False
-    """Whether the pass ends when all of these have run."""
+    """Whether the pass ends when all roots of these have run."""
+    values: dict[Place, Tensor] = field(default_factory=dict)
+    """The tensors to be kept, as detached copies."""
     calls: dict[str, int] = field(default_factory=dict)
     """How often each root ran, in the order of first calls."""
     template: Template = field(default_factory=Template)
     """The outputs of all roots without their values."""
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    """The tensors that each root to be kept gave last, as detached copies."""
+    outcome: dict[str, Any] | None = None
+    """What the pass gave and changed, by name; None where it failed, or was ended behind the prefix."""
+    error: Exception | None = None
     needs_grad: str = ""
     """A root whose output needs a gradient."""
     opaque: str = ""
     """A root whose output holds tensors that cannot be stored."""
     unsettled: str = ""
     """A normalisation or dropout in training mode inside a root, in words."""
-    outcome: dict[str, Any] | None = None
-    """What the pass gave and changed, by name; None where it failed, or was ended behind the prefix."""
-    error: Exception | None = None
     changed: Sequence[str] = ()
     """Attributes of the frozen part that it set, and buffers of it that it changed."""
     gradients: Sequence[Tensor | None] = ()
@@ -131,16 +130,9 @@ class Trial:
         outputs = [value for name, value in (self.outcome or {}).items() if name.startswith("output")]
         return not any(isinstance(value, Tensor) and bool(value.isnan().any()) for value in outputs)
 
-    def value(self, place: Place) -> Tensor:
-        """Return one of the tensors kept."""
-        root, index = place
-        return self.outputs[root][index]
-
-    def value_called_once(self, place: Place) -> Tensor | None:
+    def value(self, place: Place) -> Tensor | None:
         """Return one of the tensors kept; None where the pass did not run so far, or its root not once."""
-        own = self.outputs.get(place[0], [])
-        is_there = self.error is None and self.calls.get(place[0]) == 1 and place[1] < len(own)
-        return own[place[1]] if is_there else None
+        return self.values.get(place) if self.error is None and self.calls.get(place[0]) == 1 else None
 
     def called(self, root: str) -> str:
         """Return how often a root was called, as words for a reason."""
@@ -153,14 +145,10 @@ class Trial:
 
 
 class Probe:
-    """Makes trial runs of one model; each leaves everything as it was.
+    """Makes trial runs of a model with frozen submodules (roots); each leaves everything as it was.
 
     Modes stay as they are, so that frozen layers are in inference mode and all others in training, and
     random numbers begin with a seed, so that passes can be compared.
-
-    Args:
-        model: the model.
-        roots: its frozen submodules by name.
     """
 
     def __init__(self, model: nn.Module, roots: Mapping[str, nn.Module]) -> None:
@@ -184,19 +172,14 @@ class Probe:
         self,
         batch: Batch,
         *,
-        keeps: Collection[str] = (),
+        keeps: Collection[Place] = (),
         template: Template | None = None,
         values: Values | None = None,
         gradients: bool = False,
     ) -> Trial:
-        """Run the whole model once.
+        """Run the whole model once on copies of the arguments, and with `gradients` its backward pass too.
 
-        Args:
-            batch: the arguments; the model gets copies.
-            keeps: names of the roots whose outputs are kept.
-            template: lets stubs answer for its roots.
-            values: what they give where it is not poison.
-            gradients: whether to run the backward pass too.
+        With a template stubs answer for its roots: with `values` in their places, and poison elsewhere.
         """
         trial = Trial(keeps)
         with self.session():
@@ -211,13 +194,13 @@ class Probe:
                 trial.outcome, trial.error = None, error
         return trial
 
-    def outputs(self, batch: Batch, places: Iterable[Place], *, seed: int | None = None) -> Trial:
+    def outputs(self, batch: Batch, places: Collection[Place], *, seed: int | None = None) -> Trial:
         """Run the model, within a session, as far as it takes to have the tensors at `places`; to its end for none."""
-        trial = Trial(keeps={root for root, _ in places}, stops=True)
+        trial = Trial(places, stops=True)
         if seed is not None:
             seed_random_state(self.model, seed)
         before = None if seed is None else random_fingerprint(self.model)
-        handles = trial.watch({root: self.roots[root] for root in trial.keeps})
+        handles = trial.watch({root: self.roots[root] for root, _ in places})
         arguments = batch.first_rows(None)
         try:
             with batch.autocast.context():
@@ -232,7 +215,7 @@ class Probe:
         trial.drew = seed is not None and random_fingerprint(self.model) != before
         return trial
 
-    def active_in_front(self, batch: Batch, places: Iterable[Place]) -> list[str]:
+    def active_in_front(self, batch: Batch, places: Collection[Place]) -> list[str]:
         """Return the names of dropout and batch normalisation in training mode that run in front of `places`."""
         trial = Trial()
         with self.session():
@@ -335,17 +318,18 @@ def _backward(given: Any, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]
 
 def _note(trial: Trial, name: str, module: nn.Module, _args: Any, output: Any) -> None:
     trial.calls[name] = trial.calls.get(name, 0) + 1
+    unsettled = next((child for child in module.modules() if is_unsettled(child)), None)
+    if unsettled is not None:
+        trial.unsettled = trial.unsettled or f"{type(unsettled).__name__} in {name}"
     if tree.requires_grad(output):
         trial.needs_grad = trial.needs_grad or name
     if _is_opaque(output):
         trial.opaque = trial.opaque or name
-    unsettled = next((child for child in module.modules() if is_unsettled(child)), None)
-    if unsettled is not None:
-        trial.unsettled = trial.unsettled or f"{type(unsettled).__name__} in {name}"
-    trial.template.add(name, tree.detach(output))
-    if name in trial.keeps:
-        trial.outputs[name] = [tensor.detach().clone() for tensor in tree.leaves(output)]
-    if trial.stops and trial.keeps and all(root in trial.calls for root in trial.keeps):
+    else:
+        trial.template.add(name, tree.detach(output))
+        tensors = enumerate(tree.leaves(output))  # copies, since an in-place operation behind may overwrite them
+        trial.values |= {(name, index): t.detach().clone() for index, t in tensors if (name, index) in trial.keeps}
+    if trial.stops and trial.keeps and all(root in trial.calls for root, _ in trial.keeps):
         raise TapReachedError
 
 

@@ -56,11 +56,7 @@ class RowArguments:
 
     @classmethod
     def find(cls, batch: Batch, num_rows: int) -> RowArguments:
-        """Return the tensors whose first axis is as long as the batch.
-
-        Raises:
-            UncacheableError: there is none, or tensors travel in objects that cannot be looked into.
-        """
+        """Return the tensors whose first axis is as long as the batch; all must be in plain sight, and one be there."""
         named = list(tree.named_leaves(batch.arguments))
         require(
             len(named) == sum(isinstance(value, Tensor) for _, value in tree.contents(batch.arguments)),
@@ -72,23 +68,16 @@ class RowArguments:
         return cls(names=names, shared=tuple(name for name, _ in named if name not in names))
 
     def count(self, batch: Batch) -> int:
-        """Return how many samples a batch has.
-
-        Raises:
-            UncacheableError: none of the arguments that tell is there.
-        """
+        """Return how many samples a batch has."""
         for name, tensor in tree.named_leaves(batch.arguments):
             if name in self.names and tensor.dim():
                 return tensor.shape[0]
         raise UncacheableError("the model is called in a new way, without any argument that it had at first")
 
     def take(self, batch: Batch, rows: Tensor, length: int | None = None) -> Batch:
-        """Return a copy of a batch with the given rows, detached.
+        """Return a copy of a batch with the given rows [b], detached; repeats are fine.
 
-        Args:
-            batch: arguments with one row per sample.
-            rows: numbers of the rows [b], in the order wanted; repeats are fine.
-            length: if given, row arguments as long as the attention mask are cut to it.
+        With a length, row arguments as long as the attention mask are cut to it.
         """
         num_rows = self.count(batch)
         mask = batch.kwargs.get("attention_mask")
@@ -130,19 +119,11 @@ def true_lengths(kwargs: Mapping[str, Any], num_rows: int) -> np.ndarray | None:
 
 
 def check_function(crossing: Crossing, other: Batch) -> None:
-    """Make sure that what crosses depends on neither random numbers nor earlier calls.
-
-    Args:
-        crossing: what crosses in a batch.
-        other: a batch alike with other values.
-
-    Raises:
-        UncacheableError: it does.
-    """
+    """Make sure that what crosses depends on neither random numbers nor earlier calls, such as one with `other`."""
     probe, values = crossing.probe, crossing.values
 
     def agrees(trial: Trial) -> bool:
-        found = {place: trial.value_called_once(place) for place in values}
+        found = {place: trial.value(place) for place in values}
         return all(own is not None and is_close(own, values[place], crossing.limit) for place, own in found.items())
 
     seed, last = 0, NUM_SEEDS
@@ -174,8 +155,7 @@ def _name_randomness(crossing: Crossing) -> str:
 def find_axes(crossing: Crossing, arguments: RowArguments) -> tuple[dict[Place, int | None], bool]:
     """Return the batch axis of each tensor, and whether the frozen layers run on some of the rows too.
 
-    Raises:
-        UncacheableError: a row depends on others, or is no row.
+    No row may depend on the other samples of its batch.
     """
     num_rows = arguments.count(crossing.batch)
     some = torch.arange(num_rows - 1, -1, -2)
@@ -187,7 +167,7 @@ def find_axes(crossing: Crossing, arguments: RowArguments) -> tuple[dict[Place, 
         require(trial.error is None, f"the frozen layers fail on some rows of a batch ({trial.error})")
     axes: dict[Place, int | None] = {}
     for place, whole in crossing.values.items():
-        part = trial.value_called_once(place)
+        part = trial.value(place)
         if part is not None and is_close(part, whole, crossing.limit):
             axes[place] = None
             continue
@@ -206,11 +186,7 @@ def _run_rows(crossing: Crossing, arguments: RowArguments, rows: Tensor, length:
 
 
 def _axes_of_rows(root: str, whole: Tensor, part: Tensor | None, num_rows: int, num_some: int) -> list[int]:
-    """Return the axes that may follow the samples: the one that shrinks with them, or all of their length.
-
-    Raises:
-        UncacheableError: there is none.
-    """
+    """Return the axes that may follow the samples: the one that shrinks with them, or all of their length."""
     if num_some == num_rows:  # the frozen layers run on whole batches alone
         axes = [axis for axis, size in enumerate(whole.shape) if size == num_rows]
         require(bool(axes), f"what {root} gives has no axis with one row per sample: {tuple(whole.shape)}")
@@ -227,13 +203,7 @@ def _axes_of_rows(root: str, whole: Tensor, part: Tensor | None, num_rows: int, 
 
 
 def cuttable_axes(crossing: Crossing, arguments: RowArguments, axes: Axes) -> dict[Place, int]:
-    """Return the axes of rows along which padding may be cut: all that the model gives is the same without it.
-
-    Args:
-        crossing: what crosses in a batch.
-        arguments: which of the arguments of the batch have rows.
-        axes: batch axis of each tensor.
-    """
+    """Return the axes of rows along which padding may be cut: all that the model gives is the same without it."""
     lengths = true_lengths(crossing.batch.kwargs, arguments.count(crossing.batch))
     found = None if lengths is None else _length_axes(crossing, arguments, axes, lengths.tolist())
     if lengths is None or not found:
@@ -248,11 +218,9 @@ def cuttable_axes(crossing: Crossing, arguments: RowArguments, axes: Axes) -> di
 def _length_axes(
     crossing: Crossing, arguments: RowArguments, axes: Axes, lengths: Sequence[int]
 ) -> dict[Place, int] | None:
-    """Run the shortest rows of the batch with their padding cut.
+    """Return the axis of each row that follows the length of the sequence; None where padding must not be cut.
 
-    Returns:
-        The axis of each row, the batch axis removed, that follows the length of the sequence, where there is one; None
-        where padding must not be cut.
+    Runs the shortest rows of the batch with their padding cut.
     """
     full = crossing.batch.kwargs["attention_mask"].shape[1]
     short = max((length for length in lengths if length < full), default=0)
@@ -267,7 +235,7 @@ def _length_axes(
             continue
         value = crossing.values[place]
         whole = value.index_select(axis, index.to(value.device)).movedim(axis, 0)
-        part = trial.value_called_once(place)
+        part = trial.value(place)
         if part is None or part.dim() != whole.dim():
             return None
         part = part.movedim(axis, 0)
