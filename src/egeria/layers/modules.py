@@ -46,11 +46,7 @@ class LayerModule:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> LayerModule:
-        """Build a layer module from what `to_dict` gave.
-
-        Raises:
-            ConfigError: when fields are missing or unknown.
-        """
+        """Build a layer module from what `to_dict` gave, in this version: with exactly its fields."""
         expected = {field.name for field in fields(cls)}
         if set(entry) != expected:
             raise ConfigError(

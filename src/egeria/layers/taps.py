@@ -44,10 +44,9 @@ def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
 
 
 class TrainingTap:
-    """Keeps the activation of one submodule from the user's own training forward (the paper's way).
+    """Keeps the activation of one submodule, up to `num_rows` rows, from the user's own training forward (paper's way).
 
-    Rows beyond `num_rows` are left out; what is kept is a copy, since an in-place operation behind
-    the tap may overwrite the original.
+    It is a copy, since an in-place operation behind the tap may overwrite the original.
     """
 
     def __init__(self, model: nn.Module, tap: str, num_rows: int) -> None:

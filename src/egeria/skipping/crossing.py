@@ -90,7 +90,8 @@ class Crossing:
         return found + self._integers({place: values[place] for place in found}, other)
 
     def _record(self, places: Collection[Place]) -> dict[Place, Tensor]:
-        return self.probe.run(self.batch, keeps=places).values if places else {}
+        found = self.probe.run(self.batch, keeps=places).values if places else {}
+        return {place: found[place] for place in places}
 
     def _require_replay(self, values: Values) -> None:
         """With all outputs replayed the pass must be the same, else the frozen layers do more than give outputs."""

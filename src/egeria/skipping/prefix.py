@@ -101,11 +101,7 @@ class Prefix:
         return _key(batch) in self._templates
 
     def learn(self, batch: Batch) -> None:
-        """Try out a batch of another kind: its shapes, and that replaying gives what computing gives.
-
-        Raises:
-            UncacheableError: it does not.
-        """
+        """Try out a batch of another kind: its shapes, and that replaying gives what computing gives (or refuse)."""
         if self.knows(batch):
             return
         with refusing():
@@ -173,14 +169,11 @@ class Prefix:
         return [_rows_first(trial.values[leaf.place], leaf) for leaf in self.row_leaves]
 
     def compute(self, batch: Batch, rows: Tensor | None = None) -> list[Tensor]:
-        """Run the frozen layers alone, without a trace.
+        """Run the frozen layers alone, without a trace; returns a tensor [b, ...] for each of `row_leaves`.
 
         Args:
             batch: arguments of a call; left as they are.
             rows: numbers of the rows to compute [b], or None for all.
-
-        Returns:
-            What crosses, one tensor [b, ...] for each of `row_leaves`.
 
         Raises:
             UncacheableError: they did not run as they did when they were tried out.

@@ -102,11 +102,8 @@ class Trial:
     stops: bool = False
     """Whether the pass ends when all roots of these have run."""
     values: dict[Place, Tensor] = field(default_factory=dict)
-    """The tensors to be kept, as detached copies."""
     calls: dict[str, int] = field(default_factory=dict)
-    """How often each root ran, in the order of first calls."""
     template: Template = field(default_factory=Template)
-    """The outputs of all roots without their values."""
     outcome: dict[str, Any] | None = None
     """What the pass gave and changed, by name; None where it failed, or was ended behind the prefix."""
     error: Exception | None = None

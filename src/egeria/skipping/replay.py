@@ -32,7 +32,7 @@ class Form:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
-        """Return the form of a tensor."""
+        """Describe a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     @property
@@ -144,11 +144,7 @@ def stubbed(model: nn.Module, template: Template, values: Values) -> Iterator[di
 
 @contextmanager
 def replaying(model: nn.Module, template: Template, values: Values) -> Iterator[None]:
-    """Let stubs answer for the roots of a template in one forward pass.
-
-    Raises:
-        UncacheableError: at the end of the block, that the pass did not call each of them once.
-    """
+    """Let stubs answer in one forward pass, which must call each of them once: else it is refused afterwards."""
     with stubbed(model, template, values) as calls:
         yield
     for root, number in calls.items():
