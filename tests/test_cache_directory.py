@@ -18,7 +18,7 @@ import torch
 
 import egeria
 from egeria.cache.store import directory as directories
-from egeria.cache.store.directory import CacheDirectory, RunLock, survey, sweep
+from egeria.cache.store.directory import CacheDirectory, lock_run, survey, sweep
 from egeria.cache.store.rows import RowLayout, StoreError
 
 pytestmark = pytest.mark.timeout(200)  # a busy machine takes its time to start a process
@@ -246,10 +246,10 @@ def test_a_run_whose_making_was_interrupted_is_removed(tmp_path):
 def test_a_run_is_not_begun_where_another_process_is_just_removing(tmp_path):
     path = tmp_path / "run-00000000000000aa"
     path.mkdir()
-    remover = RunLock.take(path, alone=True)
-    assert RunLock.take(path, alone=False) is None and RunLock.take(path, alone=True) is None
+    remover = lock_run(path, alone=True)
+    assert lock_run(path, alone=False) is None and lock_run(path, alone=True) is None
     directories._remove_run(path, remover)
-    assert RunLock.take(path, alone=False) is None and names(tmp_path) == []
+    assert lock_run(path, alone=False) is None and names(tmp_path) == []
 
 
 def test_a_lock_on_a_file_that_was_removed_in_between_does_not_count(tmp_path, monkeypatch):
@@ -261,20 +261,20 @@ def test_a_lock_on_a_file_that_was_removed_in_between_does_not_count(tmp_path, m
         return descriptor
 
     monkeypatch.setattr(os, "open", removed_at_once)
-    assert RunLock.take(tmp_path, alone=False) is None and RunLock.take(tmp_path, alone=True) is None
+    assert lock_run(tmp_path, alone=False) is None and lock_run(tmp_path, alone=True) is None
 
 
 def test_beginning_is_tried_again_when_the_new_directory_is_swept_away(tmp_path, monkeypatch):
-    real, calls = RunLock.take.__func__, []
+    real, calls = directories.lock_run, []
 
-    def first_too_late(cls, path, *, alone):
+    def first_too_late(path, *, alone):
         if not alone:
             calls.append(path)
             if len(calls) == 1:
                 assert sweep(tmp_path)[0] == 1
-        return real(cls, path, alone=alone)
+        return real(path, alone=alone)
 
-    monkeypatch.setattr(RunLock, "take", classmethod(first_too_late))
+    monkeypatch.setattr(directories, "lock_run", first_too_late)
     directory = CacheDirectory(tmp_path)
     assert len(calls) == 2 and names(tmp_path) == [calls[1].name]
     directory.close()

@@ -182,14 +182,14 @@ def test_a_disk_that_hangs_beyond_the_end_of_the_run(tmp_path, monkeypatch):
         training.finish()
         is_over.set()
         assert_equal(training, plain(tmp_path))
-        wait_for_threads()
+        wait_until(lambda: not any("egeria-cache" in thread.name for thread in threading.enumerate()))
     assert_turned_off(training, "must come within 0.3 s")
 
 
-def wait_for_threads():
-    """Wait until the threads of caches have ended."""
+def wait_until(condition):
+    """Wait until something has happened."""
     deadline = time.monotonic() + 10
-    while any("egeria-cache" in thread.name for thread in threading.enumerate()):
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -210,7 +210,7 @@ def test_the_rows_are_damaged(tmp_path, harm):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        assert training.generation.writer.flush()
+        wait_until(lambda: not training.generation.writer.pending())
         harm(training.store_path)
         training.finish()
         assert_equal(training, plain(tmp_path))

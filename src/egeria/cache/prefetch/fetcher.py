@@ -192,17 +192,7 @@ class Fetcher:
         """Keep the complete rows of a batch among the last mini-batches, without a copy.
 
         Call it before the model is given the rows: rows that it changes in place are then not served again. And
-        after `invalidate`, which forgets them.
-
-        Args:
-            number: of the batch.
-            positions: [b]
-            rows: a tensor [b, ...] for each leaf.
-            fingerprints: [b, 2]
-            lengths: [b] true lengths, where rows have lengths.
-
-        Raises:
-            StoreError: these are not rows of one batch.
+        after `invalidate`, which forgets them. Arguments and errors are those of `Writer.put`.
         """
         # Of inference tensors nobody could find out whether they were changed.
         if self._worker.is_alive and not any(tensor.is_inference() for tensor in rows):
@@ -306,12 +296,9 @@ class _Reader:
         self._stream = torch.cuda.Stream(self._device) if self._device is not None else None  # type: ignore[no-untyped-call]
 
     def read(self, positions: Integers, *, length: int | None = None, advise: bool = False) -> PrefetchedBatch:
-        """Return what the store has of the positions [b]. Raises `StoreError` and whatever a device raises.
+        """Return what the store has of the positions [b], padded to a length or a guess of it.
 
-        Args:
-            positions: [b]
-            length: of the padded batch; None for a guess.
-            advise: whether the store has not been advised of the positions yet.
+        Raises `StoreError` and whatever a device raises.
         """
         if advise:
             self._store.advise(positions)

@@ -138,8 +138,8 @@ class RowsInMemory:
         # Detached tensors share memory and version, but not the graph that an in-place operation would bring.
         self.rows = tuple(tensor.detach() for tensor in rows)
         self._versions = [tensor._version for tensor in self.rows]
-        places = enumerate(self.positions.tolist())
-        self._places = {position: place for place, position in reversed(list(places))}  # the first of several
+        last = len(self.positions) - 1  # of several rows for one position the first counts
+        self._places = {position: last - place for place, position in enumerate(reversed(self.positions.tolist()))}
 
     @property
     def is_intact(self) -> bool:
@@ -224,15 +224,6 @@ class Writer:
             return []
         self._forget_written()
         return [memory for memory, _ in reversed(self._pending)]
-
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything is written; False if that takes too long or writing has failed."""
-        if not self._worker.is_alive:
-            return False
-        with contextlib.suppress(Exception):
-            self._worker.submit(bool).result(timeout_s)
-            return self.failure is None
-        return False
 
     def close(self, timeout_s: float = 2.0) -> bool:
         """Give up what waits; return whether the thread has ended, else it hangs in the store. May be repeated."""

@@ -17,7 +17,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class CacheDirectory:
                 self.path, lock = _join(root, token, timeout_s)
         except OSError as error:
             raise StoreError(f"The cache directory {root} cannot be used: {error}. Give another one.") from error
-        self._finalizer = weakref.finalize(self, _leave, self.path, lock)
+        self._finalizer = weakref.finalize(self, _leave, self.path, lock, os.getpid())
 
     @property
     def token(self) -> str:
@@ -94,16 +94,9 @@ class CacheDirectory:
         return max(0, min(wanted, (self.room_bytes() - HEADER_BYTES) // bytes_per_position(layouts)))
 
     def create(self, number: int, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
-        """Make the store of a generation.
+        """Make the store of a generation, by whose number other processes join it.
 
-        Args:
-            number: of the generation, by which other processes join its store.
-            layouts: of the leaves of a row.
-            capacity: positions it has room for.
-            description: other arguments of `Store`, such as the boundary.
-
-        Raises:
-            StoreError: it goes beyond the limit, or the disk has no room.
+        Further arguments are those of `Store`. Raises `StoreError` if it goes beyond the limit or the disk is full.
         """
         needed, room = HEADER_BYTES + capacity * bytes_per_position(layouts), self.room_bytes()
         if needed > room:
@@ -137,52 +130,37 @@ class CacheDirectory:
         return self.path / f"{self._store_path(number).name}{DECIDED[opened]}"
 
 
-class RunLock:
-    """A lock on the directory of a run: shared by its processes, alone by who removes it.
+def lock_run(directory: Path, *, alone: bool) -> int | None:
+    """Return the open file that locks a run's directory; None if it cannot be had, or the directory is gone.
 
-    It belongs to the open file, which forked children inherit: `release` frees it for all of them.
+    It can be had `alone` only where the run has no process any more; else as one of its processes, unless the
+    directory is being removed. Raises `OSError` if files cannot be made or locked there.
     """
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self._pid = os.getpid()
-
-    @classmethod
-    def take(cls, directory: Path, *, alone: bool) -> RunLock | None:
-        """Return the lock of a run's directory; None if it cannot be had, or the directory is gone.
-
-        It can be had `alone` only where the run has no process any more; else as one of its processes, unless the
-        directory is being removed. Raises `OSError` if files cannot be made or locked there.
-        """
-        if fcntl is None:
-            raise OSError("files cannot be locked on this system")
-        path = directory / LOCK_NAME
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(path.lstat(), os.fstat(descriptor)):  # another may have removed it in between
-                    return cls(descriptor)
-        except BlockingIOError:
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+    if fcntl is None:
+        raise OSError("files cannot be locked on this system")
+    path = directory / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
+    except FileNotFoundError:
         return None
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        if os.path.samestat(path.lstat(), os.fstat(descriptor)):  # another may have removed it in between
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
-    def release(self) -> None:
-        """Release the lock; in a forked child only close the child's own copy of the file."""
-        if self.descriptor < 0:
-            return
-        descriptor, self.descriptor = self.descriptor, -1
-        with contextlib.suppress(OSError):
-            if os.getpid() == self._pid:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+
+def _unlock(lock: int) -> None:
+    """Unlock and close a file; closing alone would not do where forked children have inherited it."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +191,7 @@ class FoundRun:
     is_live: bool
     size_bytes: int
     note: dict[str, Any]
-    """Who began it: 'pid', 'boot_id' and 'created'; empty where that cannot be read."""
+    """Who began it: 'pid' and 'created'; empty where that cannot be read."""
     stores: tuple[FoundStore, ...]
 
 
@@ -227,10 +205,8 @@ def survey(root: Path, *, verify: bool = False) -> list[FoundRun]:
     Raises:
         StoreError: the directory cannot be read.
     """
-    try:
+    with as_store_error(f"The cache directory {root} cannot be read"):
         found = _runs(root)
-    except OSError as error:
-        raise StoreError(f"The cache directory {root} cannot be read: {error}.") from error
     return [
         FoundRun(
             path=path,
@@ -248,7 +224,7 @@ def sweep(root: Path) -> tuple[int, int]:
     num_runs = num_bytes = 0
     for path in _runs(root):
         with contextlib.suppress(OSError):  # somebody else's, or already gone
-            if (lock := RunLock.take(path, alone=True)) is not None:
+            if (lock := lock_run(path, alone=True)) is not None:
                 num_runs, num_bytes = num_runs + 1, num_bytes + size_bytes(path)
                 _remove_run(path, lock)
     return num_runs, num_bytes
@@ -277,15 +253,16 @@ def _is_store(path: Path) -> bool:
     return bool(STORE_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
 
 
-def _begin(root: Path) -> tuple[Path, RunLock]:
+def _begin(root: Path) -> tuple[Path, int]:
     """Make the directory of a new run and lock it; one that sees it before it is locked may remove it, so try again."""
     for _ in range(ATTEMPTS):
         path = root / f"run-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        lock = RunLock.take(path, alone=False)
+        lock = lock_run(path, alone=False)
         if lock is not None:
             try:
-                os.pwrite(lock.descriptor, json.dumps(_note()).encode(), 0)
+                note = {"pid": os.getpid(), "created": round(time.time(), 3)}  # for people; nothing is decided by it
+                os.pwrite(lock, json.dumps(note).encode(), 0)
             except BaseException:  # such as a full disk
                 _remove_run(path, lock)
                 raise
@@ -294,10 +271,10 @@ def _begin(root: Path) -> tuple[Path, RunLock]:
     raise OSError("no run could be begun: another process keeps removing it")
 
 
-def _join(root: Path, token: str, timeout_s: float) -> tuple[Path, RunLock]:
+def _join(root: Path, token: str, timeout_s: float) -> tuple[Path, int]:
     path, deadline = root / f"run-{token}", time.monotonic() + timeout_s
     while RUN_NAME.fullmatch(path.name):
-        lock = RunLock.take(path, alone=False) if path.is_dir() else None
+        lock = lock_run(path, alone=False) if path.is_dir() else None
         if lock is not None:
             return path, lock
         if time.monotonic() >= deadline:
@@ -306,15 +283,18 @@ def _join(root: Path, token: str, timeout_s: float) -> tuple[Path, RunLock]:
     raise OSError(f"there is no run {token!r} to join")
 
 
-def _leave(path: Path, lock: RunLock) -> None:
-    """Release a run, and remove it if no other process holds it; in a forked child its parent does."""
-    lock.release()
+def _leave(path: Path, lock: int, pid: int) -> None:
+    """Release a run, and remove it if no other process holds it; a forked child only closes its copy of the file."""
+    if os.getpid() != pid:
+        os.close(lock)
+        return
+    _unlock(lock)
     with contextlib.suppress(OSError):
-        if _is_directory(path) and (last := RunLock.take(path, alone=True)) is not None:
+        if _is_directory(path) and (last := lock_run(path, alone=True)) is not None:
             _remove_run(path, last)
 
 
-def _remove_run(path: Path, lock: RunLock) -> None:
+def _remove_run(path: Path, lock: int) -> None:
     """Delete our files of a run whose lock is held alone, the lock last; anything else stays."""
     with contextlib.suppress(OSError):
         for found in {entry.name.strip(".").partition(".")[0] for entry in path.iterdir()}:
@@ -322,26 +302,18 @@ def _remove_run(path: Path, lock: RunLock) -> None:
                 remove_store(path / found)
         (path / LOCK_NAME).unlink()
         path.rmdir()
-    lock.release()
+    _unlock(lock)
 
 
 def _is_live(directory: Path) -> bool:
     """Return whether a process of the run may still live; where that cannot be found out, it may."""
     try:
-        lock = RunLock.take(directory, alone=True)
+        lock = lock_run(directory, alone=True)
     except OSError:
         return True
     if lock is not None:
-        lock.release()
+        _unlock(lock)
     return lock is None and directory.is_dir()
-
-
-def _note() -> dict[str, Any]:
-    """Return who and when this is, to be read by people; nothing is decided by it."""
-    boot_id = ""
-    with contextlib.suppress(OSError):
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return {"pid": os.getpid(), "boot_id": boot_id, "created": round(time.time(), 3)}
 
 
 def _read_note(directory: Path) -> dict[str, Any]:
@@ -352,24 +324,14 @@ def _read_note(directory: Path) -> dict[str, Any]:
 
 
 def _found_store(path: Path, verify: bool) -> FoundStore:
-    size = size_bytes(path)
+    found = FoundStore(path=path, size_bytes=size_bytes(path))
     try:
-        store = DiskStore.join(path, read_only=True)
+        with contextlib.closing(DiskStore.join(path, read_only=True)) as store:
+            found = replace(found, boundary=store.boundary, capacity=store.capacity, num_stored=store.num_stored)
+            if verify:
+                num_stored, num_damaged = store.verify()
+                found = replace(found, num_stored=num_stored, num_damaged=num_damaged)
+            return found
     except StoreError as error:
         # One that is gone by now was removed by its run: no damage.
-        return FoundStore(path=path, size_bytes=size, problem=str(error) if path.exists() else "")
-    with contextlib.closing(store):
-        try:
-            num_stored, num_damaged = store.verify() if verify else (store.num_stored, None)
-            problem = ""
-        except StoreError as error:
-            num_stored, num_damaged, problem = store.num_stored, None, str(error)
-        return FoundStore(
-            path=path,
-            size_bytes=size,
-            boundary=store.boundary,
-            capacity=store.capacity,
-            num_stored=num_stored,
-            num_damaged=num_damaged,
-            problem=problem,
-        )
+        return replace(found, problem=str(error) if path.exists() else "")

@@ -22,7 +22,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +74,8 @@ class DiskStore(Store):
     def create(cls, path: Path, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
         """Make a store with all of its blocks on the disk, never in a sparse file; it is named when it is complete.
 
-        Args:
-            path: of the file.
-            layouts: of the leaves of a row.
-            capacity: positions it has room for.
-            description: other arguments of `Store`, such as the boundary.
-
-        Raises:
-            StoreError: there is no room, no right, or a store already. Nothing new is left behind.
+        Further arguments are those of `Store`. Raises `StoreError` if there is no room, no right, or a store already;
+        nothing new is left behind then.
         """
         if not layouts or capacity < 1:
             raise StoreError(f"A store needs a leaf and a position, found {len(layouts)} and {capacity}.")
@@ -106,14 +100,9 @@ class DiskStore(Store):
 
     @classmethod
     def join(cls, path: Path, *, read_only: bool = False) -> DiskStore:
-        """Open the store of another process of this host.
+        """Open the store of another process of this host, which learns of it unless this one only reads.
 
-        Args:
-            path: of the file.
-            read_only: whether to leave the file as it is; otherwise its maker learns that it is shared.
-
-        Raises:
-            StoreError: there is none, or it is damaged.
+        Raises `StoreError` if there is none, or it is damaged.
         """
         with as_store_error(f"The store {path} cannot be joined"):
             descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | _SAFELY)
@@ -314,10 +303,9 @@ def _fully(
     """
     done, total = transfer(descriptor, blocks, offset), sum(map(len, blocks))
     while done < total:
-        skipped, rest = done, []
-        for block in blocks:
-            rest += [block[skipped:]] if skipped < len(block) else []
-            skipped = max(0, skipped - len(block))
+        begins = accumulate(map(len, blocks), initial=0)
+        rest = [block[max(0, done - begin) :] for begin, block in zip(begins, blocks, strict=False)]
+        rest = [block for block in rest if block]
         more = transfer(descriptor, rest, offset + done)
         if more == 0:
             if transfer is os.pwritev:
