@@ -229,24 +229,16 @@ def check_run(trial: Trial) -> dict[str, Any]:
     """Return the outcome of a run of the whole model, which must show nothing that forbids to skip frozen layers."""
     if trial.outcome is None:
         raise UncacheableError(f"the model cannot be run on one batch again: {_tell(trial.error)}")
-    require(
-        not trial.needs_grad,
-        f"what {trial.needs_grad} gives needs a gradient: something in front of it is in training",
-    )
-    require(
-        not trial.unsettled,
-        f"a {trial.unsettled} is in training mode, so that a sample gives something else each time",
-    )
-    require(
-        not trial.opaque,
-        f"{trial.opaque} gives an object of its own with tensors inside, which cannot be stored; return tensors, "
-        f"tuples or dictionaries",
-    )
-    require(
-        not trial.changed,
-        f"the frozen layers set {next(iter(trial.changed), '')} in every forward pass, and whatever reads it would "
-        f"find an old value",
-    )
+    changed = next(iter(trial.changed), "")
+    reasons = {
+        "what {} gives needs a gradient: something in front of it is in training": trial.needs_grad,
+        "a {} is in training mode, so that a sample gives something else each time": trial.unsettled,
+        "{} gives an object of its own with tensors inside, which cannot be stored; return tensors, tuples or "
+        "dictionaries": trial.opaque,
+        "the frozen layers set {} in every forward pass, and whatever reads it would find an old value": changed,
+    }
+    for reason, name in reasons.items():
+        require(not name, reason.format(name))
     require(trial.is_finite, "the output of the model has NaN in it")
     return trial.outcome
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
+from egeria.errors import UncacheableError
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import without_torch
@@ -111,11 +112,8 @@ class Prefix:
             check_run(trial)
             template, _ = stub_template(trial, self._probe)
             known = next(iter(self._templates.values()))
-            other_roots = next(iter({*known.roots} ^ {*template.roots}), None)
-            require(
-                other_roots is None,
-                f"{trial.called(other_roots or '')} in another kind of batch, and not so at first",
-            )
+            for root in {*known.roots} ^ {*template.roots}:
+                raise UncacheableError(f"{trial.called(root)} in another kind of batch, and not so at first")
             for leaf in self.leaves:
                 fits = _is_like(leaf, template, num_rows)
                 require(fits, f"{leaf.place[0]} gives something of another kind in another kind of batch")
@@ -151,14 +149,9 @@ class Prefix:
             form, value = self._latest.forms[leaf.place], trial.value(leaf.place)
             fits = value is not None and value.dim() == len(form.shape) and value.dtype == form.dtype
             require(fits, f"{leaf.place[0]} gave something of another kind than when it was tried out")
-        require(
-            not trial.needs_grad,
-            f"what {trial.needs_grad} gives needs a gradient now: something in front of it is in training",
-        )
-        require(
-            not trial.unsettled,
-            f"a {trial.unsettled} is in training mode, and was in inference mode when it was tried out",
-        )
+        grad, unsettled = trial.needs_grad, trial.unsettled
+        require(not grad, f"what {grad} gives needs a gradient now: something in front of it is in training")
+        require(not unsettled, f"a {unsettled} is in training mode, and was in inference mode when it was tried out")
         return self._rows(trial)
 
     @property
