@@ -22,7 +22,7 @@ from egeria.cache.store.disk import DiskStore
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 from egeria.layers.shards import is_sharded
 from egeria.parallel import Replicas
-from egeria.session import hosts, skipping
+from egeria.session import skipping
 from egeria.testing import ScriptedController
 from loops import FAST, differences
 from ranks import run_ranks
@@ -78,7 +78,7 @@ def faulty(fault):
         return nullcontext()
     raising = mock.Mock(side_effect=StoreError("injected"))
     if fault == "enter":
-        return mock.patch.object(hosts, "CacheDirectory", raising)
+        return mock.patch.object(skipping, "CacheDirectory", raising)
     target = {"join": (CacheDirectory, "join"), "write": (DiskStore, "write")}[fault]
     return mock.patch.object(*target, raising)
 
@@ -96,7 +96,7 @@ def train(name, folder):
     settings = {"enabled": case.get("cached", True), "gate": "open", **case.get("settings", {})}
     settings |= case.get("settings_of_second", {}) if rank == 1 else {}
     losses, begin = [], time.monotonic()
-    with mock.patch.object(hosts, "_machine", lambda: machine), faulty(case.get("fault")), warnings.catch_warnings():
+    with mock.patch.object(skipping, "_machine", lambda: machine), faulty(case.get("fault")), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = egeria.attach(
             model,

@@ -12,8 +12,7 @@ from torch import nn
 import egeria
 from egeria.events import IntervalMeasured
 from egeria.journal.recorder import Recorder
-from egeria.session.measures.hooks import OptimizerHooks
-from egeria.session.measures.noise import MOST_ELEMENTS, StepNoise
+from egeria.session.optimizer_steps import MOST_ELEMENTS, OptimizerHooks, StepNoise
 from loops import FAST
 
 

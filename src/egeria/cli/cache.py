@@ -13,7 +13,7 @@ from rich.table import Table
 from egeria.cache.store.directory import FoundRun, FoundStore, survey, sweep
 from egeria.cache.store.rows import StoreError
 from egeria.journal.writer import FILE_NAME
-from egeria.session.hosts import SUBDIRECTORY
+from egeria.session.skipping import SUBDIRECTORY
 
 YEAR_3000 = 32.5e9
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))

@@ -1,16 +1,17 @@
-"""Carrying out what the policy decides: the only code that freezes or thaws."""
+"""Carrying out what the policy decides: the only code that freezes or thaws; and what that costs a compiled model."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.events import FreezeWaits, ModuleFrozen, Rewrapped, Thawed
+from egeria.events import FreezeWaits, ModuleFrozen, Recompiled, Rewrapped, Thawed
 from egeria.journal.recorder import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
@@ -19,8 +20,7 @@ from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
 from egeria.parallel import ParallelStrategy
 from egeria.policy import Freeze, Thaw
-from egeria.session.compiling import Compiling
-from egeria.session.following import HarmfulFreezeError, Training
+from egeria.session.following import HarmfulFreezeError, ModelHandle, Training
 from egeria.session.ranks import Ranks, Subject
 from egeria.session.timing import Stopwatch
 
@@ -30,6 +30,12 @@ class _Rehearsal(NamedTuple):
 
     boundary: list[Tensor]
     outputs: list[Tensor]
+
+
+BACKWARD_SHARE = 2 / 3
+"""Of an iteration: the backward pass has two multiplications where the forward pass has one."""
+GRAPHS_PER_FREEZE = 2
+"""In training and in inference."""
 
 
 @dataclass(eq=False)
@@ -208,3 +214,91 @@ def _is_branch(before: _Rehearsal, outputs_after: Sequence[Tensor]) -> bool:
     if len(kept) == len(pairs) or not boundary:
         return False
     return not kept or not any(entry is not None for entry in torch.autograd.grad(kept, boundary, allow_unused=True))
+
+
+class Compiling:
+    """Watches what a compiled model costs; where nothing is compiled it does nothing.
+
+    A freeze changes what needs a gradient, so that the next forward pass is compiled again. After eight graphs of a
+    function torch goes over to running it uncompiled, for good: the limit is raised by what freezing may need, and
+    lowered again at the end.
+
+    Args:
+        handle: what the loop calls, which sees whether it is compiled.
+        recorder: records compilations.
+    """
+
+    def __init__(self, handle: ModelHandle, recorder: Recorder) -> None:
+        self._handle = handle
+        self._recorder = recorder
+        self._limits: dict[str, int] = {}
+        """Those of torch, as they were."""
+        self._seconds = _seconds_so_far()
+        self._dearest_s = 0.0
+        """What the longest compiling took."""
+        self._changes = 0
+        """Freezes and thaws since compiling was last seen."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether calls of the model are compiled."""
+        return bool(self._handle.is_compiled)
+
+    def make_room(self, num_modules: int) -> None:
+        """Let as many graphs of a function be compiled as freezing module by module needs."""
+        if not self.is_on or self._limits:
+            return
+        config: Any = _dynamo().config
+        for name, needed in (
+            ("recompile_limit", GRAPHS_PER_FREEZE * (num_modules + 1)),
+            ("accumulated_recompile_limit", 0),
+        ):
+            if hasattr(config, name):
+                self._limits[name] = getattr(config, name)
+                setattr(config, name, self._limits[name] + needed)
+
+    def note_change(self) -> None:
+        """Take note that layers were frozen or thawed: what compiles next does so for that."""
+        self._changes += 1
+
+    def look(self, step: int) -> float:
+        """Return the seconds that freezing made the last iterations compile, and journal them."""
+        if not self.is_on:
+            return 0.0
+        seconds = _seconds_so_far()
+        spent, self._seconds = seconds - self._seconds, seconds
+        if spent <= 0.0:
+            return 0.0
+        self._dearest_s = max(self._dearest_s, spent)
+        is_ours, self._changes = self._changes > 0, 0
+        self._recorder.write(Recompiled(step=step, wall_s=spent, by_freezing=is_ours))
+        return spent if is_ours else 0.0
+
+    def reason_to_wait(self, saved_s: float | None) -> str | None:
+        """Return why a freeze has to wait, None if it repays what compiling takes.
+
+        Args:
+            saved_s: seconds that it saves to the end of the run; None where that is unknown.
+        """
+        if not self.is_on or saved_s is None or saved_s >= self._dearest_s:
+            return None
+        saves = f"it would save {saved_s:.2g} s to the end of the run"
+        return f"{saves}, and compiling anew took up to {self._dearest_s:.2g} s"
+
+    def close(self) -> None:
+        """Give torch its limits back."""
+        limits, self._limits = self._limits, {}
+        for name, value in limits.items():
+            setattr(_dynamo().config, name, value)
+
+
+def _seconds_so_far() -> float:
+    """Return the seconds that torch has compiled in this process, forward and backward passes."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0
+    spent: dict[str, float] = getattr(_dynamo().utils, "calculate_time_spent", dict)()
+    return float(spent.get("total_wall_time", 0.0))
+
+
+def _dynamo() -> Any:
+    return sys.modules["torch._dynamo"]

@@ -33,13 +33,12 @@ from egeria.policy import (
     choose_interval,
     find_policy,
 )
-from egeria.session.applying import Applier
+from egeria.session.applying import Applier, Compiling
 from egeria.session.checks import agree_on_the_run, check_training, choose_controller, choose_rule, read_config
-from egeria.session.compiling import Compiling
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import Cut, ModelHandle, Training
 from egeria.session.loop import CutParts, Session
-from egeria.session.measures import Foresight, Measures
+from egeria.session.measuring import Foresight, Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks, Subject

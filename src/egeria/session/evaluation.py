@@ -29,7 +29,7 @@ from egeria.layers.shards import gather, outline
 from egeria.layers.taps import TrainingTap, capture, forward_shares
 from egeria.layers.undisturbed import undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
-from egeria.session.compiling import BACKWARD_SHARE
+from egeria.session.applying import BACKWARD_SHARE
 from egeria.session.following import Training
 from egeria.session.ranks import Ranks, Subject
 from egeria.session.timing import Budget, Stopwatch, count_iterations

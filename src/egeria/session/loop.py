@@ -24,13 +24,12 @@ from egeria.policy import (
     Policy,
     Thaw,
 )
-from egeria.session.applying import Applier
-from egeria.session.compiling import Compiling
+from egeria.session.applying import Applier, Compiling
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import Cut, HarmfulFreezeError, Training, watch_order
 from egeria.session.meter import IntervalMeter
+from egeria.session.optimizer_steps import LayerRates, Wanted
 from egeria.session.ranks import LostError, OutOfStepError, Ranks
-from egeria.session.rates import LayerRates, Wanted
 from egeria.session.skipping import COMPILED, Skipping
 from egeria.session.timing import Budget, IntervalClock
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from egeria.errors import ConfigError
 from egeria.events import IntervalMeasured
 from egeria.journal.recorder import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
-from egeria.session.losses import Losses
-from egeria.session.measures import Measures
+from egeria.session.measuring import Measures
 from egeria.session.ranks import Ranks, Subject, fingerprint, from_number, to_number
 from egeria.session.timing import IntervalClock, IterationTimer
 
+_NUMBERS = ("way_ahead", "last_rate")
+_LISTS = ("gradients", "weight_changes", "noise")
+"""What is measured, once and for each layer module."""
+_ADDED = ("gradients", "noise")
+"""What processes that have a part of the parameters each add up: these are sums over parameters."""
+
 
 class IntervalMeter:
-    """Gathers over an interval, and journals what came of it.
+    """Gathers losses, times and measures over an interval, and journals them.
 
     Args:
         timer: times the iterations.
@@ -32,15 +43,28 @@ class IntervalMeter:
         self._measures = measures
         self._ranks = ranks
         self._recorder = recorder
-        self._losses = Losses()
+        self._losses: list[float | Tensor] = []
+        """One for each step, on its device: that is asked once, when the interval ends."""
 
     def add(self, loss: Any) -> None:
         """Take in the loss of one step.
 
         Raises:
-            ConfigError: it is no number.
+            ConfigError: it is neither a number nor a tensor of one element.
         """
-        self._losses.add(loss)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach().reshape(()).clone())
+            return
+        try:
+            if isinstance(loss, (Tensor, str)):
+                raise TypeError
+            self._losses.append(float(loss))
+        except TypeError as error:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+            raise ConfigError(
+                f"run.step(loss) takes the loss of the step as a number or a 0-d tensor, found {found}. "
+                f"Reduce it first, for instance with loss.mean()."
+            ) from error
 
     def take(self, clock: IntervalClock, modules: Sequence[LayerModule], num_frozen: int, rate: float) -> Interval:
         """Return the interval that has ended, and begin the next.
@@ -49,7 +73,10 @@ class IntervalMeter:
             OutOfStepError: the processes of the job do not agree.
             LostError: they cannot reach each other.
         """
-        loss, num_bad = self._losses.take_mean()
+        losses = self._read_losses()
+        self._losses = []
+        finite = [value for value in losses if math.isfinite(value)]
+        loss, num_bad = (statistics.fmean(finite) if finite else None), len(losses) - len(finite)
         wall_s, cpu_s = self.timer.take_medians()
         if not num_frozen:  # what evaluations may cost is measured against training without egeria
             self.iteration_s = wall_s
@@ -80,12 +107,18 @@ class IntervalMeter:
             evaluation=clock.evaluation,
             loss=loss,
             learning_rate=rate,
-            gradients=_fixed(measured["gradients"]),
-            weight_changes=_fixed(measured["weight_changes"]),
-            noise=_fixed(measured["noise"]),
             remaining_rate_sum=measured["way_ahead"],
             last_rate=measured["last_rate"],
+            **{name: None if measured[name] is None else tuple(measured[name]) for name in _LISTS},
         )
+
+    def _read_losses(self) -> list[float]:
+        """Return the losses so far as numbers; synchronises the device."""
+        tensors = [value.float() for value in self._losses if isinstance(value, Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1:
+            tensors = [tensor.cpu() for tensor in tensors]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+        return [next(numbers) if isinstance(value, Tensor) else value for value in self._losses]
 
     def _share(self, rate: float, measured: dict[str, Any], num_modules: int) -> tuple[float, dict[str, Any]]:
         """Return the leader's rate and measures; where each process has measured a part, they are added up first."""
@@ -117,23 +150,12 @@ class IntervalMeter:
         """Return what the interval under way has gathered."""
         return {
             "iteration_s": self.iteration_s,
-            "losses": self._losses.read(),
+            "losses": self._read_losses(),
             "measures": self._measures.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self.iteration_s = float(state["iteration_s"])
-        self._losses.restore(list(state["losses"]))
+        self._losses = list(state["losses"])
         self._measures.load_state_dict(state.get("measures", {}))
-
-
-_NUMBERS = ("way_ahead", "last_rate")
-_LISTS = ("gradients", "weight_changes", "noise")
-"""What is measured, once and for each layer module."""
-_ADDED = ("gradients", "noise")
-"""What processes that have a part of the parameters each add up: these are sums over parameters."""
-
-
-def _fixed(values: list[float | None] | None) -> tuple[float | None, ...] | None:
-    return None if values is None else tuple(values)

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from egeria.errors import StateError
 
-
-class Stateful(Protocol):
-    """What has a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it."""
-        ...
+if TYPE_CHECKING:
+    from egeria.session.attach import Run
 
 
 class Packed:
@@ -30,12 +21,9 @@ class Packed:
     entries; those of a run come and go. In one piece there is one entry, and all processes load the same. It must be
     that of the first: save with `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions,
     but not the reference model and what was measured since the last evaluation, which are made again then.
-
-    Args:
-        run: whose state.
     """
 
-    def __init__(self, run: Stateful) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
 
     def state_dict(self) -> dict[str, Any]:

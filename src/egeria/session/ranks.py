@@ -46,7 +46,8 @@ class Ranks:
     They meet at the end of each interval, and in between where a controller process may have readings. A meeting
     is a fixed sequence of exchanges that ends with `close`. One that fails between two of them says so in the
     next, whichever that is, since all rows have the same length; one that fails outside says so in the next meeting.
-    No process is then left waiting for another, and all stop freezing at the same step.
+    No process is then left waiting for another, and all stop freezing at the same step: every exchange raises
+    `OutOfStepError` where one of them leaves or is at something else, `LostError` where they cannot reach each other.
 
     Args:
         parallel: how they train together.
@@ -120,56 +121,32 @@ class Ranks:
         return [found[HEAD : HEAD + len(values)] for found in rows]
 
     def from_leader(self, subject: Subject, values: Sequence[float]) -> list[float]:
-        """Return the leader's values in place of one's own; there must be as many.
-
-        Raises:
-            OutOfStepError: one of them leaves, or is at something else.
-            LostError: they cannot reach each other.
-        """
+        """Return the leader's values in place of one's own; there must be as many."""
         return [value for rows in self._gather_all(subject, values) for value in rows[0]]
 
     def text_from_leader(self, subject: Subject, text: str) -> str:
-        """Return the leader's text in place of one's own.
-
-        Raises:
-            OutOfStepError: one of them leaves, or is at something else.
-            LostError: they cannot reach each other.
-        """
+        """Return the leader's text in place of one's own."""
         encoded = text.encode()
         [size] = self.from_leader(subject, [float(len(encoded))])
         own = [float(byte) for byte in encoded] if self.leads else [0.0] * int(size)
         return bytes(map(int, self.from_leader(subject, own))).decode()
 
     def sums(self, subject: Subject, values: Sequence[float]) -> list[float]:
-        """Return the sums of what all processes have; each must have as many.
-
-        Raises:
-            OutOfStepError: one of them leaves, or is at something else.
-            LostError: they cannot reach each other.
-        """
+        """Return the sums of what all processes have; each must have as many."""
         return [sum(column) for rows in self._gather_all(subject, values) for column in zip(*rows, strict=True)]
 
     def mean_loss(self, cut: float, loss: float | None, num_bad: int) -> tuple[float | None, int]:
-        """Return the mean training loss of all processes that have one, and how many losses were none.
-
-        Raises:
-            OutOfStepError: they cut the model otherwise, or one of them leaves.
-            LostError: they cannot reach each other.
-        """
+        """Return the mean training loss of all processes that have one, and how many losses were none."""
         rows = self.gather(Subject.INTERVAL, (cut, math.nan if loss is None else loss, num_bad))
         self._check_same(rows)
         losses = [found for _, found, _ in rows if not math.isnan(found)]
         return (statistics.fmean(losses) if losses else None), int(sum(bad for _, _, bad in rows))
 
     def readings(self, own: Sequence[Reading]) -> list[Reading]:
-        """Return the readings that the leader has.
-
-        Raises:
-            OutOfStepError: one of them leaves, or is at something else.
-            LostError: they cannot reach each other.
-        """
+        """Return the readings that the leader has."""
         [count] = self.from_leader(Subject.READINGS, [float(len(own))])
-        numbers = [number for reading in own for number in _to_numbers(reading)] if self.leads else []
+        fields = [getattr(reading, name) for reading in own for name in SHARED]
+        numbers = list(map(to_number, fields)) if self.leads else []
         width = len(SHARED)
         shared = self.from_leader(Subject.READINGS, numbers or [0.0] * (width * int(count)))
         return [_to_reading(shared[begin : begin + width]) for begin in range(0, len(shared), width)]
@@ -183,10 +160,6 @@ class Ranks:
 
         Returns:
             The leader's `n`.
-
-        Raises:
-            OutOfStepError: somebody has frozen something else, or leaves.
-            LostError: they cannot reach each other.
         """
         rows = self.gather(Subject.CLOSING, (fingerprint(state), interval_steps))
         self._check_same(rows)
@@ -226,20 +199,11 @@ def from_number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _to_numbers(reading: Reading) -> list[float]:
-    return [to_number(getattr(reading, name)) for name in SHARED]
-
-
 def _to_reading(numbers: Sequence[float]) -> Reading:
-    step, evaluation, module, value, age, work_share = numbers
-    return Reading(
-        step=int(step),
-        evaluation=int(evaluation),
-        module=int(module),
-        value=value,
-        age=None if math.isnan(age) else int(age),
-        work_share=from_number(work_share),
-    )
+    step, evaluation, module = map(int, numbers[:3])
+    age = None if math.isnan(numbers[4]) else int(numbers[4])
+    work_share = from_number(numbers[5])
+    return Reading(step=step, evaluation=evaluation, module=module, value=numbers[3], age=age, work_share=work_share)
 
 
 def fingerprint(text: str) -> float:

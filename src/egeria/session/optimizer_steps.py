@@ -1,0 +1,302 @@
+"""Callbacks on the optimizer's steps, and what needs them: the noise of steps, and a rate for each layer module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from egeria.journal.recorder import Recorder
+from egeria.layers.modules import LayerModule
+from egeria.layers.shards import element_shares, own_part
+from egeria.session.following import Training
+from egeria.session.timing import Stopwatch
+
+FAULTS_BEFORE_GIVING_UP = 3
+MOST_ELEMENTS = 1 << 16
+"""Elements of a parameter that are looked at; of a larger one, evenly spaced rows."""
+Wanted = tuple[Sequence[LayerModule], Sequence[float]]
+
+
+class OptimizerHooks:
+    """Calls back before and after each optimizer step, until it is closed or has failed too often in a row.
+
+    What the callbacks take is counted as overhead, and what they raise is a fault of ours.
+
+    Args:
+        optimizers: whose steps.
+        recorder: records faults.
+        spend: counts seconds in the midst of the user's iteration.
+        what: is not done where it fails, in the words of a warning.
+        before: called with an optimizer before its step.
+        after: the same after it; None for nothing.
+        takes_closures: whether steps with a closure, which computes gradients within the step, are called back for.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        recorder: Recorder,
+        spend: Callable[[float, float], None],
+        *,
+        what: str,
+        before: Callable[[Optimizer], None],
+        after: Callable[[Optimizer], None] | None = None,
+        takes_closures: bool = True,
+    ) -> None:
+        self._recorder = recorder
+        self._spend = spend
+        self._what = what
+        self._handles: list[Any] = []
+        self._has_given_up = False
+        self._takes_closures = takes_closures
+        try:
+            for optimizer in optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(self._calling(before)))
+                if after is not None:
+                    self._handles.append(optimizer.register_step_post_hook(self._calling(after)))
+        except AttributeError as error:  # what wraps an optimizer need not have hooks
+            self.close()
+            recorder.decline(what, f"an optimizer takes no hooks on its steps ({error})")
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether no callback is made any more."""
+        return self._has_given_up or not self._handles
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    def _calling(self, action: Callable[[Optimizer], None]) -> Callable[..., None]:
+        faults_in_a_row = 0
+
+        def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal faults_in_a_row
+            has_closure = kwargs.get("closure") is not None or any(callable(entry) for entry in args[1:])
+            if self._has_given_up or (has_closure and not self._takes_closures):
+                return
+            watch = Stopwatch()
+            try:
+                action(optimizer)
+                faults_in_a_row = 0
+            except Exception as error:
+                faults_in_a_row += 1
+                self._recorder.fault(self._what, error)
+                if faults_in_a_row >= FAULTS_BEFORE_GIVING_UP:
+                    # Hooks must not be removed in the midst of a step, which goes through them.
+                    self._has_given_up = True
+                    reason = f"it failed {faults_in_a_row} times in a row, last with: {error}"
+                    self._recorder.decline(self._what, reason)
+            self._spend(*watch.read())
+
+        return call
+
+
+class StepNoise:
+    """Measures, at the first step of each interval, by how much the noise of steps raises the loss.
+
+    Where SGD trembles around its place, the loss lies above its floor by `-<g, dw> / (4 (1 - b))`: `g` is the
+    gradient of a step, `dw` what the step made of it, `b` the momentum. For plain SGD `-<g, dw>` is the rate times
+    the squared gradient; taken from the step itself it holds for every optimizer, its own scaling included, but
+    for steps with a closure or with sparse gradients, of which there is no measure. A rate
+    that falls to nothing takes that part of the loss away, but not from a module that is frozen.
+
+    Takes memory for what it looks at, twice, during one step of each interval.
+
+    Source: the stationary covariance of SGD in a quadratic bowl, `E[loss] = rate tr(C) / (4 (1 - b))` with `C` that
+    of the gradients (Mandt, Hoffman and Blei, JMLR 2017, section 3).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._counted = element_shares(model)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._held: dict[str, tuple[Tensor, Tensor]] = {}
+        """Rows of the parameters before the step under way, and of their gradients."""
+        self._found: dict[str, Tensor] = {}
+        self._done: set[int] = set()
+        """Optimizers whose step was measured in this interval."""
+        self._is_complete = False
+        """Whether the interval was measured before the run was resumed."""
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer) -> None:
+        """Hold on to what an optimizer is about to change, unless this interval has its measure of that."""
+        if self._is_complete or id(optimizer) in self._done:
+            return
+        # A fused optimizer under GradScaler gets scaled gradients, and this beside them.
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:
+            scale = scale * (1 - optimizer.found_inf)  # type: ignore[attr-defined]  # 0 where it takes no step: NaN below
+        self._held = {
+            name: (_rows(parameter).clone(), _rows(parameter.grad).float() / (1.0 if scale is None else scale))
+            for name, parameter, _ in self._own(optimizer)
+            if parameter.grad is not None and not parameter.grad.is_sparse
+        }
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer) -> None:
+        """Measure what the step did."""
+        held, self._held = self._held, {}
+        if not held:
+            return
+        self._done.add(id(optimizer))
+        for name, parameter, momentum in self._own(optimizer):
+            if name in held:
+                then, gradient = held[name]
+                rows = _rows(parameter)
+                moved = torch.sum(gradient * (rows.float() - then.float()))
+                scale = self._counted[name] * own_part(parameter).numel() / max(1, rows.numel())
+                self._found[name] = -moved * scale / (4 * (1 - momentum))
+
+    @torch.no_grad()
+    def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
+        """Return it for each layer module and reset it; synchronises the device.
+
+        None for the frozen ones, and for those of which no step was measured or the numbers are not finite.
+        It is below 0 where a step went up its own gradient, as momentum may. Of parameters in parts it is that of
+        this process' part: those of all processes add up.
+        """
+        found, self._found = self._found, {}
+        self._done, self._is_complete = set(), False
+        values = list(found.values())
+        table = torch.stack([entry.to(values[0].device) for entry in values]).tolist() if values else []
+        numbers = dict(zip(found, table, strict=True))
+        parts = [[numbers[name] for name in module.parameters if name in numbers] for module in modules]
+        return [None if index < num_frozen else _total(part) for index, part in enumerate(parts)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this interval has shown so far."""
+        return dict(self._found)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self._found, self._is_complete = dict(state), bool(state)
+
+    def _own(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter, float]]:
+        """Return the parameters of the model that an optimizer has, with their names and momentum."""
+        return [
+            (self._names[id(parameter)], parameter, _momentum(group))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in self._names
+        ]
+
+
+def _total(numbers: Sequence[float]) -> float | None:
+    total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
+    return total if numbers and math.isfinite(total) else None
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    """Return the share of the last step that goes into the next."""
+    betas = group.get("betas")
+    momentum = betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("momentum", 0.0)
+    return min(0.999, max(0.0, float(momentum or 0.0)))
+
+
+def _rows(values: Tensor) -> Tensor:
+    """Return a tensor, or evenly spaced rows of a large one."""
+    values = own_part(values.detach())
+    step = -(-values.numel() // MOST_ELEMENTS)
+    return values[::step] if step > 1 and values.dim() else values
+
+
+class LayerRates:
+    """Scales what each optimizer step does to the parameters of a layer module.
+
+    The steps of SGD, Adam and AdamW, weight decay included, are linear in the learning rate, so that
+    `before + share * (after - before)` is the step with that share of the rate. Parameters whose share is 1, and
+    those that are frozen, are left alone; the others are copied before the step.
+
+    Args:
+        training: what the user trains.
+        wanted: returns the layer modules and, for the step to come, the rate of each as a share of the initial
+            rate; None to scale nothing.
+        recorder: records faults.
+        spend: counts seconds in the midst of the user's iteration.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        wanted: Callable[[], Wanted | None],
+        recorder: Recorder,
+        spend: Callable[[float, float], None],
+    ) -> None:
+        self._names = {id(parameter): name for name, parameter in training.model.named_parameters()}
+        self._optimizers = list(training.optimizers)
+        self._wanted = wanted
+        # A tied weight that an active module uses too trains on through that; it takes the rate of the last.
+        self._keeps_tied = training.config.freezing.tied == "keep"
+        self._initial = [[_initial_rate(group) for group in entry.param_groups] for entry in self._optimizers]
+        self._before: list[tuple[Tensor, Tensor, float]] = []
+        self._hooks = OptimizerHooks(
+            self._optimizers,
+            recorder,
+            spend,
+            what="setting learning rates by layer module",
+            before=self._note,
+            after=self._scale,
+        )
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found."""
+        self._hooks.close()
+        self._before = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the initial rates: a scheduler, or the user, may have changed those of the groups since."""
+        return {"initial": [list(rates) for rates in self._initial]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self._initial = [list(rates) for rates in state.get("initial", self._initial)]
+
+    @torch.no_grad()
+    def _note(self, optimizer: Optimizer) -> None:
+        """Keep the parameters whose step is scaled."""
+        self._before = []
+        wanted = self._wanted()
+        if wanted is None:
+            return
+        shares = self._shares_by_name(*wanted)
+        initial = self._initial[self._optimizers.index(optimizer)]
+        for index, group in enumerate(optimizer.param_groups):
+            rate = float(group["lr"])
+            if rate == 0:
+                continue  # nothing moves at this step, whatever it is scaled by
+            base = initial[index] if index < len(initial) else _initial_rate(group)  # a group that was added later
+            for parameter in group["params"]:
+                share = shares.get(self._names.get(id(parameter), ""))
+                if share is None or not parameter.requires_grad or share * base == rate:
+                    continue
+                self._before.append((parameter, parameter.detach().clone(), share * base / rate))
+
+    @torch.no_grad()
+    def _scale(self, optimizer: Optimizer) -> None:
+        """Make of the step what it would have been with the wanted rate."""
+        noted, self._before = self._before, []
+        for parameter, before, factor in noted:
+            if factor == 0:
+                parameter.copy_(before)
+            else:
+                parameter.sub_(before).mul_(factor).add_(before)
+
+    def _shares_by_name(self, modules: Collection[LayerModule], shares: Sequence[float]) -> dict[str, float]:
+        found = {name: share for module, share in zip(modules, shares, strict=True) for name in module.parameters}
+        if self._keeps_tied:
+            found |= {name: shares[-1] for module in modules for name in module.shared_parameters}
+        return found
+
+
+def _initial_rate(group: Mapping[str, Any]) -> float:
+    """Return the rate that a group began with, which schedulers note."""
+    return float(group.get("initial_lr", group["lr"]))
