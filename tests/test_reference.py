@@ -223,7 +223,7 @@ def test_the_machine_is_what_onednn_may_use(cap, expected, old_torch, monkeypatc
         else:
             monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
     flags = frozenset({"avx512_vnni", "avx512_bf16", "amx_bf16"})
-    monkeypatch.setattr(machine, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if cap:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)

@@ -12,7 +12,6 @@ from rich.console import Console
 import egeria
 from egeria.errors import EgeriaError
 
-EPOCHS = 30
 SCRIPT = Path("examples", "digits.py")
 
 
@@ -25,7 +24,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     # The example imports its network from beside itself, and so does the controller's process, which gets this path.
     sys.path.insert(0, str(_examples()))
     digits = importlib.import_module(SCRIPT.stem)
-    digits.compare(console, arguments.directory, seeds=arguments.seeds, epochs=arguments.epochs)
+    epochs = arguments.epochs or digits.EPOCHS
+    digits.compare(console, arguments.directory, seeds=arguments.seeds, epochs=epochs)
     return 0
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 import egeria
 from egeria.controller import choose
 from egeria.reference import Machine
+from egeria.reference.machine import cpu_flags
 
 PROBE_BYTES = 64 * 2**20
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -58,7 +59,7 @@ def _software() -> dict[str, str]:
 
 def _processor() -> dict[str, str]:
     waiting = os.environ.get("OMP_WAIT_POLICY", "not set")
-    flags = _cpu_flags()
+    flags = cpu_flags()
     found = ", ".join(feature for feature in CPU_FEATURES if feature in flags) or "none that this system reports"
     memory = psutil.virtual_memory()
     return {
@@ -112,12 +113,3 @@ def _disk(directory: Path) -> tuple[str, bool]:
         f"reads back {rate / (read - written):.0f} MiB/s (page cache)",
         True,
     )
-
-
-def _cpu_flags() -> set[str]:
-    """Return the processor's features as Linux lists them; empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))

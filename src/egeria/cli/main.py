@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import egeria
-from egeria.cli import cache, demo, doctor, modules, replay, report
+from egeria.cli import cache, demo, doctor, modules, runs
 from egeria.errors import EgeriaError
 
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = verbs.add_parser("demo", help="train on handwritten digits, plainly and with egeria, and compare")
     verb.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
-    verb.add_argument("--epochs", type=int, default=demo.EPOCHS, help=f"epochs of a run (default {demo.EPOCHS})")
+    verb.add_argument("--epochs", type=int, help="epochs of a run (default 30)")
     verb.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="where journals and reports go")
     verb.set_defaults(run=demo.run)
 
@@ -49,12 +49,12 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
     verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
-    verb.set_defaults(run=report.run)
+    verb.set_defaults(run=runs.report)
 
     verb = verbs.add_parser("replay", help="decide a run again from its journal, with its own settings or others")
     verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
     verb.add_argument("--config", type=Path, help="TOML file with the settings to try")
-    verb.set_defaults(run=replay.run)
+    verb.set_defaults(run=runs.replay)
 
     verb = verbs.add_parser("cache", help="list, check and prune the stored activations in a cache directory")
     verb.add_argument("directory", type=Path, metavar="DIR", help="the cache directory")

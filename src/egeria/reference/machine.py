@@ -72,10 +72,11 @@ def _has(function: str, flag: str, instructions: str) -> bool:
     if cap in _CAPS and _CAPS.index(cap) < _CAPS.index(instructions):
         return False
     ask = getattr(torch.cpu, function, None)  # private, and some are missing before torch 2.13
-    return bool(ask()) if callable(ask) else flag in _cpu_flags()
+    return bool(ask()) if callable(ask) else flag in cpu_flags()
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
+    """Return the features of the processor as Linux lists them; empty elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""`egeria replay DIR [--config FILE]`."""
+"""`egeria report DIR` and `egeria replay DIR [--config FILE]`: what a run did, and what it would decide again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import egeria
 from egeria.config import Config
-from egeria.report.replay import Replay, ReplayedDecision, replay
+from egeria.report.replay import Replay, ReplayedDecision
+from egeria.report.replay import replay as replay_run
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
+def report(arguments: argparse.Namespace, console: Console) -> int:
+    """Print the summary of a run and write its page."""
+    console.print(egeria.report(arguments.directory))
+    return 0
+
+
+def replay(arguments: argparse.Namespace, console: Console) -> int:
     """Print both lists of decisions; 1 if the run's own settings no longer lead to its decisions."""
     config = Config.load(arguments.config) if arguments.config else None
-    result = replay(arguments.directory, config)
+    result = replay_run(arguments.directory, config)
     console.print(_table(result, "with its own settings" if config is None else f"with {arguments.config}"))
     if result.waiting_since is not None:
         console.print(
