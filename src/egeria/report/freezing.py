@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from egeria.events import ComputeProfiled, Declined, Event, ModuleFrozen, ModulesOrdered, Resumed, RunStarted, Thawed
+from egeria.events import ComputeProfiled, Declined, ModuleFrozen, ModulesOrdered, Resumed, RunStarted, Thawed
 from egeria.report.history import History
 
 BACKWARD_SHARE = 2 / 3
@@ -65,21 +65,14 @@ class _Change:
 
 def depth_points(history: History) -> tuple[DepthPoint, ...]:
     """Return how deep the run was frozen, one point per change, from its first step."""
-    depths = {history.first_step: 0}
-    for change in _changes(history):
-        depths[change.step] = change.after
-    parameter_shares = _parameter_shares(history)
+    depths = {history.first_step: 0} | {change.step: change.after for change in _changes(history)}
+    shares = _parameter_shares(history)
     points: list[DepthPoint] = []
     for step, depth in sorted(depths.items()):
         if not points or points[-1].frozen != depth:
-            points.append(
-                DepthPoint(
-                    step=step,
-                    frozen=depth,
-                    parameter_share=parameter_shares.get(depth),
-                    skipped_share=_skipped_share(history, depth),
-                )
-            )
+            skipped_share = _skipped_share(history, depth)
+            point = DepthPoint(step=step, frozen=depth, parameter_share=shares.get(depth), skipped_share=skipped_share)
+            points.append(point)
     return tuple(points)
 
 
@@ -103,28 +96,19 @@ def _changes(history: History) -> list[_Change]:
     changes: list[_Change] = []
     depth = 0
     for event in history.events:
-        found = _depth_after(event)
-        if found is None or found[0] == depth:
+        if isinstance(event, ModuleFrozen):
+            after, reason = event.frozen, event.reason
+        elif isinstance(event, Resumed):
+            after, reason = event.frozen, "resumed from a saved state"
+        elif isinstance(event, Thawed) or (isinstance(event, Declined) and event.what == "freezing"):
+            after, reason = 0, event.reason  # a session that cannot continue thaws everything
+        else:
             continue
-        after, reason = found
-        names = {event.module: event.name} if isinstance(event, ModuleFrozen) else {}
-        changes.append(_Change(step=event.step, before=depth, after=after, reason=reason, names=names))
-        depth = after
+        if after != depth:
+            names = {event.module: event.name} if isinstance(event, ModuleFrozen) else {}
+            changes.append(_Change(step=event.step, before=depth, after=after, reason=reason, names=names))
+            depth = after
     return changes
-
-
-def _depth_after(event: Event) -> tuple[int, str] | None:
-    """Return the depth that an event leaves behind and why; None where it says nothing of it."""
-    if isinstance(event, ModuleFrozen):
-        return event.frozen, event.reason
-    if isinstance(event, Thawed):
-        return 0, event.reason
-    if isinstance(event, Resumed):
-        return event.frozen, "resumed from a saved state"
-    if isinstance(event, Declined) and event.what == "freezing":
-        # A session that cannot go on thaws everything, and that is the last it says.
-        return 0, event.reason
-    return None
 
 
 def list_modules(history: History, points: tuple[DepthPoint, ...], steps_done: int) -> tuple[Module, ...]:
@@ -133,20 +117,23 @@ def list_modules(history: History, points: tuple[DepthPoint, ...], steps_done: i
     counts = [_num_parameters(entry) for entry in entries]
     total = sum(count or 0 for count in counts)
     forward_shares = _forward_shares(history)
-    ends = [*(point.step for point in points[1:]), steps_done]
     return tuple(
         Module(
             name=_name(entry, place),
             trainable=trainable[place] if place < len(trainable) else True,
-            num_parameters=counts[place],
-            parameter_share=_share(counts[place], total),
+            num_parameters=count,
+            parameter_share=count / total if count is not None and total else None,
             forward_share=forward_shares[place] if forward_shares else None,
-            steps_frozen=sum(
-                max(end - point.step, 0) for point, end in zip(points, ends, strict=True) if point.frozen > place
-            ),
+            steps_frozen=sum(steps for point, steps in _lasting(points, steps_done) if point.frozen > place),
         )
-        for place, entry in enumerate(entries)
+        for place, (entry, count) in enumerate(zip(entries, counts, strict=True))
     )
+
+
+def _lasting(points: tuple[DepthPoint, ...], steps_done: int) -> list[tuple[DepthPoint, int]]:
+    """Return each depth with the steps that it lasted."""
+    ends = [*(point.step for point in points[1:]), steps_done]
+    return [(point, max(end - point.step, 0)) for point, end in zip(points, ends, strict=True)]
 
 
 def mean_over_steps(
@@ -154,15 +141,10 @@ def mean_over_steps(
 ) -> float | None:
     """Return the mean of a share over all steps that the journal covers; None where it is not known."""
     num_steps = steps_done - points[0].step
-    if num_steps <= 0:
+    shares = [(read(point), steps) for point, steps in _lasting(points, steps_done)]
+    if num_steps <= 0 or any(share is None for share, _ in shares):
         return None
-    total = 0.0
-    for point, end in zip(points, [*(point.step for point in points[1:]), steps_done], strict=True):
-        value = read(point)
-        if value is None:
-            return None
-        total += value * max(end - point.step, 0)
-    return total / num_steps
+    return sum(share * steps for share, steps in shares if share is not None) / num_steps
 
 
 def _cut(history: History) -> tuple[list[dict[str, Any]], list[bool]]:
@@ -210,7 +192,3 @@ def _name(entry: dict[str, Any], place: int) -> str:
 def _num_parameters(entry: dict[str, Any]) -> int | None:
     count = entry.get("num_parameters")
     return count if isinstance(count, int) else None
-
-
-def _share(count: int | None, total: int) -> float | None:
-    return count / total if count is not None and total else None
