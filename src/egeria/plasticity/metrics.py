@@ -1,7 +1,9 @@
 """The metrics: callables of the training and the reference activation, [B, ...] each, to one scalar.
 
-Shape legend: B samples, C channels, H and W pixels, D features. Every metric is 0 for equal activations and
-grows with the difference; all arithmetic is float32.
+Every metric is 0 for equal activations and grows with the difference; all arithmetic is float32. One that compares
+samples with each other raises ValueError for fewer than two, and each does for batches that differ in size.
+
+Shape legend: B samples, C channels, H and W pixels, D features.
 """
 
 from __future__ import annotations
@@ -24,28 +26,13 @@ def sp_loss(training: Tensor, reference: Tensor) -> Tensor:
 
     `||S_T - S_R||_F² / B²` with `S = G / ||rows of G||` and `G = A Aᵀ` [B, B]. Source: Tung and Mori, ICCV 2019.
     It compares how samples relate to each other, so that a rotation of the features changes nothing.
-
-    Args:
-        training: activation of the model in training [B, ...].
-        reference: of the reference model [B, ...].
-
-    Raises:
-        ValueError: the batches differ in size, or hold fewer than two samples.
     """
     a_BD, r_BD = _rows(training, reference, at_least=2)
     return sp_loss_of_grams(gram(a_BD), gram(r_BD))
 
 
 def sp_loss_of_grams(training: Tensor, reference: Tensor) -> Tensor:
-    """Return `sp_loss` from the grams of both activations.
-
-    Args:
-        training: gram of the model in training [B, B].
-        reference: of the reference model [B, B].
-
-    Raises:
-        ValueError: the batches differ in size, or hold fewer than two samples.
-    """
+    """Return `sp_loss` from the grams [B, B] of both activations."""
     _check_rows(training, reference, at_least=2)
     return (_similarities(training) - _similarities(reference)).square().sum() / training.shape[0] ** 2
 
@@ -56,28 +43,13 @@ def relative_sp_loss(training: Tensor, reference: Tensor) -> Tensor:
     `S` [B, B] as in `sp_loss`; `mean` is that of its rows. What is common to all samples is in every row of `S` and
     does not distinguish them, and how much it makes up differs a hundredfold between networks; divided by how much
     the rows vary, values of different networks and depths compare. Source: our own.
-
-    Args:
-        training: activation of the model in training [B, ...].
-        reference: of the reference model [B, ...].
-
-    Raises:
-        ValueError: the batches differ in size, or hold fewer than two samples.
     """
     a_BD, r_BD = _rows(training, reference, at_least=2)
     return relative_sp_loss_of_grams(gram(a_BD), gram(r_BD))
 
 
 def relative_sp_loss_of_grams(training: Tensor, reference: Tensor) -> Tensor:
-    """Return `relative_sp_loss` from the grams of both activations.
-
-    Args:
-        training: gram of the model in training [B, B].
-        reference: of the reference model [B, B].
-
-    Raises:
-        ValueError: the batches differ in size, or hold fewer than two samples.
-    """
+    """Return `relative_sp_loss` from the grams [B, B] of both activations."""
     _check_rows(training, reference, at_least=2)
     a_BB, r_BB = _similarities(training), _similarities(reference)
     varied = (r_BB - r_BB.mean(dim=0)).square().sum()
@@ -85,23 +57,13 @@ def relative_sp_loss_of_grams(training: Tensor, reference: Tensor) -> Tensor:
 
 
 def l2_distance(training: Tensor, reference: Tensor) -> Tensor:
-    """Return the squared distance of the activations [B, ...] over the squared norm of the reference's.
-
-    Args:
-        training: activation of the model in training [B, ...].
-        reference: of the reference model [B, ...].
-    """
+    """Return the squared distance of the activations over the squared norm of the reference's."""
     a_BD, r_BD = _rows(training, reference)
     return (a_BD - r_BD).square().sum() / r_BD.square().sum().clamp_min(1e-30)
 
 
 def cosine_distance(training: Tensor, reference: Tensor) -> Tensor:
-    """Return one minus the cosine between the two activations of a sample, averaged over samples.
-
-    Args:
-        training: activation of the model in training [B, ...].
-        reference: of the reference model [B, ...].
-    """
+    """Return one minus the cosine between the two activations of a sample, averaged over samples."""
     a_BD, r_BD = _rows(training, reference)
     # Half the squared distance of unit vectors: 1 - cos without its cancellation near 0.
     difference_BD = functional.normalize(a_BD, dim=1) - functional.normalize(r_BD, dim=1)
@@ -112,29 +74,16 @@ def input_norm(training: Tensor, reference: Tensor) -> Tensor:
     """Return the mean absolute difference: Skip-Conv's input-norm gate, taken on activations.
 
     Source: Habibian et al., CVPR 2021; the rival metric in the paper's §6.1.
-
-    Args:
-        training: activation of the model in training [B, ...].
-        reference: of the reference model [B, ...].
     """
     a_BD, r_BD = _rows(training, reference)
     return (a_BD - r_BD).abs().mean()
 
 
 def linear_cka_distance(training: Tensor, reference: Tensor) -> Tensor:
-    """Return one minus linear centred kernel alignment (Kornblith et al., ICML 2019).
-
-    Args:
-        training: activation of the model in training [B, ...].
-        reference: of the reference model [B, ...].
-
-    Raises:
-        ValueError: the batches differ in size, or hold fewer than two samples.
-    """
+    """Return one minus linear centred kernel alignment (Kornblith et al., ICML 2019)."""
     a_BD, r_BD = _rows(training, reference, at_least=2)
-    a_BB, r_BB = _centred_gram(a_BD), _centred_gram(r_BD)
     # Half the squared distance of unit Gram matrices: 1 - alignment without its cancellation.
-    return (_unit(a_BB) - _unit(r_BB)).square().sum() / 2
+    return (_unit_centred_gram(a_BD) - _unit_centred_gram(r_BD)).square().sum() / 2
 
 
 def gram(a_BD: Tensor) -> Tensor:
@@ -201,8 +150,7 @@ def find_metric(metric: Any) -> Metric:
 
 def _rows(training: Tensor, reference: Tensor, at_least: int = 1) -> tuple[Tensor, Tensor]:
     _check_rows(training, reference, at_least)
-    same_layout = training.stride() == reference.stride()
-    if not same_layout:
+    if training.stride() != reference.stride():
         reference, training = reference.contiguous(), training.contiguous()
     return flatten_rows(training), flatten_rows(reference)
 
@@ -221,10 +169,6 @@ def _similarities(gram_BB: Tensor) -> Tensor:
     return functional.normalize(gram_BB.ldexp(-exponent), dim=1)
 
 
-def _centred_gram(a_BD: Tensor) -> Tensor:
-    centred_BD = a_BD - a_BD.mean(dim=0)
-    return gram(centred_BD)
-
-
-def _unit(matrix: Tensor) -> Tensor:
-    return matrix / matrix.square().sum().sqrt().clamp_min(1e-30)
+def _unit_centred_gram(a_BD: Tensor) -> Tensor:
+    gram_BB = gram(a_BD - a_BD.mean(dim=0))
+    return gram_BB / gram_BB.square().sum().sqrt().clamp_min(1e-30)

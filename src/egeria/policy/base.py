@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 from egeria.config import Config
 from egeria.policy.protocol import (
@@ -21,27 +21,29 @@ from egeria.policy.protocol import (
 )
 from egeria.policy.schedules import UnfreezeRule
 
+SAVED_AS = {
+    "deepest": "deepest_freeze",
+    "pause": "rest",
+    "frozen_loss_share": "loss_given",
+    "frozen_noise_share": "bearing_given",
+    "rates": "course",
+    "rate_sum": "way",
+    "rate_sums": "ways",
+    "remaining_rate_sum": "way_ahead",
+}
+"""Keys in saved states that differ from the names of attributes and fields."""
+NOT_SAVED = {"memory", "total_steps"}
+"""Fields that the settings and the call of `attach` give."""
+
 
 class FrontPolicy(ABC):
-    """A policy that freezes from the front; without bootstrapping, plasticity or thaw rules, to build others on.
-
-    Args:
-        config: the settings of the run.
-        trainable: for each layer module, front to back, whether it has any parameter to train.
-        rule: when the learning rate asks for a thaw.
-        total_steps: optimizer steps of the run, None where unknown.
-        deepest_freeze: at most this many front modules freeze; the last one never does.
-    """
+    """A policy that freezes from the front; without bootstrapping, plasticity or thaw rules, to build others on."""
 
     needs: frozenset[str] = frozenset()
     has_bootstrapping = False
     """Whether a run begins in the bootstrapping stage."""
-    _saved: ClassVar[Mapping[str, str]] = {
-        "frozen": "_frozen",
-        "trainable": "_trainable",
-        "deepest_freeze": "_deepest",
-    }
-    """Attributes that make the state, by their keys in it."""
+    _saved: tuple[str, ...] = ("frozen", "trainable", "deepest")
+    """Private attributes that make the state, without the underscore."""
 
     def __init__(
         self,
@@ -94,12 +96,13 @@ class FrontPolicy(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values."""
-        return {key: _plain(getattr(self, name)) for key, name in self._saved.items()}
+        return {SAVED_AS.get(name, name): _plain(getattr(self, f"_{name}")) for name in self._saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
-        for key, name in self._saved.items():
-            setattr(self, name, _restored(state[key], getattr(self, name)))
+        for name in self._saved:
+            present = getattr(self, f"_{name}")
+            setattr(self, f"_{name}", _restored(state[SAVED_AS.get(name, name)], present))
 
     def _move_to(self, depth: int, reason: str) -> tuple[Decision, ...]:
         """Return the decisions that make the first `depth` layer modules the frozen ones, as far as allowed."""
@@ -124,10 +127,7 @@ class FrontPolicy(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
-    """The mean loss of successive intervals in the early, critical period, in which nothing may freeze (paper §3).
-
-    Left when the loss of an interval differs by less than `change_threshold` from the one before.
-    """
+    """The early, critical period: over once the mean loss changes little from interval to interval (paper §3)."""
 
     change_threshold: float
     previous_loss: float | None = None
@@ -136,7 +136,7 @@ class Bootstrap:
 
     @property
     def is_over(self) -> bool:
-        """Whether the critical period has passed."""
+        """Whether the loss of an interval has come to less than `change_threshold` from the one before."""
         return self.change is not None and self.change < self.change_threshold
 
     def observe(self, loss: float | None) -> Bootstrap:
@@ -145,14 +145,14 @@ class Bootstrap:
             return self
         if self.previous_loss is None:
             return replace(self, previous_loss=loss)
-        return replace(self, previous_loss=loss, change=_relative_change(self.previous_loss, loss))
+        return replace(self, previous_loss=loss, change=relative_change(self.previous_loss, loss))
 
 
 class BootstrappedPolicy(FrontPolicy):
     """A policy whose run begins with the bootstrapping stage."""
 
     has_bootstrapping = True
-    _saved: ClassVar[Mapping[str, str]] = {**FrontPolicy._saved, "bootstrap": "_bootstrap"}
+    _saved = (*FrontPolicy._saved, "bootstrap")
 
     def _prepare(self) -> None:
         self._bootstrap = Bootstrap(change_threshold=self._config.bootstrapping.change_threshold)
@@ -173,22 +173,31 @@ class BootstrappedPolicy(FrontPolicy):
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return list(map(_plain, value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(map(_plain, value))
+    if not is_dataclass(value):
+        return value
+    names = [field.name for field in fields(value) if field.name not in NOT_SAVED]
+    entries = ((SAVED_AS.get(name, name), getattr(value, name)) for name in names)
+    return {key: list(entry.items()) if isinstance(entry, dict) else entry for key, entry in entries}
 
 
 def _restored(value: Any, present: Any) -> Any:
     """Return what `_plain` made a value of, by the value that the attribute has now; lists count as tuples."""
     if is_dataclass(present) and not isinstance(present, type):
-        return type(present)(**{name: _restored(entry, None) for name, entry in value.items()})
+        names = {SAVED_AS.get(field.name, field.name): field.name for field in fields(present)}
+        known = {names[key]: _restored(entry, getattr(present, names[key])) for key, entry in value.items()}
+        return replace(present, **known)
+    if isinstance(present, dict):
+        return {int(key): entry for key, entry in value}
     if isinstance(value, (list, tuple)):
         entry_now = present[0] if isinstance(present, tuple) and present else None
         return tuple(_restored(entry, entry_now) for entry in value)
     return value
 
 
-def _relative_change(before: float, after: float) -> float:
-    if before == after:
+def relative_change(before: float, now: float) -> float:
+    """Return the absolute change as a share of what was before."""
+    if before == now:
         return 0.0
-    return abs(before - after) / abs(before) if before else float("inf")
+    return abs(before - now) / abs(before) if before else float("inf")

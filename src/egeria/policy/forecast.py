@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from egeria.config.checks import require
 from egeria.policy.base import BootstrappedPolicy
 from egeria.policy.guard import LossGuard, NoiseHistory
-from egeria.policy.law import LEAST_READINGS, LearningRateHistory, Movement, PowerLaw, longest_memory
+from egeria.policy.law import LEAST_READINGS, SETTLING, LearningRateHistory, Movement, PowerLaw
 from egeria.policy.protocol import (
     BOOTSTRAPPING,
     FORESIGHT,
@@ -68,24 +68,11 @@ class Forecast(BootstrappedPolicy):
     on, and when the rate to come turns out so large that what is frozen would change by ten times its limit.
 
     Source: our own, from the observation that stationary plasticity at a high rate is the noise of SGD.
-
-    Raises:
-        ConfigError: no reference is kept for long enough to see how a module moves.
     """
 
     needs = frozenset({PLASTICITY, NOISE, FORESIGHT})
-    _saved: ClassVar[Mapping[str, str]] = {
-        **BootstrappedPolicy._saved,
-        "guard": "_guard",
-        "movement": "_movement",
-        "noise": "_noise",
-        "rest": "_pause",
-        "strictness": "_strictness",
-        "snapshot": "_snapshot",
-        "num_under": "_num_under",
-        "loss_given": "_frozen_loss_share",
-        "bearing_given": "_frozen_noise_share",
-    }
+    _own = ("guard", "movement", "noise", "pause", "strictness", "snapshot", "num_under")
+    _saved = (*BootstrappedPolicy._saved, *_own, "frozen_loss_share", "frozen_noise_share", "laws", "rates")
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -99,7 +86,9 @@ class Forecast(BootstrappedPolicy):
         self._guard = LossGuard()
         self._strictness = 1.0
         """Factor on the limit."""
-        self._rates = LearningRateHistory(memory=longest_memory(self._config), total_steps=self._total_steps)
+        longest = kept or max(self._config.plasticity.window, 2 * LEAST_READINGS)
+        memory = 2 * longest + self._config.controller.queue_length
+        self._rates = LearningRateHistory(memory=memory, total_steps=self._total_steps)
         self._snapshot: int | None = None
         """Evaluation after which the snapshot was taken that the movement is measured from."""
         self._movement = Movement()
@@ -119,11 +108,6 @@ class Forecast(BootstrappedPolicy):
         begin, end = self._rates.step - self._rates.interval_steps, self._rates.step
         is_renewed = self._rates.settling or begin < self._pause.until <= end
         return 1 if is_renewed else max(super().window, 2 * LEAST_READINGS)
-
-    @property
-    def limit(self) -> float:
-        """Plasticity that an average module may still reach and yet freeze; smaller after an alarm."""
-        return self._config.policy.limit * self._strictness
 
     @property
     def monitored(self) -> int | None:
@@ -158,7 +142,7 @@ class Forecast(BootstrappedPolicy):
             return Judgement(smoothed=reading.value)
         if reading.evaluation - reading.age != self._snapshot:
             self._snapshot, self._movement = reading.evaluation - reading.age, Movement()
-        self._movement = self._movement.observe(rate_sum, reading.value)
+        self._movement = Movement(samples=(*self._movement.samples, (rate_sum, reading.value)))
         law, limit = self._movement.law(), self._limit_for(reading)
         change = self._rates.change_ahead(law)
         loss = None if law is None else self._loss_ahead(law)
@@ -167,9 +151,9 @@ class Forecast(BootstrappedPolicy):
             self._num_under = self._num_under + 1 if is_little else 0
         if law is not None:
             self._pause_if_far(law, limit)
-        stationary = self._num_under
+        num_under = self._num_under
         decisions: tuple[Decision, ...] = ()
-        is_still = stationary >= self._config.policy.patience and self._guard.is_ready
+        is_still = num_under >= self._config.policy.patience and self._guard.is_ready
         if law is not None and change is not None and is_still:
             reason = f"to the end of the run its plasticity would come to {change:.1e} at most, under {limit:.1e}"
             reason += "" if loss is None else f", and all that is frozen keeps up {loss:.2%} of the loss or of its fall"
@@ -179,7 +163,7 @@ class Forecast(BootstrappedPolicy):
             tolerance=limit,
             change_ahead=change,
             loss_ahead=loss,
-            stationary=stationary,
+            stationary=num_under,
             decisions=decisions,
         )
 
@@ -189,20 +173,15 @@ class Forecast(BootstrappedPolicy):
         least = max(LEAST_READINGS, self._config.policy.patience)
         return None if self._candidate is None else paused + least * interval_steps
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain values."""
-        laws = [[law.state_dict(), limit] for law, limit in self._laws]
-        return {**super().state_dict(), "laws": laws, "course": self._rates.state_dict()}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         super().load_state_dict(state)
-        self._laws = tuple((PowerLaw.from_state(law), limit) for law, limit in state["laws"])
-        self._rates.load_state_dict(state["course"])
+        laws = [(dict(law), limit) for law, limit in state["laws"]]
+        self._laws = tuple((PowerLaw(rate_sum=law.pop("way"), **law), limit) for law, limit in laws)
 
     def _limit_for(self, reading: Reading) -> float:
         """Return the plasticity that the module of a reading may still reach, and yet freeze."""
-        limit, own = self.limit, self._noise_share()
+        limit, own = self._config.policy.limit * self._strictness, self._noise_share()
         if reading.work_share is not None:
             # A module with more work than the average saves more by the same change. One with less has no stricter
             # limit, since it also keeps those after it from freezing.
@@ -215,7 +194,7 @@ class Forecast(BootstrappedPolicy):
         return limit if self._rates.ends_low else STILL_LEARNING * limit
 
     def _noise_share(self) -> float | None:
-        """Return the share of the loss that is noise of the next module to freeze."""
+        """Return the share of the loss that is the noise of the next module to freeze."""
         return self._noise.share(self._frozen, self._bootstrap.previous_loss)
 
     def _loss_ahead(self, law: PowerLaw) -> float | None:
@@ -237,7 +216,8 @@ class Forecast(BootstrappedPolicy):
 
     def _thaw(self, reason: str) -> tuple[Decision, ...]:
         self._guard, self._laws, self._frozen_loss_share, self._frozen_noise_share = LossGuard(), (), 0.0, 0.0
-        self._rates.settle()
+        # Settling: a snapshot from before would not show what moves again.
+        self._rates.settling, self._rates.rate_sums = SETTLING, {}
         self._restart_readings()
         return (*self._move_to(0, reason), *self._pass_over_untrainable())
 
@@ -246,7 +226,7 @@ class Forecast(BootstrappedPolicy):
         self._restart_readings()
         decisions = (*self._move_to(self._frozen + 1, reason), *self._pass_over_untrainable())
         if decisions:
-            self._guard = self._guard.watch()
+            self._guard = replace(self._guard, since=())
             self._laws = (*self._laws, (law, limit))
             self._frozen_loss_share = self._frozen_loss_share if loss is None else loss
             self._frozen_noise_share += 0.0 if own is None else own
@@ -260,12 +240,12 @@ class Forecast(BootstrappedPolicy):
         change, patience = self._rates.rough_change_ahead(law), self._config.policy.patience
         is_far = change is None or change > FAR * limit
         num_far = min(patience, self._pause.num_far + 1) if is_far else 0
-        self._pause = EvaluationPause(num_far=num_far, until=self._pause.until)
+        self._pause = replace(self._pause, num_far=num_far)
         if num_far >= patience:
             steps = min(self.window * self._rates.interval_steps, LONGEST_PAUSE * (self._total_steps or math.inf))
             self._pause = EvaluationPause(until=self._rates.step + steps)
             self._movement = Movement()
-            self._rates.forget()
+            self._rates.rate_sums = {}  # the next reading used is one against a new snapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,11 +29,7 @@ class LossGuard:
 
     before: tuple[float, ...] = ()
     since: tuple[float, ...] | None = None
-    """None while nothing is watched."""
-
-    def watch(self) -> LossGuard:
-        """Return the guard right after a freeze."""
-        return replace(self, since=())
+    """Losses since the freeze; None while nothing is watched."""
 
     @property
     def is_ready(self) -> bool:
@@ -69,12 +65,7 @@ class NoiseHistory:
     losses: tuple[float, ...] = ()
 
     def observe(self, part: Sequence[float | None] | None, loss: float | None) -> NoiseHistory:
-        """Return it with one more interval; one without a measure or a loss changes nothing.
-
-        Args:
-            part: by how much the noise of each layer module raises the loss.
-            loss: mean of the interval.
-        """
+        """Return the history with one more interval; one without a measure or a loss changes nothing."""
         if part is None or loss is None:
             return self
         parts, losses = (*self.parts, tuple(part)), (*self.losses, loss)
@@ -84,11 +75,7 @@ class NoiseHistory:
         """Return the share of the loss that is the noise of a layer module; None while that is unknown.
 
         Where the loss has fallen by more than is left of it, as where all samples are learned in the end, it is the
-        share of that fall: a part of what is left would be a part of nearly nothing.
-
-        Args:
-            module: the layer module.
-            settled_loss: the loss at the end of the critical period; before, it falls as its beginning was bad.
+        share of its fall since `settled_loss`, the one at the end of the critical period.
         """
         known = [value for part in self.parts if (value := part[module]) is not None]
         if not known or not self.losses:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from egeria.config import Config
 from egeria.policy.protocol import Interval, Reading
 
 LEAST_READINGS = 4
@@ -33,8 +30,6 @@ IN_SIGHT = 20.0
 """Times the longest rate sum that was seen up to which a law predicts whether a module is far from freezing."""
 SETTLING = 3
 """Evaluations at the beginning of an era in which the modules fall to where the lower rate lets them."""
-_SAVED_AS = {"remaining_rate_sum": "way_ahead", "rate_sums": "ways"}
-"""Keys in saved states that differ from the names here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +60,10 @@ class PowerLaw:
         return min(1.0, 2 * (1 - self.exponent))
 
     def change_ahead(self, remaining_rate_sum: float, rate_share: float) -> float:
-        """Return the plasticity against now that the module may reach.
+        """Return the plasticity against now that the module may reach over the rate sum of the steps still to come.
 
-        It is one standard error above the law, in the exponent too: the farther ahead, the less a few readings
-        predict.
-
-        Args:
-            remaining_rate_sum: of the steps still to come.
-            rate_share: the learning rate at their end as a share of the one now. Noise that is as large then is
-                no progress: it counts as far as it fades.
+        It is one standard error above the law, in the exponent too. Noise counts as far as it fades: `rate_share` is
+        the learning rate at the end as a share of the one now.
         """
         if remaining_rate_sum <= 0:
             return 0.0
@@ -84,16 +74,6 @@ class PowerLaw:
         error = self.scatter * math.sqrt(1 / self.count + beyond * beyond / self.spread)
         return self.level * math.exp(min(LARGEST_LOGARITHM, self.exponent * distance + error)) * (1 - kept)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the law as plain values."""
-        state = asdict(self)
-        return {"way": state.pop("rate_sum"), **state}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> PowerLaw:
-        """Return the law that `state_dict` described."""
-        return cls(rate_sum=state["way"], **{name: value for name, value in state.items() if name != "way"})
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Movement:
@@ -101,15 +81,6 @@ class Movement:
 
     samples: tuple[tuple[float, float], ...] = ()
     """Rate sum since the snapshot, and plasticity."""
-
-    def observe(self, rate_sum: float, plasticity: float) -> Movement:
-        """Return the movement with one more reading.
-
-        Args:
-            rate_sum: since the snapshot.
-            plasticity: against it.
-        """
-        return Movement(samples=(*self.samples, (rate_sum, plasticity)))
 
     def law(self) -> PowerLaw | None:
         """Return the law fitted by least squares over logarithms; None while there are too few readings."""
@@ -136,32 +107,24 @@ class Movement:
 
 @dataclass(kw_only=True, slots=True)
 class LearningRateHistory:
-    """The learning rate so far and to come. An *era* is a stretch of training that ends where the rate falls far.
-
-    Args:
-        memory: evaluations that a reading can reach back, to its snapshot and by coming late.
-        total_steps: of the run; None where unknown.
-    """
+    """The learning rate so far and to come. An *era* is a stretch of training that ends where the rate falls far."""
 
     memory: int
+    """Evaluations that a reading can reach back, to its snapshot and by coming late."""
     total_steps: int | None = None
     step: int = 0
     interval_steps: int = 0
     """Of the newest interval."""
     rate: float = 0.0
-    """The learning rate now."""
     rose: bool = False
-    """Whether it rose in the newest interval."""
+    """Whether the rate rose in the newest interval."""
     era_rate: float = 0.0
     """Largest rate of this era."""
     largest_rate: float = 0.0
-    """Of the run so far."""
     settling: int = 0
     """Evaluations until the modules have settled in this era."""
     remaining_rate_sum: float | None = None
-    """Sum of the learning rate over the steps still to come; None where unknown."""
     last_rate: float | None = None
-    """Rate of the last step; None where unknown."""
     rate_sums: dict[int, float] = field(default_factory=dict)
     """By evaluation of this era, the sum of the learning rate since the evaluation before."""
 
@@ -179,14 +142,6 @@ class LearningRateHistory:
         self.step, self.rose, self.rate = interval.step, rate > self.rate, rate
         self.remaining_rate_sum, self.last_rate = interval.remaining_rate_sum, interval.last_rate
         return begins
-
-    def forget(self) -> None:
-        """Drop the past, so that the next reading used is one against a new snapshot."""
-        self.rate_sums = {}
-
-    def settle(self) -> None:
-        """Begin to settle, as after a thaw: a snapshot from before would not show what moves again."""
-        self.settling, self.rate_sums = SETTLING, {}
 
     def rate_sum_since_snapshot(self, reading: Reading) -> float | None:
         """Return the rate sum from the snapshot to the reading; None where unknown or begun in an older era."""
@@ -210,12 +165,7 @@ class LearningRateHistory:
         return law.change_ahead(rate_sum, self.last_rate / self.rate if self.rate > 0 else 1.0)
 
     def exceeds(self, law: PowerLaw, limit: float) -> bool:
-        """Return whether a module would change by more than a limit, or the end is farther than its law predicts.
-
-        Args:
-            law: of the module.
-            limit: largest plasticity against now.
-        """
+        """Return whether a module would change by more than a limit, or the end is farther than its law predicts."""
         change = self.rough_change_ahead(law)
         return change is None or change > limit or (self.remaining_rate_sum or 0.0) > IN_SIGHT * law.longest
 
@@ -241,21 +191,3 @@ class LearningRateHistory:
         if self.last_rate is None or self.rate <= 0:
             return 1.0
         return 1 - min(1.0, max(0.0, self.last_rate / self.rate))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the history as plain values, without the arguments."""
-        state = {_SAVED_AS.get(name, name): value for name, value in asdict(self).items()}
-        del state["memory"], state["total_steps"]
-        return {**state, "ways": list(self.rate_sums.items())}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
-        names = {key: name for name, key in _SAVED_AS.items()}
-        for key, value in state.items():
-            setattr(self, names.get(key, key), {int(at): part for at, part in value} if key == "ways" else value)
-
-
-def longest_memory(config: Config) -> int:
-    """Return the evaluations that a reading can reach back, to the snapshot and by coming late."""
-    kept = config.reference.refresh_evaluations or max(config.plasticity.window, 2 * LEAST_READINGS)
-    return 2 * kept + config.controller.queue_length

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from egeria.policy.base import BootstrappedPolicy
 from egeria.policy.protocol import BOOTSTRAPPING, PLASTICITY, Decision, Interval, Judgement, Reading, Thaw
@@ -12,30 +11,20 @@ from egeria.policy.schedules import Moment, UnfreezeAction
 
 
 class EgeriaPolicy(BootstrappedPolicy):
-    """Freezes from the front by stationary plasticity, thaws by the learning rate.
+    """Freezes from the front by stationary plasticity, thaws by the learning rate (algorithm 1 and §4.2.2).
 
     A layer module without parameters to train is passed over at once: there is nothing in it to wait for.
-
-    Source: algorithm 1 and §4.2.2.
     """
 
     needs = frozenset({PLASTICITY})
-    _saved: ClassVar[Mapping[str, str]] = {
-        **BootstrappedPolicy._saved,
-        "window": "_window",
-        "histories": "_histories",
-        "learning_rate": "_learning_rate",
-        "freeze_learning_rate": "_freeze_learning_rate",
-        "on_hold": "_on_hold",
-    }
+    _own = ("window", "histories", "learning_rate", "freeze_learning_rate", "on_hold")
+    _saved = (*BootstrappedPolicy._saved, *_own)
 
     def _prepare(self) -> None:
         super()._prepare()
-        freezing = self._config.freezing
-        history = ModuleHistory(
-            tolerance_share=freezing.tolerance_share, tolerance_readings=freezing.tolerance_readings
-        )
-        self._histories = tuple(history for _ in self._trainable)
+        share, readings = self._config.freezing.tolerance_share, self._config.freezing.tolerance_readings
+        history = ModuleHistory(tolerance_share=share, tolerance_readings=readings)
+        self._histories = (history,) * len(self._trainable)
         self._window = self._config.plasticity.window
         self._learning_rate: float | None = None
         self._freeze_learning_rate: float | None = None
@@ -59,7 +48,15 @@ class EgeriaPolicy(BootstrappedPolicy):
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Update the stage by the loss, and thaw where the learning rate asks for it."""
-        action = self._rule.judge(self._moment(interval))
+        moment = Moment(
+            step=interval.step,
+            total_steps=self._total_steps,
+            frozen=self._frozen,
+            learning_rate=interval.learning_rate,
+            previous_learning_rate=self._learning_rate,
+            freeze_learning_rate=self._freeze_learning_rate,
+        )
+        action = self._rule.judge(moment)
         self._learning_rate = interval.learning_rate
         self._on_hold = action is UnfreezeAction.HOLD
         if self.stage == BOOTSTRAPPING:
@@ -90,16 +87,6 @@ class EgeriaPolicy(BootstrappedPolicy):
             decisions=decisions,
         )
 
-    def _moment(self, interval: Interval) -> Moment:
-        return Moment(
-            step=interval.step,
-            total_steps=self._total_steps,
-            frozen=self._frozen,
-            learning_rate=interval.learning_rate,
-            previous_learning_rate=self._learning_rate,
-            freeze_learning_rate=self._freeze_learning_rate,
-        )
-
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
         return () if self._candidate is None else super()._pass_over_untrainable()
 
@@ -118,10 +105,6 @@ class EgeriaPolicy(BootstrappedPolicy):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleHistory:
     """The plasticity of one layer module since monitoring of it began: smoothing, slope, tolerance and patience.
-
-    Left by a freeze after `window` consecutive stationary evaluations, or by a thaw, which calls
-    `restarted`. The early slopes, and so the tolerance, belong to the module for the whole run:
-    they stand for its fast early phase, against which later movement is measured.
 
     Source: eq. 2 (the printed sum has one term too many: exactly `window` readings are averaged),
     algorithm 1 (the printed test is signed; the prose means the absolute slope), §4.2.2.
@@ -143,15 +126,7 @@ class ModuleHistory:
         return self.tolerance_share * max(map(abs, self.early_slopes))
 
     def observe(self, value: float, window: int) -> ModuleHistory:
-        """Return the history with one more reading.
-
-        The slope is fitted once `window` smoothed values are there. No movement at all is
-        stationary whatever the tolerance, which may itself be zero.
-
-        Args:
-            value: the reading.
-            window: `W`.
-        """
+        """Return the history with one more reading; its slope is fitted once `window` smoothed values are there."""
         readings = (*self.readings, value)[-window:]
         smoothed = (*self.smoothed, sum(readings) / len(readings))[-window:]
         if len(smoothed) < window:
@@ -162,11 +137,12 @@ class ModuleHistory:
             early = (*early, slope)
         updated = replace(self, readings=readings, smoothed=smoothed, early_slopes=early, slope=slope)
         tolerance = updated.tolerance
+        # No movement at all is stationary whatever the tolerance, which may itself be zero.
         is_stationary = tolerance is not None and (slope == 0 or abs(slope) < tolerance)
         return replace(updated, stationary=self.stationary + 1 if is_stationary else 0)
 
     def restarted(self) -> ModuleHistory:
-        """Return an empty history that keeps the early slopes."""
+        """Return an empty history that keeps the early slopes: they stand for the fast early phase of the module."""
         return replace(self, readings=(), smoothed=(), slope=None, stationary=0)
 
 

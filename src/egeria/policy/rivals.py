@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from egeria.config.checks import read_timetable
 from egeria.errors import ConfigError
-from egeria.policy.base import FrontPolicy
+from egeria.policy.base import FrontPolicy, relative_change
 from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import GRADIENTS, WEIGHTS, Decision, Freeze, Interval, Reading
 
@@ -38,11 +37,7 @@ class TimedMove:
 
 
 class TimedPolicy(FrontPolicy):
-    """Follows a timetable; a move is made at the end of the first interval that reaches its time.
-
-    Raises:
-        ConfigError: the length of the run is not known.
-    """
+    """Follows a timetable; a move is made at the end of the first interval that reaches its time."""
 
     default_start = 0.0
     """Share of the training before which nothing freezes, where `policy.start` is None."""
@@ -53,7 +48,7 @@ class TimedPolicy(FrontPolicy):
                 f"The policy {self._config.policy.name!r} freezes at shares of the training, so it must know its "
                 f"length, found total_steps=None. Pass total_steps=len(loader) * epochs to attach."
             )
-        self._length = self._total_steps
+        self._length, self._num_freezable = self._total_steps, len(self._trainable) - 1
         start = self._config.policy.start
         self._start = self.default_start if start is None else start
         self.moves = self._timetable()
@@ -79,18 +74,11 @@ class TimedPolicy(FrontPolicy):
             return "nothing is to be frozen"
         return f"{depth} layer module{' is' if depth == 1 else 's are'} to be frozen"
 
-    def _num_freezable(self) -> int:
-        """Return how many layer modules there are in front of the last."""
-        return len(self._trainable) - 1
-
 
 class StaticSchedule(TimedPolicy):
-    """'static': follows `policy.schedule`, such as "0.54:2 0.79:3 0.9:0"; an entry with fewer modules thaws the others.
+    """'static': follows `policy.schedule`, such as "0.54:2 0.79:3 0.9:0", as far as the layer modules may freeze.
 
-    Where the schedule asks for more layer modules than may freeze, those that may do.
-
-    Raises:
-        ConfigError: there is no schedule, or the length of the run is not known.
+    An entry with fewer modules than the one before thaws the others.
     """
 
     def _timetable(self) -> tuple[TimedMove, ...]:
@@ -109,18 +97,15 @@ class LinearSchedule(TimedPolicy):
     `depth(t) = floor(level * (t - start) / (1 - start) * (L - 1))` for `L` layer modules, so module `i`,
     counted from 0, freezes at `t = start + (1 - start) * (i + 1) / (level * (L - 1))`.
 
-    Source: MosaicML Composer, `LayerFreezing`. It counts leaf layers in the order of definition and acts
-    at the end of an epoch; here it is layer modules in the order of execution, and the end of an interval.
+    Source: MosaicML Composer, `LayerFreezing`, which counts leaf layers in the order of definition, by epochs.
     """
 
     default_start = 0.5
 
     def _timetable(self) -> tuple[TimedMove, ...]:
-        reached = self._config.policy.level * self._num_freezable()
-        return tuple(
-            TimedMove(share=self._start + (1 - self._start) * depth / reached, depth=depth)
-            for depth in range(1, self._num_freezable() + 1)
-        )
+        reached = self._config.policy.level * self._num_freezable
+        depths = range(1, self._num_freezable + 1)
+        return _freezing_at(self._start + (1 - self._start) * depth / reached for depth in depths)
 
 
 class FreezeOut(TimedPolicy):
@@ -138,12 +123,11 @@ class FreezeOut(TimedPolicy):
     default_start = 0.8
 
     def _timetable(self) -> tuple[TimedMove, ...]:
-        last = max(1, self._num_freezable())
+        last = max(1, self._num_freezable)
         power = POWERS[self._config.policy.shape]
-        self._ends = [
-            (self._start + (1 - self._start) * index / last) ** power for index in range(len(self._trainable))
-        ]
-        return tuple(TimedMove(share=end, depth=depth) for depth, end in enumerate(self._ends[:-1], start=1))
+        modules = range(len(self._trainable))
+        self._ends = [(self._start + (1 - self._start) * index / last) ** power for index in modules]
+        return _freezing_at(self._ends[:-1])
 
     def rate_shares(self, step: int) -> tuple[float, ...] | None:
         """Return the rate of each layer module for the step after `step`, as a share of the initial one."""
@@ -162,18 +146,14 @@ class FreezeOut(TimedPolicy):
 
 
 class RandomTimes(TimedPolicy):
-    """'random': draws a time from [start, 1] for each layer module but the last, and sorts them.
-
-    Source: our own control, which every rule should beat. The times depend on `policy.seed` and the number of layer
-    modules alone.
-    """
+    """'random': freezes at times drawn from [start, 1], by `policy.seed` alone: our control, to be beaten by all."""
 
     default_start = 0.1
 
     def _timetable(self) -> tuple[TimedMove, ...]:
         generator = random.Random(self._config.policy.seed)
-        times = sorted(self._start + (1 - self._start) * generator.random() for _ in range(self._num_freezable()))
-        return tuple(TimedMove(share=share, depth=depth) for depth, share in enumerate(times, start=1))
+        times = (self._start + (1 - self._start) * generator.random() for _ in range(self._num_freezable))
+        return _freezing_at(sorted(times))
 
 
 class AutoFreeze(FrontPolicy):
@@ -182,13 +162,13 @@ class AutoFreeze(FrontPolicy):
     At evaluation `k`, the end of an interval, `G_l(k)` is the L1 norm of the gradients of module `l` summed over the
     interval, and `eta_l = |G_l(k-1) - G_l(k)| / G_l(k-1)`. With the percentile of `eta` over the modules that are
     still active as the threshold, the first of them with `eta >= threshold` becomes the first one in training.
-    So the earliest freeze is at the second evaluation. Nothing thaws.
+    Nothing thaws.
 
     Source: Liu et al., "AutoFreeze" (arXiv 2102.01386), and its code.
     """
 
     needs = frozenset({GRADIENTS})
-    _saved: ClassVar[Mapping[str, str]] = {**FrontPolicy._saved, "previous": "_previous"}
+    _saved = (*FrontPolicy._saved, "previous")
 
     def _prepare(self) -> None:
         self._previous: tuple[float | None, ...] | None = None
@@ -216,10 +196,7 @@ class AutoFreeze(FrontPolicy):
 
 
 class WeightChange(EgeriaPolicy):
-    """'weight_change': the paper's rule on the change of the weights, `||w_now - w_then|| / ||w_then||`.
-
-    Bootstrapping, smoothing, slope, tolerance, patience and thawing are the paper's. What it saves is the reference
-    model and every pass through it.
+    """'weight_change': the paper's rule on `||w_now - w_then|| / ||w_then||` of the weights, without a reference.
 
     Source: our own control, for what activations show beyond weights.
     """
@@ -253,13 +230,13 @@ class WeightChange(EgeriaPolicy):
         return None if self._candidate is None else float((2 * self.window - 1) * interval_steps)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile of values, interpolated linearly between the two nearest.
+def _freezing_at(shares: Iterable[float]) -> tuple[TimedMove, ...]:
+    """Return the timetable that freezes one more layer module at each share of the training."""
+    return tuple(TimedMove(share=share, depth=depth) for depth, share in enumerate(shares, start=1))
 
-    Args:
-        values: at least one.
-        percent: from 0 to 100.
-    """
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the percentile of values, interpolated linearly between the two nearest."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     lower = math.floor(place)
@@ -273,6 +250,4 @@ def _change(before: float | None, now: float | None) -> float:
     """Return the relative change; not a number where one of the two is missing or not finite."""
     if before is None or now is None or not (math.isfinite(before) and math.isfinite(now)):
         return math.nan
-    if before == now:
-        return 0.0
-    return abs(before - now) / before if before else math.inf
+    return relative_change(before, now)
