@@ -24,7 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from egeria.cache.samples import BatchIndices, NoSamplesError, SampleFeed
+from egeria.cache.loader import SampleFeed
+from egeria.cache.samples import BatchIndices, NoSamplesError
 
 
 class Numbers(Dataset):
@@ -142,7 +143,7 @@ def check_epoch(loader, feed, count=None):
     """Check that `current` is each batch's content, and that what was to come came."""
     seen = []
     announced = None
-    offset = feed._watch._dataset.indices[0] if isinstance(feed._watch._dataset, Subset) else 0
+    offset = feed._hook._dataset.indices[0] if isinstance(feed._hook._dataset, Subset) else 0
     for numbers, _ in loader:
         current = feed.current
         assert (current.samples + offset).tolist() == numbers.tolist()
@@ -243,7 +244,7 @@ def test_drawing_ahead_goes_on_and_ends_with_the_epoch():
         for index, _ in enumerate(loader):
             expected = min(4, len(loader) - index - 1)
             if begun:
-                assert len(feed._follower.latest._ahead) == expected, "drawn by the loader itself from now on"
+                assert len(feed._passes.latest._ahead) == expected, "drawn by the loader itself from now on"
             assert len(feed.upcoming(4)) == expected
     assert [drawn.samples.tolist() for drawn in feed.upcoming(4)] == []
 
@@ -319,8 +320,8 @@ def test_several_passes_at_once(workers):
         numbers, _ = next(iterator)
         assert feed.current.samples.tolist() == numbers.tolist()
         coming = feed.upcoming(1)[0].samples.tolist()
-        assert coming == feed._follower.latest.coming(1)[0].samples.tolist()
-        assert iterator._sampler_iter is feed._follower.latest
+        assert coming == feed._passes.latest.coming(1)[0].samples.tolist()
+        assert iterator._sampler_iter is feed._passes.latest
 
 
 def test_drawing_from_the_batch_sampler_oneself_changes_nothing():

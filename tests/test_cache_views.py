@@ -15,8 +15,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_wor
 
 from egeria.cache.augmentation import BatchKind, ViewedDataset, ViewedIndex
 from egeria.cache.fingerprint import agree, fingerprints
+from egeria.cache.loader import SampleFeed
 from egeria.cache.random_sources import held_generators, seed_of
-from egeria.cache.samples import SampleFeed
 
 COUNT = 12
 GLOBAL = np.random.default_rng(0)

@@ -19,7 +19,7 @@ PARTS = {
     "true lengths": "egeria.cache.layout:true_lengths",
     "take": "egeria.cache.prefetch.fetcher:Fetcher.take",
     "ahead": "egeria.cache.prefetch.fetcher:Fetcher.ahead",
-    "upcoming samples": "egeria.cache.samples:SampleFeed.upcoming",
+    "upcoming samples": "egeria.cache.loader:SampleFeed.upcoming",
     "judging what is held": "egeria.cache.generation:Generation._judge",
     "may be replayed": "egeria.cache.generation:Generation._can_replay",
     "weights unchanged": "egeria.cache.generation:Generation._check",

@@ -2,8 +2,9 @@
 
 from egeria.cache.cache import ActivationCache
 from egeria.cache.decision import Outlook, Share
+from egeria.cache.loader import SampleFeed
 from egeria.cache.sampler import ShardSampler
-from egeria.cache.samples import NoSamplesError, SampleFeed
+from egeria.cache.samples import NoSamplesError
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
 

@@ -21,7 +21,8 @@ from egeria.cache.forward_modes import (
     UserForward,
 )
 from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
-from egeria.cache.samples import BatchIndices, NoSamplesError, SampleFeed
+from egeria.cache.loader import SampleFeed
+from egeria.cache.samples import BatchIndices, NoSamplesError
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
 from egeria.config import CacheConfig

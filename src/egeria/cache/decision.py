@@ -16,7 +16,8 @@ from egeria.cache.fingerprint import fingerprints
 from egeria.cache.gate import GateDecision, Prospects, judge
 from egeria.cache.generation import Generation
 from egeria.cache.layout import Layouts
-from egeria.cache.samples import BatchIndices, SampleFeed
+from egeria.cache.loader import SampleFeed
+from egeria.cache.samples import BatchIndices
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.disk import DiskStore, bytes_per_position
 from egeria.cache.store.rows import StoreError

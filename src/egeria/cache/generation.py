@@ -14,9 +14,10 @@ from torch import Tensor
 from egeria.cache.fingerprint import agree
 from egeria.cache.forward_modes import PaybackCheck, StaleError, UserForward
 from egeria.cache.layout import BatchKeys, Layouts
+from egeria.cache.loader import SampleFeed
 from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, PrefetchedBatch
 from egeria.cache.prefetch.writer import Writer
-from egeria.cache.samples import BatchIndices, SampleFeed
+from egeria.cache.samples import BatchIndices
 from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.rows import Integers, Mask
 from egeria.errors import EgeriaError

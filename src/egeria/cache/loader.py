@@ -1,4 +1,4 @@
-"""Which samples a loader draws for each batch: recorded as they are drawn, some of them drawn in advance.
+"""`SampleFeed`: the samples of the batches that a loader hands out, and of those to come.
 
 The loader gets one attribute of its own in front of a method, `_get_iterator`. While that makes an
 iterator, and only then, the recording sampler and the wrapped data set stand in the loader for the
@@ -7,68 +7,169 @@ user's. The classes, the user's code and everything that can be read from the lo
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from egeria.cache.augmentation import ViewedDataset, ViewedIndex
-from egeria.errors import EgeriaError
+from egeria.cache.augmentation import BatchKind, ViewedDataset, examine
+from egeria.cache.samples import (
+    BatchIndices,
+    EpochIterator,
+    IdColumn,
+    NoSamplesError,
+    Passes,
+    RecordingBatchSampler,
+)
 
 METHOD, STATE = "_get_iterator", "__getstate__"
 
 
-class BatchFollower(Protocol):
-    """Is notified by a `LoaderHook` of what the loader does; raises nothing."""
+class SampleFeed:
+    """Follows a loader: knows each batch by the numbers of its samples, and the batches to come.
+
+    Until `upcoming` or `use_views` is called, the loader draws and augments bit for bit as without it.
+    Where the sampler cannot tell the samples (an `IterableDataset`, `batch_size=None`, `in_order=False`,
+    indices that are no integers), they are read from a column of the batch; then nothing is known of
+    the batches to come, and there are no views.
+
+    Args:
+        loader: the training `DataLoader`.
+        id_column: key of a batch, a mapping, that holds one integer for each row; read instead of
+            following the sampler. None looks for one where that is needed, in the first batch.
+        base_seed: root of all seeds of stateless augmentation; the same in every process and after a resume.
+
+    Raises:
+        NoSamplesError: the samples cannot be identified. Where the first batch decides, `current` raises it.
+    """
+
+    def __init__(self, loader: Any, *, id_column: str | None, base_seed: int) -> None:
+        if not isinstance(loader, DataLoader):
+            raise NoSamplesError(
+                "samples are identified by the sampler of a torch DataLoader, but the loader is a "
+                f"{type(loader).__name__}; pass the DataLoader that the batches come from"
+            )
+        self.num_samples = _length(loader.dataset)
+        self.num_batches = None if isinstance(loader.dataset, IterableDataset) else _length(loader)
+        self._draws_ahead = loader.num_workers == 0
+        self._is_open = True
+        reason = f"the samples are to be identified by the column '{id_column}'" if id_column else _refusal(loader)
+        self._passes = Passes(column=IdColumn(id_column), batch_kind=BatchKind(), refusal=reason)
+        self._dataset: ViewedDataset | None = None
+        if reason is None and not isinstance(loader.dataset, MapDataPipe):  # torch takes those apart itself
+            self._dataset = ViewedDataset(loader.dataset, base_seed, self._passes.batch_kind)
+        self._hook = LoaderHook(loader, self._passes, self._dataset)
+        self._finalizer = weakref.finalize(self, self._hook.close)
+        self._finalizer.atexit = False
 
     @property
-    def reads_columns(self) -> bool:
-        """Return whether samples are identified by a column of the batch that this process numbers by first sight."""
+    def current(self) -> BatchIndices | None:
+        """Return what the loader handed out last; None before the first batch, after the last and after `close`.
 
-    def sampler(self, sampler: Any, can_view: bool) -> Any:
-        """Return what stands in for a batch sampler."""
+        Handed out, not trained on: in a loop that takes a batch in advance (to copy it to the device,
+        say) this is the batch after the one the model sees, and their fingerprints will not agree.
+        Raises NoSamplesError where the samples cannot be identified after all.
+        """
+        if self._is_open and self._passes.failure is not None:
+            raise NoSamplesError(self._passes.failure)
+        return self._passes.current if self._is_open else None
 
-    def begun(self, iterator: Any) -> None:
-        """Record that an iterator of the loader begins an epoch."""
+    @property
+    def numbers_by_sight(self) -> bool:
+        """Return whether samples are numbered in the order in which this process sees them."""
+        return self._passes.refusal is not None
 
-    def handed_out(self, iterator: Any, batch: Any) -> None:
-        """Record that it is about to hand out a batch."""
+    def upcoming(self, count: int) -> list[BatchIndices]:
+        """Return the next batches of this pass, in order, at most `count`.
 
-    def stopped(self, iterator: Any) -> None:
-        """Record that it raises instead: at the end of the pass, or an error of the user's."""
+        Without workers the sampler draws so many in advance, from now on. With workers these are the
+        batches that they work at or have ready.
+        """
+        latest = self._passes.latest
+        if not self._is_open or latest is None:
+            return []
+        if self._draws_ahead:
+            self._passes.num_ahead = max(self._passes.num_ahead, count)
+            latest.draw_ahead(count)
+        return latest.coming(count)
+
+    def use_views(self, num_views: int | None) -> bool:
+        """Make the augmentation stateless, with so many views of each sample, one after the other from epoch to epoch.
+
+        Holds for batches drawn from now on; with workers that persist since before the loader was
+        watched, from the next epoch on. Without workers one sample is made a few times to see whether
+        views are possible. With workers it is left to them to find out, so `views_refusal` may turn up
+        later; until then batches that cannot be viewed come freely augmented, `viewed` all the same.
+
+        None goes back to augmentation as the user wrote it. Returns whether it could be done;
+        `views_refusal` says why not. Raises ValueError for fewer than one view.
+        """
+        if num_views is not None and num_views < 1:
+            raise ValueError(f"num_views must be at least 1 or None, found {num_views}")
+        if num_views is None:
+            self._passes.num_views = None
+            return True
+        if self._draws_ahead and self._dataset is not None and self._passes.current is not None:
+            examine(self._dataset, int(self._passes.current.samples[0]))
+        if self.views_refusal is not None:
+            return False
+        if self._passes.num_views != num_views:
+            self._passes.num_views = num_views
+            self._passes.views_since_epoch = max(0, self._passes.num_epochs - 1)
+        self._hook.restart_workers()
+        return True
+
+    @property
+    def views_refusal(self) -> str | None:
+        """Return why there can be no views, or None as long as nothing speaks against them."""
+        if not self._is_open:
+            return "the loader is not watched any more"
+        if self._passes.refusal is not None:
+            return f"{self._passes.refusal}, so the seed of a sample is not known when it is made"
+        if self._dataset is None:
+            return "the data set is a MapDataPipe, which torch takes apart itself; use a map-style data set"
+        return self._passes.batch_kind.refusal
+
+    def close(self) -> None:
+        """Give the loader back exactly as it was, also in the middle of an epoch; what is drawn is still handed out."""
+        self._is_open = False
+        self._finalizer()
+
+
+def _refusal(loader: DataLoader[Any]) -> str | None:
+    """Return why the sampler of a loader does not tell the samples of a batch, or None."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset has no sample numbers"
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return "with batch_size=None the loader draws no batches of samples"
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        return "with in_order=False the batches come in another order than they are drawn"
+    return None
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 class LoaderHook:
-    """Stands before a loader's `_get_iterator`, until `close`.
+    """Stands before a loader's `_get_iterator`, until `close`; tells `passes` what its iterators do.
 
     It holds the loader and its iterators weakly: an iterator that the user drops must end its workers
-    at once, not when the garbage collector finds a cycle.
-
-    Args:
-        loader: the loader to follow.
-        follower: is notified of what happens.
-        dataset: the stand-in for its data set; None leaves that as it is.
-
-    Raises:
-        NoSamplesError: somebody else watches it already, or its class does not let itself be watched.
+    at once, not when the garbage collector finds a cycle. `dataset` stands in for the loader's; None
+    leaves that as it is. Raises NoSamplesError where the loader cannot be watched.
     """
 
-    def __init__(self, loader: DataLoader[Any], follower: BatchFollower, dataset: ViewedDataset | None) -> None:
+    def __init__(self, loader: DataLoader[Any], passes: Passes, dataset: ViewedDataset | None) -> None:
         if isinstance(vars(loader).get(METHOD), LoaderHook):
             raise NoSamplesError("another run already watches this loader; close that run first")
         self._loader = weakref.ref(loader)
-        self._follower = follower
+        self._passes = passes
         self._dataset = dataset
         self._before = vars(loader).get(METHOD)
         self._is_open = True
@@ -94,7 +195,7 @@ class LoaderHook:
             iterator = make()
         if isinstance(iterator, _BaseDataLoaderIter):
             self._follow(iterator, has_dataset=self._dataset is not None)
-        self._follower.begun(iterator)
+        self._passes.begun(iterator)
         return iterator
 
     def restart_workers(self) -> None:
@@ -122,16 +223,20 @@ class LoaderHook:
         attributes = vars(loader)  # the loader itself forbids that these be set
         sampler, dataset = attributes["batch_sampler"], attributes["dataset"]
         try:
-            attributes["batch_sampler"] = self._follower.sampler(sampler, self._dataset is not None)
+            attributes["batch_sampler"] = self._recording(sampler, can_view=self._dataset is not None)
             if self._dataset is not None:
                 attributes["dataset"] = self._dataset
             yield
         finally:
             attributes["batch_sampler"], attributes["dataset"] = sampler, dataset
 
+    def _recording(self, sampler: Any, *, can_view: bool) -> Any:
+        if self._passes.refusal is not None or isinstance(sampler, RecordingBatchSampler):
+            return sampler
+        return RecordingBatchSampler(sampler, self._passes, can_view=can_view)
+
     def _follow(self, iterator: Any, *, has_dataset: bool) -> None:
-        if not isinstance(iterator._index_sampler, RecordingBatchSampler):
-            iterator._index_sampler = self._follower.sampler(iterator._index_sampler, has_dataset)
+        iterator._index_sampler = self._recording(iterator._index_sampler, can_view=has_dataset)
         reference = weakref.ref(iterator)
 
         def next_data() -> Any:
@@ -139,15 +244,15 @@ class LoaderHook:
             try:
                 batch = type(followed)._next_data(followed)
             except BaseException:
-                self._follower.stopped(followed)
+                self._passes.stopped(followed)
                 raise
-            self._follower.handed_out(followed, batch)
+            self._passes.handed_out(followed, batch)
             return batch
 
         def reset(*args: Any, **kwargs: Any) -> None:
             followed: Any = reference()
             type(followed)._reset(followed, *args, **kwargs)
-            self._follower.begun(followed)
+            self._passes.begun(followed)
 
         vars(iterator).update(_next_data=next_data, _reset=reset)
         self._iterators.add(iterator)
@@ -173,214 +278,3 @@ def _release(iterator: Any) -> None:
         dataset = getattr(holder, name, None)
         if type(dataset) is ViewedDataset:
             setattr(holder, name, dataset.of_user)
-
-
-class NoSamplesError(EgeriaError):
-    """The samples of a batch cannot be identified; the message is the reason and the way out, in one sentence."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
-class BatchIndices:
-    """Which samples make up one batch."""
-
-    number: int
-    """Counts the batches of all epochs in the order of drawing; one that is drawn but never handed out leaves a gap."""
-    epoch: int
-    """Counts the passes over the loader since it is watched."""
-    samples: np.ndarray
-    """Index of each row's sample in the data set, int64 [B]."""
-    views: np.ndarray
-    """Number of each row's augmentation variant, int64 [B]; zeros unless `viewed`."""
-    viewed: bool = False
-    """Whether the batch is made with stateless augmentation."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SharedDrawState:
-    """What all passes over one loader have in common."""
-
-    num_ahead: int = 0
-    """Batches to draw in advance."""
-    num_views: int | None = None
-    views_since_epoch: int = 0
-    views_work: Callable[[], bool] = lambda: True
-    num_epochs: int = 0
-    """Passes begun."""
-    refusal: str | None = None
-    """Why the samples of a batch cannot be identified from what the sampler draws."""
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def view_of(self, epoch: int) -> int | None:
-        """Return the view to make in an epoch; None for augmentation as the user wrote it."""
-        if self.num_views is None or not self.views_work():
-            return None
-        return (epoch - self.views_since_epoch) % self.num_views
-
-
-class RecordingBatchSampler:
-    """Stands in for a loader's batch sampler, in the loader's iterators only; draws what that draws.
-
-    Args:
-        sampler: the loader's own.
-        drawing: shared by all passes.
-        can_view: whether the data set behind the iterator understands a `ViewedIndex`.
-    """
-
-    def __init__(self, sampler: Any, drawing: SharedDrawState, *, can_view: bool) -> None:
-        self.sampler = sampler
-        self._drawing = drawing
-        self._can_view = can_view
-
-    def __iter__(self) -> EpochIterator:
-        return EpochIterator(iter(self.sampler), self._drawing, can_view=self._can_view, length=self._length)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def _length(self) -> float:
-        try:
-            return len(self.sampler)
-        except Exception:  # it may have no length, or one that the user's code fails to tell
-            return math.inf
-
-
-class EpochIterator:
-    """One pass over the batch sampler: hands its batches on and knows where each of them is.
-
-    A batch is first `ahead` (drawn in advance), then `taken` (by the loader, perhaps at work in a
-    worker), then handed out. None is drawn in advance behind the last: a sampler that is asked for it may
-    draw random numbers, which it does not without us where the loop leaves the pass early.
-
-    Args:
-        batches: an iterator of the sampler.
-        drawing: shared by all passes.
-        can_view: whether the data set behind the iterator understands a `ViewedIndex`.
-        length: returns the number of batches; asked if some are drawn in advance.
-    """
-
-    def __init__(
-        self, batches: Iterator[Any], drawing: SharedDrawState, *, can_view: bool, length: Callable[[], float]
-    ) -> None:
-        self.num_taken = 0
-        self._num_handed_out = 0
-        self._batches = batches
-        self._drawing = drawing
-        self._can_view = can_view
-        self._length = length
-        self._num_batches: float | None = None
-        self._epoch: int | None = None
-        self._ahead: deque[tuple[Any, BatchIndices | None]] = deque()
-        self._taken: deque[BatchIndices | None] = deque()
-        self._end: BaseException | None = None
-        # A loader may be read by a thread of the user's while the training loop asks what comes.
-        self._lock = threading.RLock()
-
-    def __iter__(self) -> EpochIterator:
-        return self
-
-    def __next__(self) -> Any:
-        with self._lock:
-            if not self._ahead:
-                self._raise_end()
-                self._draw()
-            indices, drawn = self._ahead.popleft()
-            self._taken.append(drawn)
-            self.num_taken += 1
-            self.draw_ahead(self._drawing.num_ahead)
-        if drawn is not None and drawn.viewed:
-            return type(indices)(map(ViewedIndex, indices, drawn.views.tolist()))
-        return indices
-
-    def draw_ahead(self, count: int) -> None:
-        """Draw until so many batches wait; what the sampler raises is kept for the loader to meet in its turn."""
-        with self._lock:
-            while len(self._ahead) < count and self._end is None and not self._is_at_end():
-                try:
-                    self._draw()
-                except BaseException as end:
-                    self._end = end
-
-    def handed_out(self, total: int) -> BatchIndices | None:
-        """Note that the loader has handed out so many batches in all; return the last, None if there is no new one."""
-        drawn = None
-        with self._lock:
-            while self._num_handed_out < total and self._taken:
-                drawn = self._taken.popleft()
-                self._num_handed_out += 1
-        return drawn
-
-    def coming(self, count: int) -> list[BatchIndices]:
-        """Return the next batches that are drawn and not handed out, in order."""
-        with self._lock:
-            waiting = itertools.chain(self._taken, (drawn for _, drawn in self._ahead))
-            return [drawn for drawn in itertools.islice(waiting, count) if drawn is not None]
-
-    def rest(self) -> Iterator[Any]:
-        """Return an iterator over the batches that the loader has not taken, the sampler's own if possible."""
-        with self._lock:
-            if not self._ahead and self._end is None:
-                return self._batches
-            return _rest([indices for indices, _ in self._ahead], self._end, self._batches)
-
-    def _is_at_end(self) -> bool:
-        if self._num_batches is None:
-            self._num_batches = self._length()
-        return self.num_taken + len(self._ahead) >= self._num_batches
-
-    def _raise_end(self) -> None:
-        if self._end is not None:
-            end, self._end = self._end, None
-            raise end
-
-    def _draw(self) -> None:
-        indices = next(self._batches)
-        if self._epoch is None:
-            self._epoch = self._drawing.num_epochs
-            self._drawing.num_epochs += 1
-        self._ahead.append((indices, self._record(indices, self._epoch)))
-
-    def _record(self, indices: Any, epoch: int) -> BatchIndices | None:
-        if self._drawing.refusal is not None:
-            return None
-        try:
-            samples = _sample_numbers(indices)
-        except (TypeError, ValueError, OverflowError):
-            self._drawing.refusal = (
-                "the sampler gives no whole numbers from 0 on as indices; let it give the position of each sample"
-            )
-            return None
-        view = self._drawing.view_of(epoch) if self._can_view and _is_plain(indices) else None
-        views = np.full(len(samples), view or 0, dtype=np.int64)
-        number = next(self._drawing.numbers)
-        return BatchIndices(number=number, epoch=epoch, samples=samples, views=views, viewed=view is not None)
-
-
-def _sample_numbers(indices: Any) -> np.ndarray:
-    """Return the indices of a batch as int64 [B].
-
-    Raises:
-        TypeError: they are no integers.
-        ValueError: they are negative.
-    """
-    if isinstance(indices, (Tensor, np.ndarray)):
-        if indices.ndim != 1:
-            raise TypeError("one index for each sample")
-        indices = indices.tolist()
-    if not isinstance(indices, (list, tuple)):
-        raise TypeError("a batch is a list of indices")
-    samples = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
-    if len(samples) and samples.min() < 0:
-        raise ValueError("indices count from 0")
-    return samples
-
-
-def _is_plain(indices: Any) -> bool:
-    return type(indices) in (list, tuple) and all(type(index) is int for index in indices)
-
-
-def _rest(ahead: list[Any], end: BaseException | None, batches: Iterator[Any]) -> Iterator[Any]:
-    yield from ahead
-    if end is None:
-        yield from batches
-    elif not isinstance(end, StopIteration):
-        raise end

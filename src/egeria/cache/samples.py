@@ -1,216 +1,100 @@
-"""`SampleFeed`: the sample numbers of the batches that a loader hands out, and of those to come."""
+"""Which samples make up each batch: recorded as the sampler draws them, or read from a column of the batch."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
+import itertools
+import math
+import operator
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from egeria import tree
-from egeria.cache.augmentation import BatchKind, ViewedDataset, examine
-from egeria.cache.loader import (
-    BatchIndices,
-    EpochIterator,
-    LoaderHook,
-    NoSamplesError,
-    RecordingBatchSampler,
-    SharedDrawState,
-)
+from egeria.cache.augmentation import BatchKind, ViewedIndex
+from egeria.errors import EgeriaError
 
-__all__ = ["BatchIndices", "NoSamplesError", "SampleFeed"]
+NAMES = ("sample_id", "example_id", "idx", "index", "id")
 
 
-class SampleFeed:
-    """Follows a loader: knows each batch by the numbers of its samples, and the batches to come.
-
-    Until `upcoming` or `use_views` is called, the loader draws and augments bit for bit as without it.
-    Where the sampler cannot tell the samples (an `IterableDataset`, `batch_size=None`, `in_order=False`,
-    indices that are no integers), they are read from a column of the batch; then nothing is known of
-    the batches to come, and there are no views.
-
-    Args:
-        loader: the training `DataLoader`.
-        id_column: key of a batch, a mapping, that holds one integer for each row; read instead of
-            following the sampler. None looks for one where that is needed, in the first batch.
-        base_seed: root of all seeds of stateless augmentation; the same in every process and after a resume.
-
-    Raises:
-        NoSamplesError: the samples cannot be identified. Where the first batch decides, `current` raises it.
-    """
-
-    def __init__(self, loader: Any, *, id_column: str | None, base_seed: int) -> None:
-        if not isinstance(loader, DataLoader):
-            raise NoSamplesError(
-                "samples are identified by the sampler of a torch DataLoader, but the loader is a "
-                f"{type(loader).__name__}; pass the DataLoader that the batches come from"
-            )
-        self.num_samples = _length(loader.dataset)
-        self.num_batches = None if isinstance(loader.dataset, IterableDataset) else _length(loader)
-        self._draws_ahead = loader.num_workers == 0
-        self._is_open = True
-        reason = f"the samples are to be identified by the column '{id_column}'" if id_column else _refusal(loader)
-        batch_kind = BatchKind()
-        self._batch_kind = batch_kind
-        self._drawing = SharedDrawState(refusal=reason, views_work=lambda: batch_kind.refusal is None)
-        self._dataset: ViewedDataset | None = None
-        self._follower: SamplerFollower | ColumnFollower
-        if reason is not None:
-            self._follower = ColumnFollower(IdColumn(id_column, reason))
-        else:
-            self._follower = SamplerFollower(self._drawing)
-            if not isinstance(loader.dataset, MapDataPipe):  # torch takes those apart itself
-                self._dataset = ViewedDataset(loader.dataset, base_seed, batch_kind)
-        self._watch = LoaderHook(loader, self._follower, self._dataset)
-        self._finalizer = weakref.finalize(self, self._watch.close)
-        self._finalizer.atexit = False
-
-    @property
-    def current(self) -> BatchIndices | None:
-        """Return what the loader handed out last; None before the first batch, after the last and after `close`.
-
-        Handed out, not trained on: in a loop that takes a batch in advance (to copy it to the device,
-        say) this is the batch after the one the model sees, and their fingerprints will not agree.
-
-        Raises:
-            NoSamplesError: the samples cannot be identified after all.
-        """
-        if self._is_open and self._follower.failure is not None:
-            raise NoSamplesError(self._follower.failure)
-        return self._follower.current if self._is_open else None
-
-    @property
-    def numbers_by_sight(self) -> bool:
-        """Return whether samples are numbered in the order in which this process sees them."""
-        return self._follower.reads_columns
-
-    def upcoming(self, count: int) -> list[BatchIndices]:
-        """Return the next batches of this pass, in order, at most `count`.
-
-        Without workers the sampler draws so many in advance, from now on. With workers these are the
-        batches that they work at or have ready.
-        """
-        latest = self._follower.latest
-        if not self._is_open or latest is None:
-            return []
-        if self._draws_ahead:
-            self._drawing.num_ahead = max(self._drawing.num_ahead, count)
-            latest.draw_ahead(count)
-        return latest.coming(count)
-
-    def use_views(self, num_views: int | None) -> bool:
-        """Make the augmentation stateless, with so many views of each sample, one after the other from epoch to epoch.
-
-        Holds for batches drawn from now on; with workers that persist since before the loader was
-        watched, from the next epoch on. Without workers the data set is called two to six times for
-        one sample, with every random state restored. With workers it is left to them to find out
-        whether views are possible (a file opened here would be inherited by workers forked later), so
-        `views_refusal` may turn up later; until then batches that cannot be viewed come freely augmented,
-        `viewed` all the same.
-
-        Args:
-            num_views: None goes back to augmentation as the user wrote it.
-
-        Returns:
-            Whether it could be done; `views_refusal` says why not.
-
-        Raises:
-            ValueError: fewer than one view.
-        """
-        if num_views is not None and num_views < 1:
-            raise ValueError(f"num_views must be at least 1 or None, found {num_views}")
-        if num_views is None:
-            self._drawing.num_views = None
-            return True
-        if self._draws_ahead and self._dataset is not None and self._follower.current is not None:
-            examine(self._dataset, int(self._follower.current.samples[0]))
-        if self.views_refusal is not None:
-            return False
-        if self._drawing.num_views != num_views:
-            self._drawing.num_views = num_views
-            self._drawing.views_since_epoch = max(0, self._drawing.num_epochs - 1)
-        self._watch.restart_workers()
-        return True
-
-    @property
-    def views_refusal(self) -> str | None:
-        """Return why there can be no views, or None as long as nothing speaks against them."""
-        if not self._is_open:
-            return "the loader is not watched any more"
-        if self._drawing.refusal is not None:
-            return f"{self._drawing.refusal}, so the seed of a sample is not known when it is made"
-        if self._dataset is None:
-            return "the data set is a MapDataPipe, which torch takes apart itself; use a map-style data set"
-        return self._batch_kind.refusal
-
-    def close(self) -> None:
-        """Give the loader back exactly as it was, also in the middle of an epoch; what is drawn is still handed out."""
-        self._is_open = False
-        self._finalizer()
+class NoSamplesError(EgeriaError):
+    """The samples of a batch cannot be identified; the message is the reason and the way out, in one sentence."""
 
 
-def _refusal(loader: DataLoader[Any]) -> str | None:
-    """Return why the sampler of a loader does not tell the samples of a batch, or None."""
-    if isinstance(loader.dataset, IterableDataset):
-        return "an IterableDataset has no sample numbers"
-    if loader.batch_size is None and loader.batch_sampler is None:
-        return "with batch_size=None the loader draws no batches of samples"
-    if loader.num_workers and not getattr(loader, "in_order", True):
-        return "with in_order=False the batches come in another order than they are drawn"
-    return None
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class BatchIndices:
+    """Which samples make up one batch."""
+
+    number: int
+    """Counts the batches of all epochs in the order of drawing; one that is drawn but never handed out leaves a gap."""
+    epoch: int
+    """Counts the passes over the loader since it is watched."""
+    samples: np.ndarray
+    """Index of each row's sample in the data set, int64 [B]."""
+    views: np.ndarray
+    """Number of each row's augmentation variant, int64 [B]; zeros unless `viewed`."""
+    viewed: bool = False
+    """Whether the batch is made with stateless augmentation."""
 
 
-def _length(thing: Any) -> int | None:
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return None
+@dataclass(kw_only=True)
+class Passes:
+    """What all passes over one loader have in common, and what came last in them."""
 
+    column: IdColumn
+    batch_kind: BatchKind
+    refusal: str | None
+    """Why the samples cannot be identified from what the sampler draws; then they are read from the column."""
+    current: BatchIndices | None = None
+    """What was handed out last."""
+    latest: EpochIterator | None = None
+    """The pass that begun or handed out a batch last."""
+    failure: str | None = None
+    """Why the samples cannot be identified at all."""
+    num_ahead: int = 0
+    """Batches to draw in advance."""
+    num_views: int | None = None
+    views_since_epoch: int = 0
+    num_epochs: int = 0
+    """Passes in which a batch was drawn."""
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    _num_read: int = 0
+    """Passes that are over, in which the column was read."""
+    _has_read: bool = False
+    """Whether it was read in this one."""
 
-class SamplerFollower:
-    """Knows batches by what the sampler drew for them; by a column of the batch if that is no integers."""
-
-    def __init__(self, drawing: SharedDrawState) -> None:
-        self.current: BatchIndices | None = None
-        self.latest: EpochIterator | None = None
-        self.failure: str | None = None
-        self._drawing = drawing
-        self._columns: ColumnFollower | None = None
-
-    @property
-    def reads_columns(self) -> bool:
-        """Whether samples are identified by a column of the batch by now."""
-        return self._columns is not None
-
-    def sampler(self, sampler: Any, can_view: bool) -> Any:
-        """Return a sampler that draws the same, and records it."""
-        return RecordingBatchSampler(sampler, self._drawing, can_view=can_view)
+    def view_of(self, epoch: int) -> int | None:
+        """Return the view to make in an epoch; None for augmentation as the user wrote it."""
+        if self.num_views is None or self.batch_kind.refusal is not None:
+            return None
+        return (epoch - self.views_since_epoch) % self.num_views
 
     def begun(self, iterator: Any) -> None:
-        """From now on the batches to come are those of this pass."""
+        """Record that an iterator of the loader begins a pass."""
         source = getattr(iterator, "_sampler_iter", None)
         if isinstance(source, EpochIterator):
             self.latest = source
-        else:
-            self.failure = _strange(iterator)
-        if self._columns is not None:
-            self._columns.begun(iterator)
+        elif self.refusal is None or not isinstance(iterator, _BaseDataLoaderIter):
+            self.failure = (
+                f"the iterators of this loader ({type(iterator).__name__}) do not draw from its batch sampler as "
+                "those of torch do; pass a plain torch DataLoader"
+            )
+        self._num_read += self._has_read
+        self._has_read = False
 
     def handed_out(self, iterator: Any, batch: Any) -> None:
-        """The oldest batch that was taken is the current one."""
+        """Record that an iterator is about to hand out a batch: the oldest that it has taken."""
         self.current = self._advanced(iterator)
-        if self.current is None and self._drawing.refusal is not None:
-            if self._columns is None:
-                self._columns = ColumnFollower(IdColumn(None, self._drawing.refusal))
-            self._columns.handed_out(iterator, batch)
-            self.current, self.failure = self._columns.current, self._columns.failure
+        if self.current is None and self.refusal is not None and self.failure is None:
+            self.current = self._read(batch, self.refusal)
 
     def stopped(self, iterator: Any) -> None:
-        """A batch whose making failed is gone too."""
+        """Record that it raises instead, at the end or as a batch could not be made: that one is gone too."""
         self._advanced(iterator)
         self.current = None
 
@@ -222,82 +106,175 @@ class SamplerFollower:
         # With workers, batches come in the order of drawing; this counts those that came, failed ones too.
         return source.handed_out(getattr(iterator, "_rcvd_idx", source.num_taken))
 
-
-class ColumnFollower:
-    """Knows batches by a column of theirs."""
-
-    reads_columns = True
-
-    def __init__(self, column: IdColumn) -> None:
-        self.current: BatchIndices | None = None
-        self.latest: EpochIterator | None = None
-        self.failure: str | None = None
-        self._column = column
-        self._num_batches = 0
-        self._epoch = 0
-        self._is_used = False
-
-    def sampler(self, sampler: Any, can_view: bool) -> Any:
-        """Leave the sampler alone."""
-        return sampler
-
-    def begun(self, iterator: Any) -> None:
-        """Count the passes that hand something out."""
-        if not isinstance(iterator, _BaseDataLoaderIter):
-            self.failure = _strange(iterator)
-        self._epoch += self._is_used
-        self._is_used = False
-
-    def handed_out(self, iterator: Any, batch: Any) -> None:
-        """Read the numbers of the samples."""
-        self._is_used = True
-        self.current = None
-        if self.failure is not None:
-            return
+    def _read(self, batch: Any, reason: str) -> BatchIndices | None:
+        self._has_read = True
         try:
-            samples = self._column.read(batch)
+            samples = self.column.read(batch, reason)
         except NoSamplesError as error:
             self.failure = str(error)
         except Exception as error:  # a mapping of the user's may raise anything
             self.failure = f"reading the numbers of the samples from the batch failed: {error!r}"
         else:
-            views = np.zeros_like(samples)
-            self.current = BatchIndices(number=self._num_batches, epoch=self._epoch, samples=samples, views=views)
-            self._num_batches += 1
-
-    def stopped(self, iterator: Any) -> None:
-        """Nothing is handed out."""
-        self.current = None
+            number, views = next(self.numbers), np.zeros_like(samples)
+            return BatchIndices(number=number, epoch=self._num_read, samples=samples, views=views)
+        return None
 
 
-def _strange(iterator: Any) -> str:
-    return (
-        f"the iterators of this loader ({type(iterator).__name__}) do not draw from its batch sampler as those "
-        "of torch do; pass a plain torch DataLoader"
-    )
+class RecordingBatchSampler:
+    """Stands in for a loader's batch sampler, in the loader's iterators only; draws what that draws.
+
+    `can_view` says whether the data set behind the iterator understands a `ViewedIndex`.
+    """
+
+    def __init__(self, sampler: Any, passes: Passes, *, can_view: bool) -> None:
+        self.sampler = sampler
+        self._passes = passes
+        self._can_view = can_view
+
+    def __iter__(self) -> EpochIterator:
+        return EpochIterator(self.sampler, self._passes, can_view=self._can_view)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
 
 
-NAMES = ("sample_id", "example_id", "idx", "index", "id")
+class EpochIterator:
+    """One pass over the batch sampler: hands its batches on and knows where each of them is.
+
+    A batch is first `ahead` (drawn in advance), then `taken` (by the loader, perhaps at work in a
+    worker), then handed out. None is drawn in advance behind the last: a sampler that is asked for it may
+    draw random numbers, which it does not without us where the loop leaves the pass early.
+    """
+
+    def __init__(self, sampler: Any, passes: Passes, *, can_view: bool) -> None:
+        self.num_taken = 0
+        self._num_handed_out = 0
+        self._sampler = sampler
+        self._batches: Iterator[Any] = iter(sampler)
+        self._passes = passes
+        self._can_view = can_view
+        self._num_batches: float | None = None
+        self._epoch: int | None = None
+        self._ahead: deque[tuple[Any, BatchIndices | None]] = deque()
+        self._taken: deque[BatchIndices | None] = deque()
+        self._end: BaseException | None = None
+        # A loader may be read by a thread of the user's while the training loop asks what comes.
+        self._lock = threading.RLock()
+
+    def __iter__(self) -> EpochIterator:
+        return self
+
+    def __next__(self) -> Any:
+        with self._lock:
+            if not self._ahead:
+                if self._end is not None:
+                    end, self._end = self._end, None
+                    raise end
+                self._draw()
+            indices, drawn = self._ahead.popleft()
+            self._taken.append(drawn)
+            self.num_taken += 1
+            self.draw_ahead(self._passes.num_ahead)
+        if drawn is not None and drawn.viewed:
+            return type(indices)(map(ViewedIndex, indices, drawn.views.tolist()))
+        return indices
+
+    def draw_ahead(self, count: int) -> None:
+        """Draw until so many batches wait; what the sampler raises is kept for the loader to meet in its turn."""
+        with self._lock:
+            while len(self._ahead) < count and self._end is None and not self._is_at_end():
+                try:
+                    self._draw()
+                except BaseException as end:
+                    self._end = end
+
+    def handed_out(self, total: int) -> BatchIndices | None:
+        """Note that the loader has handed out so many batches in all; return the last, None if there is no new one."""
+        drawn = None
+        with self._lock:
+            while self._num_handed_out < total and self._taken:
+                drawn = self._taken.popleft()
+                self._num_handed_out += 1
+        return drawn
+
+    def coming(self, count: int) -> list[BatchIndices]:
+        """Return the next batches that are drawn and not handed out, in order."""
+        with self._lock:
+            waiting = itertools.chain(self._taken, (drawn for _, drawn in self._ahead))
+            return [drawn for drawn in itertools.islice(waiting, count) if drawn is not None]
+
+    def rest(self) -> Iterator[Any]:
+        """Return an iterator over the batches that the loader has not taken, the sampler's own if possible."""
+        with self._lock:
+            if not self._ahead and self._end is None:
+                return self._batches
+            return _rest([indices for indices, _ in self._ahead], self._end, self._batches)
+
+    def _is_at_end(self) -> bool:
+        if self._num_batches is None:
+            try:
+                self._num_batches = len(self._sampler)
+            except Exception:  # it may have no length, or one that the user's code fails to tell
+                self._num_batches = math.inf
+        return self.num_taken + len(self._ahead) >= self._num_batches
+
+    def _draw(self) -> None:
+        indices = next(self._batches)
+        if self._epoch is None:
+            self._epoch = self._passes.num_epochs
+            self._passes.num_epochs += 1
+        self._ahead.append((indices, self._record(indices, self._epoch)))
+
+    def _record(self, indices: Any, epoch: int) -> BatchIndices | None:
+        if self._passes.refusal is not None:
+            return None
+        try:
+            samples = _sample_numbers(indices)
+        except (TypeError, ValueError, OverflowError):
+            self._passes.refusal = (
+                "the sampler gives no whole numbers from 0 on as indices; let it give the position of each sample"
+            )
+            return None
+        is_plain = type(indices) in (list, tuple) and all(type(index) is int for index in indices)
+        view = self._passes.view_of(epoch) if self._can_view and is_plain else None
+        views = np.full(len(samples), view or 0, dtype=np.int64)
+        number = next(self._passes.numbers)
+        return BatchIndices(number=number, epoch=epoch, samples=samples, views=views, viewed=view is not None)
+
+
+def _sample_numbers(indices: Any) -> np.ndarray:
+    """Return the indices of a batch as int64 [B]; TypeError or ValueError where they do not count samples."""
+    if isinstance(indices, (Tensor, np.ndarray)):
+        if indices.ndim != 1:
+            raise TypeError("one index for each sample")
+        indices = indices.tolist()
+    if not isinstance(indices, (list, tuple)):
+        raise TypeError("a batch is a list of indices")
+    samples = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
+    if len(samples) and samples.min() < 0:
+        raise ValueError("indices count from 0")
+    return samples
+
+
+def _rest(ahead: list[Any], end: BaseException | None, batches: Iterator[Any]) -> Iterator[Any]:
+    yield from ahead
+    if end is None:
+        yield from batches
+    elif not isinstance(end, StopIteration):
+        raise end
 
 
 class IdColumn:
-    """The entry of a batch that holds an integer for each row, and dense numbers for the integers seen in it.
+    """The entry of a batch that holds an integer for each row; without a name, one of NAMES in the first batch."""
 
-    Args:
-        name: its key; None looks for one of NAMES in the first batch.
-        reason: why such a column is needed; begins the message when there is none.
-    """
-
-    def __init__(self, name: str | None, reason: str) -> None:
+    def __init__(self, name: str | None) -> None:
         self._name = name
-        self._reason = reason
         self._numbers: dict[int, int] = {}
 
-    def read(self, batch: Any) -> np.ndarray:
+    def read(self, batch: Any, reason: str) -> np.ndarray:
         """Return the sample number of each row, int64 [B]: ids are numbered in the order of first sight.
 
-        Raises:
-            NoSamplesError: there is no such column in the batch.
+        Raises NoSamplesError where the batch has no such column; `reason` says why one is needed.
         """
         names = NAMES if self._name is None else (self._name,)
         for name in names:
@@ -308,7 +285,7 @@ class IdColumn:
                 return np.array([numbers.setdefault(sample, len(numbers)) for sample in ids], dtype=np.int64)
         wanted = f"the key '{names[0]}'" if len(names) == 1 else "one of the keys " + ", ".join(names)
         raise NoSamplesError(
-            f"{self._reason}, and the batch is no mapping with {wanted} that holds one integer for each sample: "
+            f"{reason}, and the batch is no mapping with {wanted} that holds one integer for each sample: "
             "let the data set return mappings with the number of the sample under 'sample_id', or name its key"
         )
 
