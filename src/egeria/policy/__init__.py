@@ -1,8 +1,7 @@
 """Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
 
-`protocol` is the interface of a policy and what goes in and out. `forecast` is the default policy (with `law` and
-`guard`), `paper` the paper's, whose thaws `schedules` decides; both are built on `base`. `rivals` holds the policies of
-others, and `catalogue` names all.
+`protocol` is what goes in and out of a policy. `forecast` is the default one (with `law` and `guard`), `paper` the
+paper's (with `schedules`), `rivals` those of others; all are built on `base`, and `catalogue` names them.
 """
 
 from egeria.policy.catalogue import (
@@ -37,7 +36,6 @@ from egeria.policy.protocol import (
 from egeria.policy.schedules import (
     RULES,
     Moment,
-    ScheduleRule,
     UnfreezeAction,
     UnfreezeRule,
     find_rule,
@@ -66,7 +64,6 @@ __all__ = [
     "Policy",
     "PolicyMaker",
     "Reading",
-    "ScheduleRule",
     "Thaw",
     "UnfreezeAction",
     "UnfreezeRule",

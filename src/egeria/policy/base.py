@@ -11,6 +11,7 @@ from egeria.config import Config
 from egeria.policy.protocol import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
+    PLASTICITY,
     Decision,
     EndBootstrapping,
     Freeze,
@@ -61,6 +62,7 @@ class FrontPolicy(ABC):
         last = len(self._trainable) - 1
         self._deepest = last if deepest_freeze is None else min(deepest_freeze, last)
         self._frozen = 0
+        self._window = config.plasticity.window
         self._prepare()
 
     def _prepare(self) -> None:  # noqa: B027 (most policies keep nothing more)
@@ -78,12 +80,17 @@ class FrontPolicy(ABC):
 
     @property
     def window(self) -> int:
-        """`W`, in evaluations."""
-        return self._config.plasticity.window
+        """`W` as it stands now, in evaluations."""
+        return self._window
 
     @property
     def monitored(self) -> int | None:
         """The layer module whose plasticity is wanted, or None."""
+        return self._candidate if PLASTICITY in self.needs else None
+
+    @property
+    def _candidate(self) -> int | None:
+        """The next to freeze, of the policies that judge one after the other."""
         return None
 
     @abstractmethod
@@ -106,16 +113,14 @@ class FrontPolicy(ABC):
 
     def _move_to(self, depth: int, reason: str) -> tuple[Decision, ...]:
         """Return the decisions that make the first `depth` layer modules the frozen ones, as far as allowed."""
-        depth = min(depth, self._deepest)
-        decisions: list[Decision] = []
-        if not self._config.freezing.enabled or depth == self._frozen:
+        depth, before = min(depth, self._deepest), self._frozen
+        if not self._config.freezing.enabled or depth == before:
             return ()
-        if depth < self._frozen:
-            decisions.append(Thaw(reason=reason, window=self.window))
-            self._frozen = 0
-        decisions += (Freeze(module=module, reason=reason) for module in range(self._frozen, depth))
         self._frozen = depth
-        return tuple(decisions)
+        if depth > before:
+            return tuple(Freeze(module=module, reason=reason) for module in range(before, depth))
+        thaw = Thaw(reason=reason, window=self.window)
+        return (thaw, *(Freeze(module=module, reason=reason) for module in range(depth)))
 
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze the next modules as far as they have no parameters to train."""

@@ -7,30 +7,22 @@ from typing import Any
 
 from egeria.config import Config
 from egeria.errors import ConfigError
+from egeria.policy import rivals
 from egeria.policy.forecast import Forecast
 from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import BOOTSTRAPPING, KNOWLEDGE_GUIDED, PolicyMaker
-from egeria.policy.rivals import (
-    AutoFreeze,
-    FreezeOut,
-    LinearSchedule,
-    NeverFreeze,
-    RandomTimes,
-    StaticSchedule,
-    WeightChange,
-)
 
 POLICIES: dict[str, PolicyMaker] = {
     "egeria": EgeriaPolicy,
     "forecast": Forecast,
-    "none": NeverFreeze,
-    "static": StaticSchedule,
-    "linear": LinearSchedule,
-    "freezeout": FreezeOut,
-    "autofreeze": AutoFreeze,
+    "none": rivals.NeverFreeze,
+    "static": rivals.StaticSchedule,
+    "linear": rivals.LinearSchedule,
+    "freezeout": rivals.FreezeOut,
+    "autofreeze": rivals.AutoFreeze,
     "skipconv": EgeriaPolicy,
-    "weight_change": WeightChange,
-    "random": RandomTimes,
+    "weight_change": rivals.WeightChange,
+    "random": rivals.RandomTimes,
 }
 
 _METRICS = {"skipconv": "input_norm", "forecast": "relative_sp"}
@@ -44,11 +36,7 @@ PASSES = 1 + 0.5 + 0.25
 
 
 def find_policy(name: Any) -> PolicyMaker:
-    """Return what makes the policy that a setting means: by its name, or the callable itself.
-
-    Raises:
-        ConfigError: no policy has that name.
-    """
+    """Return what makes the policy that a setting means: by its name, or the callable itself."""
     if not isinstance(name, str):
         return name  # type: ignore[no-any-return]
     if name not in POLICIES:
@@ -79,9 +67,7 @@ def first_stage(name: Any) -> str:
 
 
 def choose_interval(config: Config, *, total_steps: int | None, num_modules: int) -> tuple[int, str]:
-    """Return `n`, the optimizer steps between evaluations, and the reason for it.
-
-    The guideline of the paper, §4.2.2, unless the user or the policy has a number.
+    """Return `n`, the optimizer steps between evaluations, and the reason: by the guideline of the paper, §4.2.2.
 
     Args:
         config: the settings of the run.

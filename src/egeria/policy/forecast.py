@@ -11,16 +11,7 @@ from egeria.config.checks import require
 from egeria.policy.base import BootstrappedPolicy
 from egeria.policy.guard import LossGuard, NoiseHistory
 from egeria.policy.law import LEAST_READINGS, SETTLING, LearningRateHistory, Movement, PowerLaw
-from egeria.policy.protocol import (
-    BOOTSTRAPPING,
-    FORESIGHT,
-    NOISE,
-    PLASTICITY,
-    Decision,
-    Interval,
-    Judgement,
-    Reading,
-)
+from egeria.policy.protocol import BOOTSTRAPPING, FORESIGHT, NOISE, PLASTICITY, Decision, Interval, Judgement, Reading
 
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is evaluated any more: it could not repay the evaluations."""

@@ -25,23 +25,13 @@ class EgeriaPolicy(BootstrappedPolicy):
         share, readings = self._config.freezing.tolerance_share, self._config.freezing.tolerance_readings
         history = ModuleHistory(tolerance_share=share, tolerance_readings=readings)
         self._histories = (history,) * len(self._trainable)
-        self._window = self._config.plasticity.window
         self._learning_rate: float | None = None
         self._freeze_learning_rate: float | None = None
         self._on_hold = False
 
     @property
-    def window(self) -> int:
-        """`W` as it stands now, in evaluations."""
-        return self._window
-
-    @property
-    def monitored(self) -> int | None:
-        """The frontmost active module `l`, or None: bootstrapping, on hold, or nothing left to freeze."""
-        return self._candidate
-
-    @property
     def _candidate(self) -> int | None:
+        """The frontmost active module `l`, or None: bootstrapping, on hold, or nothing left to freeze."""
         if self.stage == BOOTSTRAPPING or self._on_hold or self._frozen >= self._deepest:
             return None
         return self._frozen

@@ -100,15 +100,10 @@ class Judgement:
 
 
 PLASTICITY = "plasticity"
-"""Readings of the `monitored` layer module against the reference model, through `observe_reading`."""
 GRADIENTS = "gradients"
-"""`Interval.gradients`."""
 WEIGHTS = "weights"
-"""`Interval.weight_changes`."""
 NOISE = "noise"
-"""`Interval.noise`."""
 FORESIGHT = "foresight"
-"""`Interval.remaining_rate_sum` and `last_rate`."""
 
 
 @runtime_checkable
@@ -120,44 +115,39 @@ class Policy(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What must be measured for it: 'plasticity', 'gradients', 'weights', 'noise', 'foresight'."""
-        ...
+        """What must be measured for it.
+
+        'plasticity' are readings of the `monitored` layer module, through `observe_reading`. 'gradients', 'weights',
+        'noise' and 'foresight' (`remaining_rate_sum` and `last_rate`) are fields of `Interval`.
+        """
 
     @property
     def frozen(self) -> int:
         """How many front layer modules are frozen."""
-        ...
 
     @property
     def stage(self) -> str:
         """Either 'bootstrapping' or 'knowledge-guided'."""
-        ...
 
     @property
     def window(self) -> int:
         """`W` as it stands now, in evaluations."""
-        ...
 
     @property
     def monitored(self) -> int | None:
         """The layer module whose plasticity is wanted; None while none is."""
-        ...
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Return the decisions after one interval."""
-        ...
 
     def observe_reading(self, reading: Reading) -> Judgement:
         """Return the judgement of one reading; a reading of a module no longer monitored changes nothing."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
-        ...
 
 
 @runtime_checkable
@@ -169,7 +159,6 @@ class Annealing(Protocol):
 
         It is a share of the optimizer's initial one; None leaves all rates to the optimizer.
         """
-        ...
 
 
 @runtime_checkable
@@ -177,13 +166,12 @@ class Foreseeing(Protocol):
     """A policy that knows for how long the frozen prefix stays as it is, by which the cache decides whether it pays."""
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
-        """Return for how many steps the boundary cannot move; None: to the end of the run.
+        """Return for how many steps, the boundary cannot move; None: to the end of the run.
 
         Args:
             step: optimizer steps done.
             interval_steps: `n`.
         """
-        ...
 
 
 class PolicyMaker(Protocol):
@@ -207,4 +195,3 @@ class PolicyMaker(Protocol):
             total_steps: optimizer steps of the run, None where unknown.
             deepest_freeze: at most this many front modules may freeze; None for all but the last.
         """
-        ...

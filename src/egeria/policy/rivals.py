@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from egeria.config.checks import read_timetable
 from egeria.errors import ConfigError
@@ -18,6 +18,8 @@ ROUNDING = 1e-9
 """Shares are sums in floating point: the smallest error must not put a move off by an interval."""
 POWERS = {"linear": 1, "squared": 2, "cubic": 3}
 """Exponent of each `policy.shape`."""
+Timetable = tuple[tuple[float, int], ...]
+"""Shares of the training in the order of time, and how many front layer modules are frozen from then on."""
 
 
 class NeverFreeze(FrontPolicy):
@@ -26,14 +28,6 @@ class NeverFreeze(FrontPolicy):
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Return no decision."""
         return ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedMove:
-    """From a share of the training on, so many front layer modules are frozen."""
-
-    share: float
-    depth: int
 
 
 class TimedPolicy(FrontPolicy):
@@ -51,22 +45,21 @@ class TimedPolicy(FrontPolicy):
         self._length, self._num_freezable = self._total_steps, len(self._trainable) - 1
         start = self._config.policy.start
         self._start = self.default_start if start is None else start
-        self.moves = self._timetable()
-        """The timetable, in the order of time."""
+        self.timetable = self._timetable()
 
     @abstractmethod
-    def _timetable(self) -> tuple[TimedMove, ...]:
-        """Return the moves in the order of time."""
+    def _timetable(self) -> Timetable:
+        """Return the timetable, by the settings."""
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Return the decisions of the newest move whose time has come."""
         done = interval.step / self._length
-        depth = next((move.depth for move in reversed(self.moves) if move.share <= done + ROUNDING), 0)
+        depth = next((depth for share, depth in reversed(self.timetable) if share <= done + ROUNDING), 0)
         return self._move_to(depth, f"{done:.1%} of the training is done, and by then {self._describe(depth)}")
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the steps to the next move; None where there is none left."""
-        ahead = (move.share * self._length - step for move in self.moves)
+        ahead = (share * self._length - step for share, _ in self.timetable)
         return next((steps for steps in ahead if steps > 0), None)
 
     def _describe(self, depth: int) -> str:
@@ -81,14 +74,14 @@ class StaticSchedule(TimedPolicy):
     An entry with fewer modules than the one before thaws the others.
     """
 
-    def _timetable(self) -> tuple[TimedMove, ...]:
+    def _timetable(self) -> Timetable:
         text = self._config.policy.schedule
         if text is None:
             raise ConfigError(
                 "The policy 'static' follows policy.schedule, text such as \"0.54:2 0.9:0\", found None. "
                 "Set it where the configuration is built or in its TOML file."
             )
-        return tuple(TimedMove(share=share, depth=depth) for share, depth in read_timetable(text))
+        return read_timetable(text)
 
 
 class LinearSchedule(TimedPolicy):
@@ -102,32 +95,31 @@ class LinearSchedule(TimedPolicy):
 
     default_start = 0.5
 
-    def _timetable(self) -> tuple[TimedMove, ...]:
+    def _timetable(self) -> Timetable:
         reached = self._config.policy.level * self._num_freezable
         depths = range(1, self._num_freezable + 1)
-        return _freezing_at(self._start + (1 - self._start) * depth / reached for depth in depths)
+        return tuple((self._start + (1 - self._start) * depth / reached, depth) for depth in depths)
 
 
 class FreezeOut(TimedPolicy):
     """'freezeout': anneals the learning rate of each layer module to zero at its own time, and freezes it then.
 
     Module `i` of `0..L`, where `L` is the last, ends at the share `r_i = (t_0 + (1 - t_0) * i / L) ** p` of
-    the training, with `p` = 1, 2 or 3 for 'linear', 'squared' or 'cubic'. Until then its rate is
-    `lr_i(t) = lr_i(0) / 2 * (1 + cos(pi * t / r_i))` with `lr_i(0) = lr`, or `lr / r_i` where scaled. `lr` is
-    the initial rate of the optimizer: as in the source this is the schedule of the whole run, and it takes the
-    place of the user's, for the last module (`r_L = 1`) too.
+    the training. Until then its rate is `lr_i(t) = lr_i(0) / 2 * (1 + cos(pi * t / r_i))` with `lr_i(0) = lr`, or
+    `lr / r_i` where scaled. `lr` is the initial rate of the optimizer: this is the schedule of the whole run, and takes
+    the place of the user's, for the last module (`r_L = 1`) too.
 
     Source: Brock et al., "FreezeOut" (arXiv 1706.04983), with the 1/2 that the printed formula lacks.
     """
 
     default_start = 0.8
 
-    def _timetable(self) -> tuple[TimedMove, ...]:
+    def _timetable(self) -> Timetable:
         last = max(1, self._num_freezable)
         power = POWERS[self._config.policy.shape]
         modules = range(len(self._trainable))
         self._ends = [(self._start + (1 - self._start) * index / last) ** power for index in modules]
-        return _freezing_at(self._ends[:-1])
+        return tuple((end, depth) for depth, end in enumerate(self._ends[:-1], start=1))
 
     def rate_shares(self, step: int) -> tuple[float, ...] | None:
         """Return the rate of each layer module for the step after `step`, as a share of the initial one."""
@@ -150,10 +142,10 @@ class RandomTimes(TimedPolicy):
 
     default_start = 0.1
 
-    def _timetable(self) -> tuple[TimedMove, ...]:
+    def _timetable(self) -> Timetable:
         generator = random.Random(self._config.policy.seed)
         times = (self._start + (1 - self._start) * generator.random() for _ in range(self._num_freezable))
-        return _freezing_at(sorted(times))
+        return tuple((share, depth) for depth, share in enumerate(sorted(times), start=1))
 
 
 class AutoFreeze(FrontPolicy):
@@ -203,11 +195,6 @@ class WeightChange(EgeriaPolicy):
 
     needs = frozenset({WEIGHTS})
 
-    @property
-    def monitored(self) -> int | None:
-        """None: no plasticity is wanted."""
-        return None
-
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Judge the front module by the change of its weights in the interval."""
         decisions = super().observe_interval(interval)
@@ -228,11 +215,6 @@ class WeightChange(EgeriaPolicy):
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the least number of steps until the next freeze; None where nothing is left to freeze."""
         return None if self._candidate is None else float((2 * self.window - 1) * interval_steps)
-
-
-def _freezing_at(shares: Iterable[float]) -> tuple[TimedMove, ...]:
-    """Return the timetable that freezes one more layer module at each share of the training."""
-    return tuple(TimedMove(share=share, depth=depth) for depth, share in enumerate(shares, start=1))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

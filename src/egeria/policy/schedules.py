@@ -1,9 +1,7 @@
 """When the learning rate asks for a thaw: one rule type, and a dictionary of the schedules it covers.
 
-The paper gives the rule for annealing in steps (thaw when the rate has fallen tenfold, §4.2.2) and
-leaves the others to the user. The built-in rules add three sensible limits: nothing freezes while
-the rate rises, a rate that rises again thaws, and a smooth decay does not thaw so late that the
-rest of the run is too short to freeze again.
+To the paper's rule for annealing in steps (thaw when the rate has fallen tenfold, §4.2.2) this adds three limits:
+nothing freezes while the rate rises, a rate that rises again thaws, and a smooth decay does not thaw too late.
 """
 
 from __future__ import annotations
@@ -78,9 +76,7 @@ class ScheduleRule:
         # Schedulers multiply in floating point: 0.1 * 0.1 must count as a fall by ten from 0.1.
         if self.drop_factor is None or moment.learning_rate * self.drop_factor > before * (1 + 1e-6):
             return False
-        if moment.total_steps is None:
-            return True
-        return 1 - moment.step / moment.total_steps >= self.minimum_remaining
+        return moment.total_steps is None or 1 - moment.step / moment.total_steps >= self.minimum_remaining
 
 
 RULES: dict[str, ScheduleRule] = {
@@ -98,33 +94,29 @@ RULES: dict[str, ScheduleRule] = {
 }
 
 # Fragments of the names of schedulers, and of the functions LambdaLR is given, the most specific first.
-_FRAGMENTS = (
-    ("warmrestart", "warm_restarts"),
-    ("hard_restart", "warm_restarts"),
-    ("cyclic", "cyclic"),
-    ("onecycle", "one_cycle"),
-    ("wsd", "warmup_stable_decay"),
-    ("stable_decay", "warmup_stable_decay"),
-    ("inverse_sqrt", "inverse_sqrt"),
-    ("cosine", "cosine"),
-    ("exponential", "exponential"),
-    ("polynomial", "linear"),
-    ("linear", "linear"),
-    ("steplr", "step"),
-    ("plateau", "step"),
-)
+_FRAGMENTS = {
+    "warm_restarts": ("warmrestart", "hard_restart"),
+    "cyclic": ("cyclic",),
+    "one_cycle": ("onecycle",),
+    "warmup_stable_decay": ("wsd", "stable_decay"),
+    "inverse_sqrt": ("inverse_sqrt",),
+    "cosine": ("cosine",),
+    "exponential": ("exponential",),
+    "linear": ("polynomial", "linear"),
+    "step": ("steplr", "plateau"),
+}
 
 
 def rule_for_schedule(names: Sequence[str]) -> str:
     """Return the name of the rule for a schedule described by the names of its classes and functions.
 
-    The last name that is known wins: a sequence of schedules ends with the one that anneals.
-    Steps, plateaus, constants and whatever is unknown get the paper's rule.
+    The last name that is known wins: a sequence of schedules ends with the one that anneals. What is unknown gets the
+    paper's rule.
     """
     found = "step"
-    for name in names:
-        lowered = name.lower()
-        found = next((rule for fragment, rule in _FRAGMENTS if fragment in lowered), found)
+    for name in map(str.lower, names):
+        fitting = (rule for rule, fragments in _FRAGMENTS.items() if any(part in name for part in fragments))
+        found = next(fitting, found)
     return found
 
 
@@ -134,9 +126,6 @@ def find_rule(rule: Any, drop_factor: float | None = None) -> UnfreezeRule:
     Args:
         rule: the name of a built-in rule, or an object with a `judge` method, returned as it is.
         drop_factor: replaces the built-in rule's own.
-
-    Raises:
-        ConfigError: no rule has that name.
     """
     if not isinstance(rule, str):
         return rule  # type: ignore[no-any-return]
