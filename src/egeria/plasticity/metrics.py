@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from egeria.errors import ConfigError
+from egeria.config.checks import require
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 """`metric(training, reference)`: activations of one module for the same batch; returns a 0-d tensor."""
@@ -133,18 +133,10 @@ GRAM_FORMS: dict[Metric, Metric] = {sp_loss: sp_loss_of_grams, relative_sp_loss:
 
 
 def find_metric(metric: Any) -> Metric:
-    """Return the metric a setting means: a name, or a callable as it is.
-
-    Raises:
-        ConfigError: no metric has that name.
-    """
+    """Return the metric a setting means: a name, or a callable as it is."""
     if not isinstance(metric, str):
         return metric  # type: ignore[no-any-return]
-    if metric not in METRICS:
-        raise ConfigError(
-            f"plasticity.metric must be {', '.join(map(repr, METRICS))} or a callable, found {metric!r}. "
-            f"Name one of them."
-        )
+    require(metric in METRICS, "plasticity.metric", f"{', '.join(map(repr, METRICS))} or a callable", metric)
     return METRICS[metric]
 
 

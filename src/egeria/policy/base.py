@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -37,8 +36,8 @@ NOT_SAVED = {"memory", "total_steps"}
 """Fields that the settings and the call of `attach` give."""
 
 
-class FrontPolicy(ABC):
-    """A policy that freezes from the front; without bootstrapping, plasticity or thaw rules, to build others on."""
+class FrontPolicy:
+    """A policy that freezes from the front, to build others on. By itself it is 'none': the plain run."""
 
     needs: frozenset[str] = frozenset()
     has_bootstrapping = False
@@ -65,7 +64,7 @@ class FrontPolicy(ABC):
         self._window = config.plasticity.window
         self._prepare()
 
-    def _prepare(self) -> None:  # noqa: B027 (most policies keep nothing more)
+    def _prepare(self) -> None:
         """Set up what a policy keeps beyond the frozen prefix; called once, by the constructor."""
 
     @property
@@ -93,9 +92,9 @@ class FrontPolicy(ABC):
         """The next to freeze, of the policies that judge one after the other."""
         return None
 
-    @abstractmethod
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
-        """Decide at the end of an interval."""
+        """Return the decisions at the end of an interval: here none."""
+        return ()
 
     def observe_reading(self, reading: Reading) -> Judgement:
         """Return the reading as it is: it decides nothing."""

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from egeria.config import Config
-from egeria.errors import ConfigError
+from egeria.config.checks import require
 from egeria.policy import rivals
+from egeria.policy.base import FrontPolicy
 from egeria.policy.forecast import Forecast
 from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import BOOTSTRAPPING, KNOWLEDGE_GUIDED, PolicyMaker
@@ -15,7 +16,7 @@ from egeria.policy.protocol import BOOTSTRAPPING, KNOWLEDGE_GUIDED, PolicyMaker
 POLICIES: dict[str, PolicyMaker] = {
     "egeria": EgeriaPolicy,
     "forecast": Forecast,
-    "none": rivals.NeverFreeze,
+    "none": FrontPolicy,
     "static": rivals.StaticSchedule,
     "linear": rivals.LinearSchedule,
     "freezeout": rivals.FreezeOut,
@@ -39,11 +40,8 @@ def find_policy(name: Any) -> PolicyMaker:
     """Return what makes the policy that a setting means: by its name, or the callable itself."""
     if not isinstance(name, str):
         return name  # type: ignore[no-any-return]
-    if name not in POLICIES:
-        raise ConfigError(
-            f"policy.name must be {', '.join(map(repr, POLICIES))} or a callable that makes a policy, found {name!r}. "
-            f"Name one of them."
-        )
+    contract = f"{', '.join(map(repr, POLICIES))} or a callable that makes a policy"
+    require(name in POLICIES, "policy.name", contract, name)
     return POLICIES[name]
 
 

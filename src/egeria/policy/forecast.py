@@ -41,22 +41,14 @@ class Forecast(BootstrappedPolicy):
     Plasticity grows with the rate sum since the snapshot (the learning rate, summed over the steps) by a power
     that readings of different age show. Followed over the rate sum of the steps still to come, that law predicts
     how far the module would move by the end of the run: what a freeze takes from it. Under `policy.limit` for
-    `policy.patience` readings in a row, it freezes. A module may change by more where it has more than the average of
-    the work, and where its steps hardly affect the loss although the rate has fallen.
+    `policy.patience` readings in a row, it freezes.
 
     Where a module only fluctuates around its place, the noise of its steps keeps the loss up, and a rate that falls
     would let it down: from a frozen module it cannot. That part of the loss is measured too, and all that is
     frozen may keep no more than `policy.loss_limit` of the loss, or of its fall so far where that is more.
 
-    At a constant high rate, plasticity is stationary but large: noise that fades when the rate falls. After the last
-    decay of a step schedule or late in a cosine the remaining rate sum is small, and in fine-tuning front modules
-    hardly move at all. Where the rate does not come down, the limit is a tenth. Nothing freezes while the rate to
-    come is unknown.
-
-    A module that is far over its limit is evaluated a third as often.
-
-    Everything thaws when the training loss leaves its trend after a freeze, with a quarter of the limit from then
-    on, and when the rate to come turns out so large that what is frozen would change by ten times its limit.
+    Nothing freezes while the rate to come is unknown. Everything thaws when the training loss leaves its trend after a
+    freeze, and when the rate to come turns out far larger than was foreseen.
 
     Source: our own, from the observation that stationary plasticity at a high rate is the noise of SGD.
     """
@@ -191,7 +183,8 @@ class Forecast(BootstrappedPolicy):
     def _loss_ahead(self, law: PowerLaw) -> float | None:
         """Return the share of the loss that freezing the monitored module too would keep up."""
         own = self._noise_share()
-        return None if own is None else self._frozen_loss_share + own * law.stationarity * self._rates.remaining_fall
+        stationarity = min(1.0, 2 * (1 - law.exponent))  # 1 where it only fluctuates around its place
+        return None if own is None else self._frozen_loss_share + own * stationarity * self._rates.remaining_fall
 
     def _reason_to_thaw(self) -> str | None:
         if not self._frozen:

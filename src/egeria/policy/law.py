@@ -36,8 +36,7 @@ SETTLING = 3
 class PowerLaw:
     """Plasticity as a power of the rate sum: the learning rate, summed over the steps since the snapshot.
 
-    The exponent shows the kind of movement: 1 a random walk, 0 noise around a place that is reached, as SGD makes
-    at a constant rate.
+    An exponent of 1 is a random walk, one of 0 noise around a place that is reached, as SGD makes at a constant rate.
     """
 
     rate_sum: float
@@ -53,11 +52,6 @@ class PowerLaw:
     """Sum of the squared distances of the logarithms of the rate sums from their mean."""
     scatter: float
     """Standard deviation of the logarithms of the readings around the law."""
-
-    @property
-    def stationarity(self) -> float:
-        """From 0 for a module that still moves away to 1 for one that only fluctuates around its place."""
-        return min(1.0, 2 * (1 - self.exponent))
 
     def change_ahead(self, remaining_rate_sum: float, rate_share: float) -> float:
         """Return the plasticity against now that the module may reach over the rate sum of the steps still to come.

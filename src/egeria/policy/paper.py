@@ -17,6 +17,7 @@ class EgeriaPolicy(BootstrappedPolicy):
     """
 
     needs = frozenset({PLASTICITY})
+    _judged = "plasticity"
     _own = ("window", "histories", "learning_rate", "freeze_learning_rate", "on_hold")
     _saved = (*BootstrappedPolicy._saved, *_own)
 
@@ -57,17 +58,18 @@ class EgeriaPolicy(BootstrappedPolicy):
 
     def observe_reading(self, reading: Reading) -> Judgement:
         """Update the history of the monitored module; readings of another module change nothing."""
-        return self._judge(reading) if reading.module == self.monitored else Judgement(smoothed=reading.value)
+        if reading.module != self.monitored:
+            return super().observe_reading(reading)
+        return self._judge(reading.module, reading.value)
 
-    def _judge(self, reading: Reading) -> Judgement:
-        module = reading.module
-        history = self._histories[module].observe(reading.value, self._window)
+    def _judge(self, module: int, value: float) -> Judgement:
+        history = self._histories[module].observe(value, self._window)
         self._histories = (*self._histories[:module], history, *self._histories[module + 1 :])
         decisions: tuple[Decision, ...] = ()
         if history.stationary >= self._window and self._config.freezing.enabled:
             if self._freeze_learning_rate is None and self._trainable[module]:
                 self._freeze_learning_rate = self._learning_rate
-            reason = f"plasticity stationary for {history.stationary} evaluations"
+            reason = f"{self._judged} stationary for {history.stationary} evaluations"
             decisions = (*self._move_to(module + 1, reason), *self._pass_over_untrainable())
         return Judgement(
             smoothed=history.smoothed[-1],

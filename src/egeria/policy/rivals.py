@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 
 from egeria.config.checks import read_timetable
 from egeria.errors import ConfigError
 from egeria.policy.base import FrontPolicy, relative_change
 from egeria.policy.paper import EgeriaPolicy
-from egeria.policy.protocol import GRADIENTS, WEIGHTS, Decision, Freeze, Interval, Reading
+from egeria.policy.protocol import GRADIENTS, WEIGHTS, Decision, Interval
 
 ROUNDING = 1e-9
 """Shares are sums in floating point: the smallest error must not put a move off by an interval."""
@@ -22,15 +21,7 @@ Timetable = tuple[tuple[float, int], ...]
 """Shares of the training in the order of time, and how many front layer modules are frozen from then on."""
 
 
-class NeverFreeze(FrontPolicy):
-    """'none': freezes nothing, reads nothing, evaluates nothing: the plain run to compare with."""
-
-    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
-        """Return no decision."""
-        return ()
-
-
-class TimedPolicy(FrontPolicy):
+class TimedPolicy(FrontPolicy, ABC):
     """Follows a timetable; a move is made at the end of the first interval that reaches its time."""
 
     default_start = 0.0
@@ -194,6 +185,7 @@ class WeightChange(EgeriaPolicy):
     """
 
     needs = frozenset({WEIGHTS})
+    _judged = "the change of its weights was"
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Judge the front module by the change of its weights in the interval."""
@@ -204,13 +196,7 @@ class WeightChange(EgeriaPolicy):
         change = interval.weight_changes[module]
         if change is None or not math.isfinite(change):
             return ()
-        reading = Reading(step=interval.step, evaluation=interval.evaluation, module=module, value=change)
-        judgement = self._judge(reading)
-        reason = f"the change of its weights was stationary for {judgement.stationary} evaluations"
-        return tuple(
-            replace(decision, reason=reason) if isinstance(decision, Freeze) and decision.module == module else decision
-            for decision in judgement.decisions
-        )
+        return self._judge(module, change).decisions
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the least number of steps until the next freeze; None where nothing is left to freeze."""

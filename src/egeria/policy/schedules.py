@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from egeria.errors import ConfigError
+from egeria.config.checks import require
 
 
 class UnfreezeAction(enum.Enum):
@@ -129,9 +129,6 @@ def find_rule(rule: Any, drop_factor: float | None = None) -> UnfreezeRule:
     """
     if not isinstance(rule, str):
         return rule  # type: ignore[no-any-return]
-    if rule not in RULES:
-        raise ConfigError(
-            f"unfreezing.rule must be 'auto', {', '.join(map(repr, RULES))} or an object with a `judge` method, "
-            f"found {rule!r}. Name one of them."
-        )
+    contract = f"'auto', {', '.join(map(repr, RULES))} or an object with a `judge` method"
+    require(rule in RULES, "unfreezing.rule", contract, rule)
     return RULES[rule] if drop_factor is None else replace(RULES[rule], drop_factor=drop_factor)
