@@ -16,7 +16,7 @@ import egeria
 from egeria import Config
 from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
 from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
-from egeria.policy.law import LearningRateHistory
+from egeria.policy.evidence import LearningRateHistory
 from egeria.report.replay import replay
 from egeria.session.measuring import Foresight
 from egeria.testing import ScriptedController

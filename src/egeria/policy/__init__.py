@@ -1,6 +1,6 @@
 """Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
 
-`protocol` is what goes in and out of a policy. `forecast` is the default one (with `law` and `guard`), `paper` the
+`protocol` is what goes in and out of a policy. `forecast` is the default one (with `evidence`), `paper` the
 paper's (with `schedules`), `rivals` those of others; all are built on `base`, and `catalogue` names them.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -22,7 +23,6 @@ from egeria.policy.protocol import (
 from egeria.policy.schedules import UnfreezeRule
 
 SAVED_AS = {
-    "deepest": "deepest_freeze",
     "pause": "rest",
     "frozen_loss_share": "loss_given",
     "frozen_noise_share": "bearing_given",
@@ -42,7 +42,7 @@ class FrontPolicy:
     needs: frozenset[str] = frozenset()
     has_bootstrapping = False
     """Whether a run begins in the bootstrapping stage."""
-    _saved: tuple[str, ...] = ("frozen", "trainable", "deepest")
+    _saved: tuple[str, ...] = ("frozen", "trainable", "deepest_freeze")
     """Private attributes that make the state, without the underscore."""
 
     def __init__(
@@ -59,7 +59,7 @@ class FrontPolicy:
         self._rule = rule
         self._total_steps = total_steps
         last = len(self._trainable) - 1
-        self._deepest = last if deepest_freeze is None else min(deepest_freeze, last)
+        self._deepest_freeze = last if deepest_freeze is None else min(deepest_freeze, last)
         self._frozen = 0
         self._window = config.plasticity.window
         self._prepare()
@@ -112,7 +112,7 @@ class FrontPolicy:
 
     def _move_to(self, depth: int, reason: str) -> tuple[Decision, ...]:
         """Return the decisions that make the first `depth` layer modules the frozen ones, as far as allowed."""
-        depth, before = min(depth, self._deepest), self._frozen
+        depth, before = min(depth, self._deepest_freeze), self._frozen
         if not self._config.freezing.enabled or depth == before:
             return ()
         self._frozen = depth
@@ -124,7 +124,7 @@ class FrontPolicy:
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze the next modules as far as they have no parameters to train."""
         depth = self._frozen
-        while depth < self._deepest and not self._trainable[depth]:
+        while depth < self._deepest_freeze and not self._trainable[depth]:
             depth += 1
         return self._move_to(depth, "it has no parameters to train")
 
@@ -147,9 +147,8 @@ class Bootstrap:
         """Return the next state; an interval without a finite loss changes nothing."""
         if loss is None:
             return self
-        if self.previous_loss is None:
-            return replace(self, previous_loss=loss)
-        return replace(self, previous_loss=loss, change=relative_change(self.previous_loss, loss))
+        change = None if self.previous_loss is None else relative_change(self.previous_loss, loss)
+        return replace(self, previous_loss=loss, change=change)
 
 
 class BootstrappedPolicy(FrontPolicy):
@@ -200,8 +199,10 @@ def _restored(value: Any, present: Any) -> Any:
     return value
 
 
-def relative_change(before: float, now: float) -> float:
-    """Return the absolute change as a share of what was before."""
+def relative_change(before: float | None, now: float | None) -> float:
+    """Return the change as a share of what was before; not a number where one of the two is missing or not finite."""
+    if before is None or now is None or not (math.isfinite(before) and math.isfinite(now)):
+        return math.nan
     if before == now:
         return 0.0
-    return abs(before - now) / abs(before) if before else float("inf")
+    return abs(before - now) / abs(before) if before else math.inf

@@ -9,16 +9,23 @@ from typing import Any
 
 from egeria.config.checks import require
 from egeria.policy.base import BootstrappedPolicy
-from egeria.policy.guard import LossGuard, NoiseHistory
-from egeria.policy.law import LEAST_READINGS, SETTLING, LearningRateHistory, Movement, PowerLaw
+from egeria.policy.evidence import (
+    ERA_FALL,
+    LEAST_READINGS,
+    SETTLING,
+    LearningRateHistory,
+    LossGuard,
+    Movement,
+    NoiseHistory,
+    PowerLaw,
+)
 from egeria.policy.protocol import BOOTSTRAPPING, FORESIGHT, NOISE, PLASTICITY, Decision, Interval, Judgement, Reading
 
 LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is evaluated any more: it could not repay the evaluations."""
 UNFORESEEN = 10.0
 """Times the limit it froze under that a module would have to change by, by the rate to come as known now, to thaw."""
-FAR = 10.0
-"""Times the limit from which a predicted change is far from it."""
+FAR = 10.0  # times the limit: from there a predicted change is far from it
 LONGEST_PAUSE = 0.08
 """Share of the training that a pause takes at most: a short one has few evaluations, and its windows are long."""
 STRICTER = 0.25
@@ -26,8 +33,7 @@ STRICTER = 0.25
 STILL_LEARNING = 0.1
 """Factor where the rate stays high to the end: what moves is still learning. In a short translation run modules that
 would have changed by 1 % of the similarities took 1 to 2 % of the loss with them."""
-LARGEST_WEIGHT = 2.0
-"""Largest factor for a module with much work."""
+LARGEST_WEIGHT = 2.0  # largest factor for a module with much work
 LARGEST_EASE = 4.0
 """Largest factor for a module whose steps hardly affect the loss, once the rate has fallen. In a segmentation run four
 of five modules could be frozen with 3 % to change, and nothing was lost: their noise was 0.3 % of the loss. At a high
@@ -67,21 +73,16 @@ class Forecast(BootstrappedPolicy):
             kept,
         )
         self._guard = LossGuard()
-        self._strictness = 1.0
-        """Factor on the limit."""
+        self._strictness = 1.0  # factor on the limit
         longest = kept or max(self._config.plasticity.window, 2 * LEAST_READINGS)
         memory = 2 * longest + self._config.controller.queue_length
         self._rates = LearningRateHistory(memory=memory, total_steps=self._total_steps)
-        self._snapshot: int | None = None
-        """Evaluation after which the snapshot was taken that the movement is measured from."""
+        self._snapshot: int | None = None  # the evaluation after which the one was taken that readings are against
         self._movement = Movement()
-        self._laws: tuple[tuple[PowerLaw, float], ...] = ()
-        """Of the frozen modules, each with the limit that it froze under."""
+        self._laws: tuple[tuple[PowerLaw, float], ...] = ()  # of the frozen modules, with the limits they froze under
         self._noise = NoiseHistory()
-        self._frozen_loss_share = 0.0
-        """Share of the loss that the frozen modules keep up."""
-        self._frozen_noise_share = 0.0
-        """Share of the loss that the noise of the frozen modules made."""
+        self._frozen_loss_share = 0.0  # of the loss, what the frozen modules keep up
+        self._frozen_noise_share = 0.0  # what their noise made
         self._num_under = 0
         self._pause = EvaluationPause()
 
@@ -101,7 +102,7 @@ class Forecast(BootstrappedPolicy):
     def _candidate(self) -> int | None:
         """The next to freeze, or None: bootstrapping, nothing left to freeze, or no time to repay it."""
         is_late = self._total_steps is not None and self._rates.step > (1 - LAST_SHARE) * self._total_steps
-        return None if self.stage == BOOTSTRAPPING or is_late or self._frozen >= self._deepest else self._frozen
+        return None if self.stage == BOOTSTRAPPING or is_late or self._frozen >= self._deepest_freeze else self._frozen
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Update the loss, the noise and the rates, and thaw where they ask for it."""
@@ -170,9 +171,10 @@ class Forecast(BootstrappedPolicy):
             # limit, since it also keeps those after it from freezing.
             limit *= min(LARGEST_WEIGHT, max(1.0, reading.work_share * len(self._trainable)))
         noise_share = None if own is None else self._frozen_noise_share + own
+        has_fallen = self._rates.rate * ERA_FALL <= self._rates.largest_rate
         if noise_share is None:
             limit *= STRICTER
-        elif noise_share > 0 and self._rates.has_fallen:  # 0 where steps went up their own gradients: it shows nothing
+        elif noise_share > 0 and has_fallen:  # 0 where steps went up their own gradients: it shows nothing
             limit *= min(LARGEST_EASE, max(1.0, self._config.policy.loss_limit / noise_share))
         return limit if self._rates.ends_low else STILL_LEARNING * limit
 
@@ -223,9 +225,8 @@ class Forecast(BootstrappedPolicy):
         """Stop evaluating for as long as a snapshot is kept, once enough readings in a row were far from the limit."""
         change, patience = self._rates.rough_change_ahead(law), self._config.policy.patience
         is_far = change is None or change > FAR * limit
-        num_far = min(patience, self._pause.num_far + 1) if is_far else 0
-        self._pause = replace(self._pause, num_far=num_far)
-        if num_far >= patience:
+        self._pause = replace(self._pause, num_far=self._pause.num_far + 1 if is_far else 0)
+        if self._pause.num_far >= patience:
             steps = min(self.window * self._rates.interval_steps, LONGEST_PAUSE * (self._total_steps or math.inf))
             self._pause = EvaluationPause(until=self._rates.step + steps)
             self._movement = Movement()

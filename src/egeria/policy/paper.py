@@ -33,7 +33,7 @@ class EgeriaPolicy(BootstrappedPolicy):
     @property
     def _candidate(self) -> int | None:
         """The frontmost active module `l`, or None: bootstrapping, on hold, or nothing left to freeze."""
-        if self.stage == BOOTSTRAPPING or self._on_hold or self._frozen >= self._deepest:
+        if self.stage == BOOTSTRAPPING or self._on_hold or self._frozen >= self._deepest_freeze:
             return None
         return self._frozen
 

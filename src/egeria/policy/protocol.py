@@ -15,7 +15,10 @@ KNOWLEDGE_GUIDED = "knowledge-guided"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """What was measured over `n` steps of training."""
+    """What was measured over `n` steps of training; what the policy does not need is None.
+
+    In what is measured by layer module, a frozen one has None.
+    """
 
     step: int
     evaluation: int
@@ -23,16 +26,13 @@ class Interval:
     """Mean of the finite training losses; None where there was none."""
     learning_rate: float
     gradients: tuple[float | None, ...] | None = None
-    """For each layer module the L1 norm of its gradients, summed over the interval; None for a frozen one.
-    None as a whole where the policy does not need gradients."""
+    """For each layer module the L1 norm of its gradients, summed over the interval."""
     weight_changes: tuple[float | None, ...] | None = None
-    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None for a frozen one, and in the first
-    interval. None as a whole where the policy does not need weights."""
+    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None in the first one."""
     noise: tuple[float | None, ...] | None = None
-    """For each layer module by how much the noise of the optimizer's steps raises the loss; None for a frozen one.
-    None as a whole where the policy does not need it."""
+    """For each layer module by how much the noise of the optimizer's steps raises the loss."""
     remaining_rate_sum: float | None = None
-    """Sum of the learning rate over the steps still to come; None where it is unknown, or not needed."""
+    """Sum of the learning rate over the steps still to come; None where it is unknown."""
     last_rate: float | None = None
     """The learning rate of the last step; None like `remaining_rate_sum`."""
 

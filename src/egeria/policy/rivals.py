@@ -13,10 +13,8 @@ from egeria.policy.base import FrontPolicy, relative_change
 from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import GRADIENTS, WEIGHTS, Decision, Interval
 
-ROUNDING = 1e-9
-"""Shares are sums in floating point: the smallest error must not put a move off by an interval."""
-POWERS = {"linear": 1, "squared": 2, "cubic": 3}
-"""Exponent of each `policy.shape`."""
+ROUNDING = 1e-9  # shares are sums in floating point: the smallest error must not put a move off by an interval
+POWERS = {"linear": 1, "squared": 2, "cubic": 3}  # the exponent of each `policy.shape`
 Timetable = tuple[tuple[float, int], ...]
 """Shares of the training in the order of time, and how many front layer modules are frozen from then on."""
 
@@ -106,8 +104,7 @@ class FreezeOut(TimedPolicy):
     default_start = 0.8
 
     def _timetable(self) -> Timetable:
-        last = max(1, self._num_freezable)
-        power = POWERS[self._config.policy.shape]
+        last, power = max(1, self._num_freezable), POWERS[self._config.policy.shape]
         modules = range(len(self._trainable))
         self._ends = [(self._start + (1 - self._start) * index / last) ** power for index in modules]
         return tuple((end, depth) for depth, end in enumerate(self._ends[:-1], start=1))
@@ -162,20 +159,20 @@ class AutoFreeze(FrontPolicy):
         if before is None or interval.gradients is None:
             return ()
         active = [module for module in range(self._frozen, len(self._trainable)) if self._trainable[module]]
-        changes = [_change(before[module], interval.gradients[module]) for module in active]
+        changes = [relative_change(before[module], interval.gradients[module]) for module in active]
         if not changes or any(math.isnan(change) for change in changes):
             return ()  # nothing may freeze past a gradient that is not finite
         threshold = percentile(changes, self._config.policy.percentile)
-        first = next(module for module, change in zip(active, changes, strict=True) if change >= threshold)
+        pairs = zip(active, changes, strict=True)
+        first, change = next((module, change) for module, change in pairs if change >= threshold)
         if first <= self._frozen:
             return ()
-        change = changes[active.index(first)]
         where = f"{self._config.policy.percentile:g}th percentile {threshold:.3g}"
         return self._move_to(first, f"its gradients change less than the {where}; those of the next by {change:.3g}")
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the steps to the next evaluation; None where nothing is left to freeze."""
-        return float(interval_steps) if self._frozen < self._deepest else None
+        return float(interval_steps) if self._frozen < self._deepest_freeze else None
 
 
 class WeightChange(EgeriaPolicy):
@@ -212,10 +209,3 @@ def percentile(values: Sequence[float], percent: float) -> float:
         return ordered[lower]
     between = ordered[lower] + (place - lower) * (ordered[lower + 1] - ordered[lower])
     return min(between, ordered[lower + 1])
-
-
-def _change(before: float | None, now: float | None) -> float:
-    """Return the relative change; not a number where one of the two is missing or not finite."""
-    if before is None or now is None or not (math.isfinite(before) and math.isfinite(now)):
-        return math.nan
-    return relative_change(before, now)
