@@ -280,9 +280,7 @@ def test_a_metric_is_found_by_its_name():
 
 
 def test_an_unknown_metric_is_refused_beside_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"plasticity\.metric must be 'sp', 'relative_sp', .*found 'SP'\. Correct it"
-    ):
+    with pytest.raises(ConfigError, match=r"plasticity\.metric must be 'sp', 'relative_sp', .*found 'SP'\. Correct it"):
         find_metric("SP")
 
 

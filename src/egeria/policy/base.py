@@ -32,16 +32,14 @@ SAVED_AS = {
     "remaining_rate_sum": "way_ahead",
 }
 """Keys in saved states that differ from the names of attributes and fields."""
-NOT_SAVED = {"memory", "total_steps"}
-"""Fields that the settings and the call of `attach` give."""
+NOT_SAVED = {"memory", "total_steps"}  # fields that the settings and the call of `attach` give
 
 
 class FrontPolicy:
     """A policy that freezes from the front, to build others on. By itself it is 'none': the plain run."""
 
     needs: frozenset[str] = frozenset()
-    has_bootstrapping = False
-    """Whether a run begins in the bootstrapping stage."""
+    has_bootstrapping = False  # whether a run begins in the bootstrapping stage
     _saved: tuple[str, ...] = ("frozen", "trainable", "deepest_freeze")
     """Private attributes that make the state, without the underscore."""
 
@@ -135,8 +133,7 @@ class Bootstrap:
 
     change_threshold: float
     previous_loss: float | None = None
-    change: float | None = None
-    """Relative change of the loss at the last interval; None before the second one."""
+    change: float | None = None  # relative change of the loss in the last interval; None before the second one
 
     @property
     def is_over(self) -> bool:

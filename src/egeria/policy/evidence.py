@@ -44,19 +44,13 @@ class PowerLaw:
     An exponent of 1 is a random walk, one of 0 noise around a place that is reached, as SGD makes at a constant rate.
     """
 
-    rate_sum: float
-    """Geometric mean of the rate sums that it was fitted to."""
-    longest: float
-    """The largest of them."""
-    level: float
-    """Plasticity after `rate_sum`."""
+    rate_sum: float  # geometric mean of those that it was fitted to
+    longest: float  # the largest of them
+    level: float  # plasticity after `rate_sum`
     exponent: float
-    count: int
-    """Readings that it was fitted to."""
-    spread: float
-    """Sum of the squared distances of the logarithms of the rate sums from their mean."""
-    scatter: float
-    """Standard deviation of the logarithms of the readings around the law."""
+    count: int  # readings that it was fitted to
+    spread: float  # sum of the squared distances of the logarithms of the rate sums from their mean
+    scatter: float  # standard deviation of the logarithms of the readings around the law
 
     def change_ahead(self, remaining_rate_sum: float, rate_share: float) -> float:
         """Return the plasticity against now that the module may reach over the rate sum of the steps still to come.
@@ -108,20 +102,15 @@ class Movement:
 class LearningRateHistory:
     """The learning rate so far and to come. An *era* is a stretch of training that ends where the rate falls far."""
 
-    memory: int
-    """Evaluations that a reading can reach back, to its snapshot and by coming late."""
+    memory: int  # evaluations that a reading can reach back, to its snapshot and by coming late
     total_steps: int | None = None
     step: int = 0
-    interval_steps: int = 0
-    """Of the newest interval."""
+    interval_steps: int = 0  # of the newest interval
     rate: float = 0.0
-    rose: bool = False
-    """Whether the rate rose in the newest interval."""
-    era_rate: float = 0.0
-    """Largest rate of this era."""
+    rose: bool = False  # in the newest interval
+    era_rate: float = 0.0  # the largest of this era
     largest_rate: float = 0.0
-    settling: int = 0
-    """Evaluations until the modules have settled in this era."""
+    settling: int = 0  # evaluations until the modules have settled in this era
     remaining_rate_sum: float | None = None
     last_rate: float | None = None
     rate_sums: dict[int, float] = field(default_factory=dict)
@@ -196,8 +185,7 @@ class LossGuard:
     """
 
     before: tuple[float, ...] = ()
-    since: tuple[float, ...] | None = None
-    """Losses since the freeze; None while nothing is watched."""
+    since: tuple[float, ...] | None = None  # the freeze; None while nothing is watched
 
     @property
     def is_ready(self) -> bool:

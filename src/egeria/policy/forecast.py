@@ -100,7 +100,6 @@ class Forecast(BootstrappedPolicy):
 
     @property
     def _candidate(self) -> int | None:
-        """The next to freeze, or None: bootstrapping, nothing left to freeze, or no time to repay it."""
         is_late = self._total_steps is not None and self._rates.step > (1 - LAST_SHARE) * self._total_steps
         return None if self.stage == BOOTSTRAPPING or is_late or self._frozen >= self._deepest_freeze else self._frozen
 
@@ -191,8 +190,7 @@ class Forecast(BootstrappedPolicy):
     def _reason_to_thaw(self) -> str | None:
         if not self._frozen:
             return None
-        excess = self._guard.excess
-        if excess is not None:
+        if (excess := self._guard.excess) is not None:
             self._strictness *= STRICTER
             return f"the training loss came {excess:.1%} above its trend after a freeze"
         remaining = self._rates.remaining_rate_sum
@@ -237,7 +235,5 @@ class Forecast(BootstrappedPolicy):
 class EvaluationPause:
     """A break between evaluations after readings that were all far from a decision."""
 
-    num_far: int = 0
-    """Such readings in a row."""
-    until: float = 0.0
-    """Step from which the module is evaluated again."""
+    num_far: int = 0  # such readings in a row
+    until: float = 0.0  # the step from which the module is evaluated again

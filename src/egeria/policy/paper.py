@@ -32,14 +32,12 @@ class EgeriaPolicy(BootstrappedPolicy):
 
     @property
     def _candidate(self) -> int | None:
-        """The frontmost active module `l`, or None: bootstrapping, on hold, or nothing left to freeze."""
-        if self.stage == BOOTSTRAPPING or self._on_hold or self._frozen >= self._deepest_freeze:
-            return None
-        return self._frozen
+        is_waiting = self.stage == BOOTSTRAPPING or self._on_hold
+        return None if is_waiting or self._frozen >= self._deepest_freeze else self._frozen
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Update the stage by the loss, and thaw where the learning rate asks for it."""
-        moment = Moment(
+        now = Moment(
             step=interval.step,
             total_steps=self._total_steps,
             frozen=self._frozen,
@@ -47,7 +45,7 @@ class EgeriaPolicy(BootstrappedPolicy):
             previous_learning_rate=self._learning_rate,
             freeze_learning_rate=self._freeze_learning_rate,
         )
-        action = self._rule.judge(moment)
+        action = self._rule.judge(now)
         self._learning_rate = interval.learning_rate
         self._on_hold = action is UnfreezeAction.HOLD
         if self.stage == BOOTSTRAPPING:
@@ -83,12 +81,14 @@ class EgeriaPolicy(BootstrappedPolicy):
         return () if self._candidate is None else super()._pass_over_untrainable()
 
     def _thaw(self, interval: Interval, *, restart: bool) -> tuple[Thaw]:
-        before = self._freeze_learning_rate
-        full = self._config.plasticity.window
+        before, full = self._freeze_learning_rate, self._config.plasticity.window
         self._window = full if restart else max(self._config.unfreezing.minimum_window, self._window // 2)
         self._frozen = 0
         self._freeze_learning_rate = None
-        self._histories = tuple(history.restarted() for history in self._histories)
+        # The early slopes stay: they stand for the fast early phase of the module.
+        self._histories = tuple(
+            replace(history, readings=(), smoothed=(), slope=None, stationary=0) for history in self._histories
+        )
         moved = "risen" if restart else "fallen"
         reason = f"the learning rate has {moved} from {before:g} to {interval.learning_rate:g} since the first freeze"
         return (Thaw(reason=reason, window=self._window),)
@@ -124,18 +124,12 @@ class ModuleHistory:
         if len(smoothed) < window:
             return replace(self, readings=readings, smoothed=smoothed, slope=None, stationary=0)
         slope = least_squares_slope(smoothed)
-        early = self.early_slopes
-        if len(early) < self.tolerance_readings:
-            early = (*early, slope)
+        early = (*self.early_slopes, slope)[: self.tolerance_readings]
         updated = replace(self, readings=readings, smoothed=smoothed, early_slopes=early, slope=slope)
         tolerance = updated.tolerance
         # No movement at all is stationary whatever the tolerance, which may itself be zero.
         is_stationary = tolerance is not None and (slope == 0 or abs(slope) < tolerance)
         return replace(updated, stationary=self.stationary + 1 if is_stationary else 0)
-
-    def restarted(self) -> ModuleHistory:
-        """Return an empty history that keeps the early slopes: they stand for the fast early phase of the module."""
-        return replace(self, readings=(), smoothed=(), slope=None, stationary=0)
 
 
 def least_squares_slope(values: Sequence[float]) -> float:

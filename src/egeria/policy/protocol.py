@@ -166,12 +166,7 @@ class Foreseeing(Protocol):
     """A policy that knows for how long the frozen prefix stays as it is, by which the cache decides whether it pays."""
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
-        """Return for how many steps, the boundary cannot move; None: to the end of the run.
-
-        Args:
-            step: optimizer steps done.
-            interval_steps: `n`.
-        """
+        """Return for how many steps after `step` the boundary cannot move; None: to the end of the run."""
 
 
 class PolicyMaker(Protocol):

@@ -22,8 +22,7 @@ Timetable = tuple[tuple[float, int], ...]
 class TimedPolicy(FrontPolicy, ABC):
     """Follows a timetable; a move is made at the end of the first interval that reaches its time."""
 
-    default_start = 0.0
-    """Share of the training before which nothing freezes, where `policy.start` is None."""
+    default_start = 0.0  # share of the training before which nothing freezes, where `policy.start` is None
 
     def _prepare(self) -> None:
         if self._total_steps is None:
@@ -32,8 +31,7 @@ class TimedPolicy(FrontPolicy, ABC):
                 f"length, found total_steps=None. Pass total_steps=len(loader) * epochs to attach."
             )
         self._length, self._num_freezable = self._total_steps, len(self._trainable) - 1
-        start = self._config.policy.start
-        self._start = self.default_start if start is None else start
+        self._start = self.default_start if self._config.policy.start is None else self._config.policy.start
         self.timetable = self._timetable()
 
     @abstractmethod
@@ -52,9 +50,8 @@ class TimedPolicy(FrontPolicy, ABC):
         return next((steps for steps in ahead if steps > 0), None)
 
     def _describe(self, depth: int) -> str:
-        if not depth:
-            return "nothing is to be frozen"
-        return f"{depth} layer module{' is' if depth == 1 else 's are'} to be frozen"
+        what = f"{depth} layer module{' is' if depth == 1 else 's are'}" if depth else "nothing is"
+        return f"{what} to be frozen"
 
 
 class StaticSchedule(TimedPolicy):
@@ -163,8 +160,7 @@ class AutoFreeze(FrontPolicy):
         if not changes or any(math.isnan(change) for change in changes):
             return ()  # nothing may freeze past a gradient that is not finite
         threshold = percentile(changes, self._config.policy.percentile)
-        pairs = zip(active, changes, strict=True)
-        first, change = next((module, change) for module, change in pairs if change >= threshold)
+        first, change = next(pair for pair in zip(active, changes, strict=True) if pair[1] >= threshold)
         if first <= self._frozen:
             return ()
         where = f"{self._config.policy.percentile:g}th percentile {threshold:.3g}"

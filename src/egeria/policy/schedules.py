@@ -17,14 +17,10 @@ from egeria.config.checks import require
 class UnfreezeAction(enum.Enum):
     """What the learning rate asks for."""
 
-    GO = "go"
-    """Freeze what is stationary."""
-    HOLD = "hold"
-    """Freeze nothing for now."""
-    THAW = "thaw"
-    """Thaw everything and freeze again with half the window."""
-    RESTART = "restart"
-    """Thaw everything and go back to the full window."""
+    GO = "go"  # freeze what is stationary
+    HOLD = "hold"  # freeze nothing for now
+    THAW = "thaw"  # thaw everything and freeze again with half the window
+    RESTART = "restart"  # thaw everything and go back to the full window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +31,7 @@ class Moment:
     total_steps: int | None
     frozen: int
     learning_rate: float
-    previous_learning_rate: float | None
-    """The rate one interval ago."""
+    previous_learning_rate: float | None  # one interval ago
     freeze_learning_rate: float | None
     """The rate when the first module with anything to train froze; None while none is frozen."""
 
@@ -47,19 +42,15 @@ class UnfreezeRule(Protocol):
 
     def judge(self, moment: Moment) -> UnfreezeAction:
         """Return what to do at this moment."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRule:
     """Thaws when the rate has fallen, or risen, far enough since the first freeze."""
 
-    drop_factor: float | None = 10.0
-    """Fall of the rate that thaws; None: no fall does."""
-    rise_factor: float | None = 2.0
-    """Rise of the rate that thaws and restores the full window; None: no rise does."""
-    minimum_remaining: float = 0.0
-    """Share of the run that must be left for a fall to thaw; needs `total_steps`."""
+    drop_factor: float | None = 10.0  # fall of the rate that thaws; None: no fall does
+    rise_factor: float | None = 2.0  # rise of the rate that thaws and restores the full window; None: no rise does
+    minimum_remaining: float = 0.0  # share of the run that must be left for a fall to thaw; needs `total_steps`
 
     def judge(self, moment: Moment) -> UnfreezeAction:
         """Return what the rate asks for at this moment."""
