@@ -1,12 +1,17 @@
 """Stateless augmentation: view `v` of sample `s` is the same whenever, wherever and beside whatever it is made.
 
 The user's own data set does the augmenting. It is called for one sample at a time, with every source of
-random numbers started anew from a hash of (base seed, sample, view).
+random numbers started anew from a hash of (base seed, sample, view), and put back afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
 from types import SimpleNamespace
@@ -16,17 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria.cache.random_sources import RandomSources
-
-UNKNOWN, ITEMS, NOT_REPEATABLE = "unknown", "items", "not repeatable"
-SAMPLES, COLLATED, NOT_JOINABLE = "samples", "collated", "not joinable"
-KINDS = (UNKNOWN, ITEMS, SAMPLES, COLLATED, NOT_JOINABLE, NOT_REPEATABLE)
+KINDS = ("unknown", "items", "samples", "collated", "not joinable", "not repeatable")
+UNKNOWN, ITEMS, SAMPLES, COLLATED, NOT_JOINABLE, NOT_REPEATABLE = KINDS
 REFUSALS = {
     NOT_JOINABLE: "the data set makes whole batches (`__getitems__`) that cannot be put together from batches of one "
     "sample; let it return a list of samples, or tensors whose first axis is the sample",
     NOT_REPEATABLE: "a sample came out differently twice although every generator in reach was seeded alike; "
     "draw from `random`, `numpy.random`, torch or from generators that the data set or its transforms hold",
 }
+MAX_OBJECTS = 500
+MAX_MEMBERS = 64  # longer containers hold data, not transforms
+MAX_DEPTH = 8
+METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, Tensor, np.ndarray, torch.dtype)
 
 
 class ViewedIndex(int):
@@ -48,14 +56,14 @@ class ViewedIndex(int):
 
 
 class BatchKind:
-    """How the data set makes batches, found out by the processes that make views and read by all."""
+    """How the data set makes batches, one of KINDS: found out by the processes that make views and read by all."""
 
     def __init__(self) -> None:
         self._shared: Any
         try:
-            self._shared = RawValue("i", KINDS.index(UNKNOWN))
+            self._shared = RawValue("i", 0)
         except OSError:  # no room for shared memory: each process finds out for itself
-            self._shared = SimpleNamespace(value=KINDS.index(UNKNOWN))
+            self._shared = SimpleNamespace(value=0)
 
     @property
     def kind(self) -> str:
@@ -76,191 +84,166 @@ class ViewedDataset:
     """The user's data set, which it passes for, except that a `ViewedIndex` makes that view of the sample.
 
     Plain indices go straight through. Where views turn out to be impossible, samples come as the user
-    wrote it, and `batch_kind` says so: nothing is raised that the data set itself would not raise.
+    wrote it, and the `BatchKind` says so: nothing is raised that the data set itself would not raise.
     """
 
-    __slots__ = (
-        "_egeria_base_seed",
-        "_egeria_batch_kind",
-        "_egeria_dataset",
-        "_egeria_has_made_views",
-        "_egeria_is_examined",
-        "_egeria_sources",
-    )
+    __slots__ = ("egeria_views",)
 
     def __init__(self, dataset: Any, base_seed: int, batch_kind: BatchKind) -> None:
-        self._egeria_dataset = dataset
-        self._egeria_base_seed = base_seed
-        self._egeria_batch_kind = batch_kind
-        self._egeria_has_made_views = False
-        self._egeria_is_examined = False
-        self._egeria_sources = RandomSources(dataset)
+        object.__setattr__(self, "egeria_views", ViewMaker(dataset, base_seed, batch_kind))
 
     def __getitem__(self, index: Any) -> Any:
         if type(index) is not ViewedIndex:
-            return self._egeria_dataset[index]
-        self._egeria_has_made_views = True
-        return _items(self, [index])[0]
+            return self.egeria_views.dataset[index]
+        self.egeria_views.has_made_views = True
+        return self.egeria_views.items([index])[0]
 
     def __getattr__(self, name: str) -> Any:
-        if name != "__getitems__":
-            return getattr(self._egeria_dataset, name)
-        if _has_getitems(self._egeria_dataset):
-            return lambda indices: _items(self, indices)
-        if self._egeria_has_made_views:  # the random states are then kept once for a batch, not for each sample
-            return lambda indices: _items(self, indices)
-        return getattr(self._egeria_dataset, name)
+        views = self.egeria_views
+        # Once views are made, the random states are kept once for a batch, not for each sample.
+        if name == "__getitems__" and (views.makes_batches or views.has_made_views):
+            return views.items
+        return getattr(views.dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ViewedDataset.__slots__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._egeria_dataset, name, value)
+        setattr(self.egeria_views.dataset, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._egeria_dataset, name)
+        delattr(self.egeria_views.dataset, name)
 
     def __len__(self) -> int:
-        return len(self._egeria_dataset)
+        return len(self.egeria_views.dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._egeria_dataset)
-
-    @property
-    def of_user(self) -> Any:
-        """Return the user's data set."""
-        return self._egeria_dataset
+        return iter(self.egeria_views.dataset)
 
     def __repr__(self) -> str:
-        return repr(self._egeria_dataset)
+        return repr(self.egeria_views.dataset)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self._egeria_dataset)
+        return type(self.egeria_views.dataset)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Go along to a worker that is being started; to anywhere else goes the user's data set alone."""
+        views = self.egeria_views
         if get_spawning_popen() is None:
-            return _itself, (self._egeria_dataset,)
-        return ViewedDataset, (self._egeria_dataset, self._egeria_base_seed, self._egeria_batch_kind)
-
-
-def examine(dataset: ViewedDataset, sample: int) -> None:
-    """Find out once in each process, how views of this data set can be made, with two to six calls for one sample.
-
-    Every random state is restored. An error of the data set leaves the matter open: the call that is to
-    deliver the sample will raise it too, where it belongs. Not to be called in the main process when
-    workers do the loading: what the data set opens on its first call (files, databases) must not be
-    inherited by workers that are forked later.
-    """
-    user, batch_kind, sources = dataset._egeria_dataset, dataset._egeria_batch_kind, dataset._egeria_sources
-    if dataset._egeria_is_examined or batch_kind.kind in REFUSALS:
-        return
-    try:
-        if not _repeats(dataset, sample) and not _repeats(dataset, sample):
-            # Twice: what makes its generator on its first call has one in reach on the next.
-            batch_kind.kind = NOT_REPEATABLE
-        elif not _has_getitems(user):
-            batch_kind.kind = ITEMS
-        elif batch_kind.kind == UNKNOWN:
-            with sources.kept():
-                batch_kind.kind = kind_of_batches(_one(dataset, sample, 0), user.__getitems__([sample, sample]))
-        dataset._egeria_is_examined = True
-    except Exception:
-        if _has_getitems(user):  # a batch of one may be what it cannot make
-            batch_kind.kind = NOT_JOINABLE
-
-
-def _items(dataset: ViewedDataset, indices: Any) -> Any:
-    """Return what the fetcher of a loader asks for: a list of samples or whatever the user's `__getitems__` returns."""
-    if not len(indices) or type(indices[0]) is not ViewedIndex:
-        return _plain(dataset._egeria_dataset, indices)
-    examine(dataset, int(indices[0]))
-    kind = dataset._egeria_batch_kind.kind
-    if kind in REFUSALS or (kind == UNKNOWN and _has_getitems(dataset._egeria_dataset)):
-        return _plain(dataset._egeria_dataset, [int(index) for index in indices])
-    with dataset._egeria_sources.kept():
-        if not _has_getitems(dataset._egeria_dataset):
-            return [_one(dataset, int(index), index.view) for index in indices]
-        try:
-            return join_batches([_one(dataset, int(index), index.view) for index in indices], kind)
-        except Exception:
-            pass  # whose fault it is, the plain call will show
-    batch = _plain(dataset._egeria_dataset, [int(index) for index in indices])
-    dataset._egeria_batch_kind.kind = NOT_JOINABLE
-    return batch
-
-
-def _repeats(dataset: ViewedDataset, sample: int) -> bool:
-    with dataset._egeria_sources.kept():
-        return same_sample(_one(dataset, sample, 0), _one(dataset, sample, 0))
-
-
-def _plain(user: Any, indices: Any) -> Any:
-    return user.__getitems__(indices) if _has_getitems(user) else [user[index] for index in indices]
-
-
-def _one(dataset: ViewedDataset, sample: int, view: int) -> Any:
-    dataset._egeria_sources.seed(dataset._egeria_base_seed, sample, view)
-    user = dataset._egeria_dataset
-    return user.__getitems__([sample]) if _has_getitems(user) else user[sample]
-
-
-def _has_getitems(user: Any) -> bool:
-    return bool(getattr(user, "__getitems__", None))
+            return _itself, (views.dataset,)
+        return ViewedDataset, (views.dataset, views.base_seed, views.batch_kind)
 
 
 def _itself(dataset: Any) -> Any:
     return dataset
 
 
-def kind_of_batches(of_one: Any, of_two: Any) -> str:
+class ViewMaker:
+    """Makes views of the samples of a data set, in one process."""
+
+    def __init__(self, dataset: Any, base_seed: int, batch_kind: BatchKind) -> None:
+        self.dataset = dataset
+        self.base_seed = base_seed
+        self.batch_kind = batch_kind
+        self.has_made_views = False
+        self._is_examined = False
+        self._sources: dict[str, Any] = {}
+
+    @property
+    def makes_batches(self) -> bool:
+        """Return whether the data set makes whole batches."""
+        return bool(getattr(self.dataset, "__getitems__", None))
+
+    def examine(self, sample: int) -> None:
+        """Find out once in each process, how views can be made, with two to six calls for one sample.
+
+        Every random state is restored. An error of the data set leaves the matter open: the call that is to
+        deliver the sample will raise it too, where it belongs. Not to be called in the main process when
+        workers do the loading: what the data set opens on its first call (files, databases) must not be
+        inherited by workers that are forked later.
+        """
+        if self._is_examined or self.batch_kind.kind in REFUSALS:
+            return
+        try:
+            if not self._repeats(sample) and not self._repeats(sample):
+                # Twice: what makes its generator on its first call has one in reach on the next.
+                self.batch_kind.kind = NOT_REPEATABLE
+            elif not self.makes_batches:
+                self.batch_kind.kind = ITEMS
+            elif self.batch_kind.kind == UNKNOWN:
+                with self._sources_kept():
+                    of_one = self._one(sample, 0)
+                    self.batch_kind.kind = _kind_of_batches(of_one, self.dataset.__getitems__([sample, sample]))
+            self._is_examined = True
+        except Exception:
+            if self.makes_batches:  # a batch of one may be what it cannot make
+                self.batch_kind.kind = NOT_JOINABLE
+
+    def items(self, indices: Any) -> Any:
+        """Return what the fetcher of a loader asks for: a list of samples or what the user's `__getitems__` returns."""
+        if not len(indices) or type(indices[0]) is not ViewedIndex:
+            return self._plain(indices)
+        self.examine(int(indices[0]))
+        kind = self.batch_kind.kind
+        if kind in REFUSALS or (kind == UNKNOWN and self.makes_batches):
+            return self._plain([int(index) for index in indices])
+        with self._sources_kept():
+            if not self.makes_batches:
+                return [self._one(int(index), index.view) for index in indices]
+            try:
+                return _joined([self._one(int(index), index.view) for index in indices], kind)
+            except Exception:
+                pass  # whose fault it is, the plain call will show
+        batch = self._plain([int(index) for index in indices])
+        self.batch_kind.kind = NOT_JOINABLE
+        return batch
+
+    def _repeats(self, sample: int) -> bool:
+        with self._sources_kept():
+            first, second = (_picture(self._one(sample, 0), _bits) for _ in range(2))
+        return bool(first == second)
+
+    def _plain(self, indices: Any) -> Any:
+        return self.dataset.__getitems__(indices) if self.makes_batches else [self.dataset[index] for index in indices]
+
+    def _one(self, sample: int, view: int) -> Any:
+        for name, source in self._sources.items():
+            _seed(source, seed_of(self.base_seed, sample, view, name))
+        return self.dataset.__getitems__([sample]) if self.makes_batches else self.dataset[sample]
+
+    @contextmanager
+    def _sources_kept(self) -> Iterator[None]:
+        """Find every source of random numbers, and restore its state after the block, whatever happens in it.
+
+        Anew each time, since some data sets make their generators when first used, in the worker.
+        """
+        held = held_generators(self.dataset)
+        # Not the module `torch`: its `manual_seed` takes 70 times as long and touches every device.
+        self._sources = {"python": random, "numpy": np.random, "torch": torch.default_generator, **held}
+        restoring = [_restoring(source) for source in self._sources.values()]
+        try:
+            yield
+        finally:
+            for restore in restoring:
+                restore()
+
+
+def _kind_of_batches(of_one: Any, of_two: Any) -> str:
     """Return from a batch of one sample and one of that sample twice how batches are made up."""
     if isinstance(of_one, list) and len(of_one) == 1 and isinstance(of_two, list) and len(of_two) == 2:
         return SAMPLES
     try:
-        alike = _outline(join_batches([of_one, of_one], COLLATED)) == _outline(of_two)
+        alike = _picture(_concatenated([of_one, of_one]), _outline) == _picture(of_two, _outline)
     except Exception:
         return NOT_JOINABLE
     return COLLATED if alike else NOT_JOINABLE
 
 
-def join_batches(batches: list[Any], kind: str) -> Any:
-    """Return one batch from batches of one sample each.
-
-    Raises:
-        ValueError: they hold something that has no axis of one sample.
-        RuntimeError: tensors of different sizes.
-    """
-    if kind == SAMPLES:
-        if any(len(batch) != 1 for batch in batches):
-            raise ValueError("a batch of one holds several")
-        return [batch[0] for batch in batches]
-    return _concatenated(batches)
-
-
-def same_sample(first: Any, second: Any) -> bool:
-    """Return whether two samples hold equal arrays, bit for bit; anything else counts as equal."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return _same_tensors(first, second)
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(same_sample(first[key], second[key]) for key in first)
-    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
-        return len(first) == len(second) and all(map(same_sample, first, second))
-    if isinstance(first, np.ndarray) and first.dtype.hasobject:
-        return True
-    if hasattr(first, "tobytes") and hasattr(second, "tobytes"):  # arrays, and images of Pillow
-        return bool(first.tobytes() == second.tobytes())
-    return True
-
-
-def _same_tensors(first: Tensor, second: Tensor) -> bool:
-    if first.layout is not torch.strided or first.is_quantized:
-        return True
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    as_bytes = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in (first, second)]
-    return torch.equal(as_bytes[0], as_bytes[1])
+def _joined(batches: list[Any], kind: str) -> Any:
+    """Return one batch from batches of one sample each; ValueError or RuntimeError where that cannot be."""
+    if kind != SAMPLES:
+        return _concatenated(batches)
+    if any(len(batch) != 1 for batch in batches):
+        raise ValueError("a batch of one holds several")
+    return [batch[0] for batch in batches]
 
 
 def _concatenated(trees: list[Any]) -> Any:
@@ -278,12 +261,112 @@ def _concatenated(trees: list[Any]) -> Any:
     raise ValueError(f"{type(first).__name__} has no axis of one sample")
 
 
-def _outline(tree: Any) -> Any:
-    """Return the shape of a batch: types of the containers, shapes and types of the arrays."""
-    if isinstance(tree, (Tensor, np.ndarray)):
-        return type(tree), tuple(tree.shape), tree.dtype
+def _picture(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
+    """Return a tree as something to compare: the types of its containers, and what `of_leaf` tells of the rest."""
     if isinstance(tree, Mapping):
-        return type(tree), {key: _outline(value) for key, value in tree.items()}
+        return type(tree), {key: _picture(value, of_leaf) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
-        return type(tree), [_outline(value) for value in tree]
-    return type(tree)
+        return type(tree), [_picture(value, of_leaf) for value in tree]
+    return of_leaf(tree)
+
+
+def _outline(leaf: Any) -> Any:
+    return (type(leaf), tuple(leaf.shape), leaf.dtype) if isinstance(leaf, (Tensor, np.ndarray)) else type(leaf)
+
+
+def _bits(leaf: Any) -> Any:
+    """Return what an array or an image of Pillow holds, bit for bit; None for what counts as equal."""
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            return None
+        return leaf.shape, leaf.dtype, leaf.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    if isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:
+        return None
+    return leaf.tobytes() if hasattr(leaf, "tobytes") else None
+
+
+def seed_of(base_seed: int, sample: int, view: int, name: str) -> int:
+    """Return the seed of one source for one view of one sample, 64 bits; sources get unrelated ones."""
+    text = f"{base_seed}/{sample}/{view}/{name}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+
+def _seed(source: Any, seed: int) -> None:
+    if isinstance(source, torch.Generator):
+        source.manual_seed(seed)
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = type(source.bit_generator)(seed).state
+    else:
+        source.seed(seed >> 32 if source is np.random or isinstance(source, np.random.RandomState) else seed)
+
+
+def _restoring(source: Any) -> Callable[[], None]:
+    """Return what puts back the state that a generator, or the module of a global one, has now."""
+    if isinstance(source, np.random.Generator):
+        return functools.partial(setattr, source.bit_generator, "state", source.bit_generator.state)
+    if hasattr(source, "getstate"):  # Python's
+        return functools.partial(source.setstate, source.getstate())
+    return functools.partial(source.set_state, source.get_state())
+
+
+def held_generators(root: Any) -> dict[str, Any]:
+    """Return the generators an object holds, by the path to them, the same in every process.
+
+    Looks into attributes, short lists, tuples and dictionaries, what functions, partials and methods were
+    made with, and the generators that the functions on the way name as globals of their module; to a
+    bounded depth and number. Generators out of reach (inside C extensions, say) stay as they are.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    waiting = [("", root, 0)]
+    while waiting and len(seen) < MAX_OBJECTS:
+        path, thing, depth = waiting.pop(0)
+        if isinstance(thing, LEAVES) or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, GENERATORS):
+            if not isinstance(thing, random.SystemRandom):
+                found[path] = thing
+        elif depth < MAX_DEPTH:
+            waiting += [(f"{path}.{name}", member, depth + 1) for name, member in _members(thing)]
+    return found
+
+
+def _members(thing: Any) -> list[tuple[Any, Any]]:
+    if isinstance(thing, Mapping):
+        return list(thing.items()) if type(thing) is dict and len(thing) <= MAX_MEMBERS else []
+    if isinstance(thing, (list, tuple)):
+        return list(enumerate(thing)) if len(thing) <= MAX_MEMBERS else []
+    if isinstance(thing, functools.partial):
+        return [("function", thing.func), ("arguments", thing.args), ("keywords", thing.keywords)]
+    if isinstance(thing, types.MethodType):
+        return [("self", thing.__self__), ("function", thing.__func__)]
+    if isinstance(thing, types.FunctionType):
+        return list(_members_of_function(thing))
+    methods = [vars(cls).get(name) for cls in type(thing).__mro__ for name in METHODS]
+    return [*_attributes(thing), *(("method", method) for method in methods if type(method) is types.FunctionType)]
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    attributes = getattr(thing, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from list(attributes.items())
+    for cls in type(thing).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(vars(cls).get(name), types.MemberDescriptorType) and hasattr(thing, name):
+                yield name, getattr(thing, name)
+
+
+def _members_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for index, cell in enumerate(function.__closure__ or ()):
+        try:
+            yield f"cell{index}", cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield "defaults", function.__defaults__
+    yield "keyword_defaults", function.__kwdefaults__
+    for name in function.__code__.co_names:
+        member = function.__globals__.get(name)
+        if isinstance(member, GENERATORS):
+            yield f"global {name}", member

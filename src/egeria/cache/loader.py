@@ -8,22 +8,13 @@ user's. The classes, the user's code and everything that can be read from the lo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from egeria.cache.augmentation import BatchKind, ViewedDataset, examine
-from egeria.cache.samples import (
-    BatchIndices,
-    EpochIterator,
-    IdColumn,
-    NoSamplesError,
-    Passes,
-    RecordingBatchSampler,
-)
+from egeria.cache.augmentation import BatchKind, ViewedDataset
+from egeria.cache.samples import BatchIndices, EpochIterator, IdColumn, NoSamplesError, Passes, RecordingBatchSampler
 
 METHOD, STATE = "_get_iterator", "__getstate__"
 
@@ -55,7 +46,6 @@ class SampleFeed:
         self.num_samples = _length(loader.dataset)
         self.num_batches = None if isinstance(loader.dataset, IterableDataset) else _length(loader)
         self._draws_ahead = loader.num_workers == 0
-        self._is_open = True
         reason = f"the samples are to be identified by the column '{id_column}'" if id_column else _refusal(loader)
         self._passes = Passes(column=IdColumn(id_column), batch_kind=BatchKind(), refusal=reason)
         self._dataset: ViewedDataset | None = None
@@ -73,9 +63,11 @@ class SampleFeed:
         say) this is the batch after the one the model sees, and their fingerprints will not agree.
         Raises NoSamplesError where the samples cannot be identified after all.
         """
-        if self._is_open and self._passes.failure is not None:
+        if not self._finalizer.alive:
+            return None
+        if self._passes.failure is not None:
             raise NoSamplesError(self._passes.failure)
-        return self._passes.current if self._is_open else None
+        return self._passes.current
 
     @property
     def numbers_by_sight(self) -> bool:
@@ -89,7 +81,7 @@ class SampleFeed:
         batches that they work at or have ready.
         """
         latest = self._passes.latest
-        if not self._is_open or latest is None:
+        if not self._finalizer.alive or latest is None:
             return []
         if self._draws_ahead:
             self._passes.num_ahead = max(self._passes.num_ahead, count)
@@ -113,7 +105,7 @@ class SampleFeed:
             self._passes.num_views = None
             return True
         if self._draws_ahead and self._dataset is not None and self._passes.current is not None:
-            examine(self._dataset, int(self._passes.current.samples[0]))
+            self._dataset.egeria_views.examine(int(self._passes.current.samples[0]))
         if self.views_refusal is not None:
             return False
         if self._passes.num_views != num_views:
@@ -125,7 +117,7 @@ class SampleFeed:
     @property
     def views_refusal(self) -> str | None:
         """Return why there can be no views, or None as long as nothing speaks against them."""
-        if not self._is_open:
+        if not self._finalizer.alive:
             return "the loader is not watched any more"
         if self._passes.refusal is not None:
             return f"{self._passes.refusal}, so the seed of a sample is not known when it is made"
@@ -135,7 +127,6 @@ class SampleFeed:
 
     def close(self) -> None:
         """Give the loader back exactly as it was, also in the middle of an epoch; what is drawn is still handed out."""
-        self._is_open = False
         self._finalizer()
 
 
@@ -191,8 +182,15 @@ class LoaderHook:
         make = self._before or type(loader)._get_iterator.__get__(loader)
         if not self._is_open:
             return make()
-        with self._standing_in(loader):
+        attributes = vars(loader)  # the loader itself forbids that these be set
+        sampler, dataset = attributes["batch_sampler"], attributes["dataset"]
+        try:
+            attributes["batch_sampler"] = self._recording(sampler, can_view=self._dataset is not None)
+            if self._dataset is not None:
+                attributes["dataset"] = self._dataset
             iterator = make()
+        finally:
+            attributes["batch_sampler"], attributes["dataset"] = sampler, dataset
         if isinstance(iterator, _BaseDataLoaderIter):
             self._follow(iterator, has_dataset=self._dataset is not None)
         self._passes.begun(iterator)
@@ -217,18 +215,6 @@ class LoaderHook:
         for iterator in list(self._iterators):
             _release(iterator)
         self._iterators.clear()
-
-    @contextmanager
-    def _standing_in(self, loader: DataLoader[Any]) -> Iterator[None]:
-        attributes = vars(loader)  # the loader itself forbids that these be set
-        sampler, dataset = attributes["batch_sampler"], attributes["dataset"]
-        try:
-            attributes["batch_sampler"] = self._recording(sampler, can_view=self._dataset is not None)
-            if self._dataset is not None:
-                attributes["dataset"] = self._dataset
-            yield
-        finally:
-            attributes["batch_sampler"], attributes["dataset"] = sampler, dataset
 
     def _recording(self, sampler: Any, *, can_view: bool) -> Any:
         if self._passes.refusal is not None or isinstance(sampler, RecordingBatchSampler):
@@ -277,4 +263,4 @@ def _release(iterator: Any) -> None:
     for holder, name in ((iterator, "_dataset"), (fetcher, "dataset")):
         dataset = getattr(holder, name, None)
         if type(dataset) is ViewedDataset:
-            setattr(holder, name, dataset.of_user)
+            setattr(holder, name, dataset.egeria_views.dataset)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -112,12 +113,12 @@ class Passes:
             samples = self.column.read(batch, reason)
         except NoSamplesError as error:
             self.failure = str(error)
+            return None
         except Exception as error:  # a mapping of the user's may raise anything
             self.failure = f"reading the numbers of the samples from the batch failed: {error!r}"
-        else:
-            number, views = next(self.numbers), np.zeros_like(samples)
-            return BatchIndices(number=number, epoch=self._num_read, samples=samples, views=views)
-        return None
+            return None
+        number, views = next(self.numbers), np.zeros_like(samples)
+        return BatchIndices(number=number, epoch=self._num_read, samples=samples, views=views)
 
 
 class RecordingBatchSampler:
@@ -148,12 +149,10 @@ class EpochIterator:
 
     def __init__(self, sampler: Any, passes: Passes, *, can_view: bool) -> None:
         self.num_taken = 0
-        self._num_handed_out = 0
         self._sampler = sampler
         self._batches: Iterator[Any] = iter(sampler)
         self._passes = passes
         self._can_view = can_view
-        self._num_batches: float | None = None
         self._epoch: int | None = None
         self._ahead: deque[tuple[Any, BatchIndices | None]] = deque()
         self._taken: deque[BatchIndices | None] = deque()
@@ -182,7 +181,9 @@ class EpochIterator:
     def draw_ahead(self, count: int) -> None:
         """Draw until so many batches wait; what the sampler raises is kept for the loader to meet in its turn."""
         with self._lock:
-            while len(self._ahead) < count and self._end is None and not self._is_at_end():
+            while len(self._ahead) < count and self._end is None:
+                if self.num_taken + len(self._ahead) >= self._num_batches:
+                    return
                 try:
                     self._draw()
                 except BaseException as end:
@@ -192,9 +193,8 @@ class EpochIterator:
         """Note that the loader has handed out so many batches in all; return the last, None if there is no new one."""
         drawn = None
         with self._lock:
-            while self._num_handed_out < total and self._taken:
+            while self._taken and self.num_taken - len(self._taken) < total:
                 drawn = self._taken.popleft()
-                self._num_handed_out += 1
         return drawn
 
     def coming(self, count: int) -> list[BatchIndices]:
@@ -210,13 +210,12 @@ class EpochIterator:
                 return self._batches
             return _rest([indices for indices, _ in self._ahead], self._end, self._batches)
 
-    def _is_at_end(self) -> bool:
-        if self._num_batches is None:
-            try:
-                self._num_batches = len(self._sampler)
-            except Exception:  # it may have no length, or one that the user's code fails to tell
-                self._num_batches = math.inf
-        return self.num_taken + len(self._ahead) >= self._num_batches
+    @cached_property
+    def _num_batches(self) -> float:
+        try:
+            return len(self._sampler)
+        except Exception:  # it may have no length, or one that the user's code fails to tell
+            return math.inf
 
     def _draw(self) -> None:
         indices = next(self._batches)
