@@ -10,7 +10,7 @@ import functools
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KINDS = ("unknown", "items", "samples", "collated", "not joinable", "not repeatable")
-UNKNOWN, ITEMS, SAMPLES, COLLATED, NOT_JOINABLE, NOT_REPEATABLE = KINDS
+KINDS = ("unknown", "samples", "collated", "not joinable", "not repeatable")
+UNKNOWN, SAMPLES, COLLATED, NOT_JOINABLE, NOT_REPEATABLE = KINDS
 REFUSALS = {
     NOT_JOINABLE: "the data set makes whole batches (`__getitems__`) that cannot be put together from batches of one "
     "sample; let it return a list of samples, or tensors whose first axis is the sample",
@@ -38,10 +38,7 @@ LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, T
 
 
 class ViewedIndex(int):
-    """The index of a sample, with the number of the augmentation variant that is wanted of it.
-
-    An integer, so that it goes wherever indices go, through the queues to the workers among others.
-    """
+    """The index of a sample and the augmentation variant wanted of it; goes wherever integers go, also to workers."""
 
     view: int
 
@@ -59,11 +56,9 @@ class BatchKind:
     """How the data set makes batches, one of KINDS: found out by the processes that make views and read by all."""
 
     def __init__(self) -> None:
-        self._shared: Any
-        try:
+        self._shared: Any = SimpleNamespace(value=0)
+        with suppress(OSError):  # no room for shared memory: each process finds out for itself
             self._shared = RawValue("i", 0)
-        except OSError:  # no room for shared memory: each process finds out for itself
-            self._shared = SimpleNamespace(value=0)
 
     @property
     def kind(self) -> str:
@@ -83,8 +78,8 @@ class BatchKind:
 class ViewedDataset:
     """The user's data set, which it passes for, except that a `ViewedIndex` makes that view of the sample.
 
-    Plain indices go straight through. Where views turn out to be impossible, samples come as the user
-    wrote it, and the `BatchKind` says so: nothing is raised that the data set itself would not raise.
+    Where views turn out to be impossible, samples come as the user wrote it, and the `BatchKind` says so:
+    nothing is raised that the data set itself would not raise.
     """
 
     __slots__ = ("egeria_views",)
@@ -155,10 +150,9 @@ class ViewMaker:
     def examine(self, sample: int) -> None:
         """Find out once in each process, how views can be made, with two to six calls for one sample.
 
-        Every random state is restored. An error of the data set leaves the matter open: the call that is to
-        deliver the sample will raise it too, where it belongs. Not to be called in the main process when
-        workers do the loading: what the data set opens on its first call (files, databases) must not be
-        inherited by workers that are forked later.
+        An error of the data set leaves the matter open: the call that is to deliver the sample will raise it too.
+        Not for the main process when workers do the loading: they must not inherit what the data set opens (files,
+        databases) on its first call.
         """
         if self._is_examined or self.batch_kind.kind in REFUSALS:
             return
@@ -166,9 +160,7 @@ class ViewMaker:
             if not self._repeats(sample) and not self._repeats(sample):
                 # Twice: what makes its generator on its first call has one in reach on the next.
                 self.batch_kind.kind = NOT_REPEATABLE
-            elif not self.makes_batches:
-                self.batch_kind.kind = ITEMS
-            elif self.batch_kind.kind == UNKNOWN:
+            elif self.makes_batches and self.batch_kind.kind == UNKNOWN:
                 with self._sources_kept():
                     of_one = self._one(sample, 0)
                     self.batch_kind.kind = _kind_of_batches(of_one, self.dataset.__getitems__([sample, sample]))
@@ -211,11 +203,8 @@ class ViewMaker:
 
     @contextmanager
     def _sources_kept(self) -> Iterator[None]:
-        """Find every source of random numbers, and restore its state after the block, whatever happens in it.
-
-        Anew each time, since some data sets make their generators when first used, in the worker.
-        """
-        held = held_generators(self.dataset)
+        """Restore the state of every source of random numbers after the block, whatever happens in it."""
+        held = held_generators(self.dataset)  # anew each time: some are made when first used, in the worker
         # Not the module `torch`: its `manual_seed` takes 70 times as long and touches every device.
         self._sources = {"python": random, "numpy": np.random, "torch": torch.default_generator, **held}
         restoring = [_restoring(source) for source in self._sources.values()]
@@ -312,9 +301,8 @@ def _restoring(source: Any) -> Callable[[], None]:
 def held_generators(root: Any) -> dict[str, Any]:
     """Return the generators an object holds, by the path to them, the same in every process.
 
-    Looks into attributes, short lists, tuples and dictionaries, what functions, partials and methods were
-    made with, and the generators that the functions on the way name as globals of their module; to a
-    bounded depth and number. Generators out of reach (inside C extensions, say) stay as they are.
+    Looks into attributes, short containers, what functions, partials and methods were made with, and the globals
+    that these functions name, to a bounded depth and number. Those out of reach (in C extensions) stay as they are.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()

@@ -23,14 +23,12 @@ class SampleFeed:
     """Follows a loader: knows each batch by the numbers of its samples, and the batches to come.
 
     Until `upcoming` or `use_views` is called, the loader draws and augments bit for bit as without it.
-    Where the sampler cannot tell the samples (an `IterableDataset`, `batch_size=None`, `in_order=False`,
-    indices that are no integers), they are read from a column of the batch; then nothing is known of
-    the batches to come, and there are no views.
+    Where the sampler cannot tell the samples, they are read from a column of the batch; then nothing is
+    known of the batches to come, and there are no views.
 
     Args:
         loader: the training `DataLoader`.
-        id_column: key of a batch, a mapping, that holds one integer for each row; read instead of
-            following the sampler. None looks for one where that is needed, in the first batch.
+        id_column: key of a batch that holds one integer for each row; None looks for one where that is needed.
         base_seed: root of all seeds of stateless augmentation; the same in every process and after a resume.
 
     Raises:
@@ -75,11 +73,7 @@ class SampleFeed:
         return self._passes.refusal is not None
 
     def upcoming(self, count: int) -> list[BatchIndices]:
-        """Return the next batches of this pass, in order, at most `count`.
-
-        Without workers the sampler draws so many in advance, from now on. With workers these are the
-        batches that they work at or have ready.
-        """
+        """Return at most `count` next batches: drawn in advance from now on, or those that workers have or work at."""
         latest = self._passes.latest
         if not self._finalizer.alive or latest is None:
             return []
@@ -91,13 +85,10 @@ class SampleFeed:
     def use_views(self, num_views: int | None) -> bool:
         """Make the augmentation stateless, with so many views of each sample, one after the other from epoch to epoch.
 
-        Holds for batches drawn from now on; with workers that persist since before the loader was
-        watched, from the next epoch on. Without workers one sample is made a few times to see whether
-        views are possible. With workers it is left to them to find out, so `views_refusal` may turn up
-        later; until then batches that cannot be viewed come freely augmented, `viewed` all the same.
-
-        None goes back to augmentation as the user wrote it. Returns whether it could be done;
-        `views_refusal` says why not. Raises ValueError for fewer than one view.
+        None goes back to augmentation as the user wrote it. Holds for batches drawn from now on; with workers
+        that persist since before the loader was watched, from the next epoch on. Workers find out themselves
+        whether views are possible, so `views_refusal` may turn up later; until then batches that cannot be viewed
+        come freely augmented, `viewed` all the same. Returns whether it could be done; `views_refusal` says why not.
         """
         if num_views is not None and num_views < 1:
             raise ValueError(f"num_views must be at least 1 or None, found {num_views}")
@@ -152,8 +143,7 @@ class LoaderHook:
     """Stands before a loader's `_get_iterator`, until `close`; tells `passes` what its iterators do.
 
     It holds the loader and its iterators weakly: an iterator that the user drops must end its workers
-    at once, not when the garbage collector finds a cycle. `dataset` stands in for the loader's; None
-    leaves that as it is. Raises NoSamplesError where the loader cannot be watched.
+    at once, not when the garbage collector finds a cycle. `dataset`, if any, stands in for the loader's.
     """
 
     def __init__(self, loader: DataLoader[Any], passes: Passes, dataset: ViewedDataset | None) -> None:

@@ -33,8 +33,6 @@ class BatchIndices:
 
     number: int
     """Counts the batches of all epochs in the order of drawing; one that is drawn but never handed out leaves a gap."""
-    epoch: int
-    """Counts the passes over the loader since it is watched."""
     samples: np.ndarray
     """Index of each row's sample in the data set, int64 [B]."""
     views: np.ndarray
@@ -64,10 +62,6 @@ class Passes:
     num_epochs: int = 0
     """Passes in which a batch was drawn."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    _num_read: int = 0
-    """Passes that are over, in which the column was read."""
-    _has_read: bool = False
-    """Whether it was read in this one."""
 
     def view_of(self, epoch: int) -> int | None:
         """Return the view to make in an epoch; None for augmentation as the user wrote it."""
@@ -85,8 +79,6 @@ class Passes:
                 f"the iterators of this loader ({type(iterator).__name__}) do not draw from its batch sampler as "
                 "those of torch do; pass a plain torch DataLoader"
             )
-        self._num_read += self._has_read
-        self._has_read = False
 
     def handed_out(self, iterator: Any, batch: Any) -> None:
         """Record that an iterator is about to hand out a batch: the oldest that it has taken."""
@@ -108,24 +100,17 @@ class Passes:
         return source.handed_out(getattr(iterator, "_rcvd_idx", source.num_taken))
 
     def _read(self, batch: Any, reason: str) -> BatchIndices | None:
-        self._has_read = True
         try:
             samples = self.column.read(batch, reason)
-        except NoSamplesError as error:
-            self.failure = str(error)
-            return None
         except Exception as error:  # a mapping of the user's may raise anything
-            self.failure = f"reading the numbers of the samples from the batch failed: {error!r}"
+            unexpected = f"reading the numbers of the samples from the batch failed: {error!r}"
+            self.failure = str(error) if isinstance(error, NoSamplesError) else unexpected
             return None
-        number, views = next(self.numbers), np.zeros_like(samples)
-        return BatchIndices(number=number, epoch=self._num_read, samples=samples, views=views)
+        return BatchIndices(number=next(self.numbers), samples=samples, views=np.zeros_like(samples))
 
 
 class RecordingBatchSampler:
-    """Stands in for a loader's batch sampler, in the loader's iterators only; draws what that draws.
-
-    `can_view` says whether the data set behind the iterator understands a `ViewedIndex`.
-    """
+    """Draws what a loader's batch sampler draws; `can_view`: the data set behind it understands a `ViewedIndex`."""
 
     def __init__(self, sampler: Any, passes: Passes, *, can_view: bool) -> None:
         self.sampler = sampler
@@ -142,9 +127,9 @@ class RecordingBatchSampler:
 class EpochIterator:
     """One pass over the batch sampler: hands its batches on and knows where each of them is.
 
-    A batch is first `ahead` (drawn in advance), then `taken` (by the loader, perhaps at work in a
-    worker), then handed out. None is drawn in advance behind the last: a sampler that is asked for it may
-    draw random numbers, which it does not without us where the loop leaves the pass early.
+    A batch is first `ahead`, then `taken` (by the loader, perhaps at work in a worker), then handed out.
+    None is drawn in advance behind the last: a sampler that is asked for it may draw random numbers, which
+    it does not without us where the loop leaves the pass early.
     """
 
     def __init__(self, sampler: Any, passes: Passes, *, can_view: bool) -> None:
@@ -238,14 +223,12 @@ class EpochIterator:
         view = self._passes.view_of(epoch) if self._can_view and is_plain else None
         views = np.full(len(samples), view or 0, dtype=np.int64)
         number = next(self._passes.numbers)
-        return BatchIndices(number=number, epoch=epoch, samples=samples, views=views, viewed=view is not None)
+        return BatchIndices(number=number, samples=samples, views=views, viewed=view is not None)
 
 
 def _sample_numbers(indices: Any) -> np.ndarray:
     """Return the indices of a batch as int64 [B]; TypeError or ValueError where they do not count samples."""
     if isinstance(indices, (Tensor, np.ndarray)):
-        if indices.ndim != 1:
-            raise TypeError("one index for each sample")
         indices = indices.tolist()
     if not isinstance(indices, (list, tuple)):
         raise TypeError("a batch is a list of indices")
@@ -264,23 +247,19 @@ def _rest(ahead: list[Any], end: BaseException | None, batches: Iterator[Any]) -
 
 
 class IdColumn:
-    """The entry of a batch that holds an integer for each row; without a name, one of NAMES in the first batch."""
+    """The entry of a batch that holds an integer for each row; where it has no name, the first of NAMES there."""
 
     def __init__(self, name: str | None) -> None:
         self._name = name
         self._numbers: dict[int, int] = {}
 
     def read(self, batch: Any, reason: str) -> np.ndarray:
-        """Return the sample number of each row, int64 [B]: ids are numbered in the order of first sight.
-
-        Raises NoSamplesError where the batch has no such column; `reason` says why one is needed.
-        """
+        """Return each row's sample number, int64 [B], in the order of first sight; `reason` says why it is needed."""
         names = NAMES if self._name is None else (self._name,)
         for name in names:
             ids = _ids(batch, name)
             if ids is not None:
-                self._name = name  # from now on this one
-                numbers = self._numbers
+                self._name, numbers = name, self._numbers  # from now on this one
                 return np.array([numbers.setdefault(sample, len(numbers)) for sample in ids], dtype=np.int64)
         wanted = f"the key '{names[0]}'" if len(names) == 1 else "one of the keys " + ", ".join(names)
         raise NoSamplesError(
