@@ -150,9 +150,7 @@ class ViewMaker:
     def examine(self, sample: int) -> None:
         """Find out once in each process, how views can be made, with two to six calls for one sample.
 
-        An error of the data set leaves the matter open: the call that is to deliver the sample will raise it too.
-        Not for the main process when workers do the loading: they must not inherit what the data set opens (files,
-        databases) on its first call.
+        Not for the main process when workers do the loading: they must not inherit the files that the data set opens.
         """
         if self._is_examined or self.batch_kind.kind in REFUSALS:
             return
@@ -165,7 +163,7 @@ class ViewMaker:
                     of_one = self._one(sample, 0)
                     self.batch_kind.kind = _kind_of_batches(of_one, self.dataset.__getitems__([sample, sample]))
             self._is_examined = True
-        except Exception:
+        except Exception:  # the call that is to deliver the sample will raise it too
             if self.makes_batches:  # a batch of one may be what it cannot make
                 self.batch_kind.kind = NOT_JOINABLE
 

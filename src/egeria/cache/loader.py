@@ -57,9 +57,8 @@ class SampleFeed:
     def current(self) -> BatchIndices | None:
         """Return what the loader handed out last; None before the first batch, after the last and after `close`.
 
-        Handed out, not trained on: in a loop that takes a batch in advance (to copy it to the device,
-        say) this is the batch after the one the model sees, and their fingerprints will not agree.
-        Raises NoSamplesError where the samples cannot be identified after all.
+        In a loop that takes a batch in advance (to copy it to the device, say) this is the batch after the one
+        the model sees. Raises NoSamplesError where the samples cannot be identified after all.
         """
         if not self._finalizer.alive:
             return None
@@ -142,8 +141,7 @@ def _length(thing: Any) -> int | None:
 class LoaderHook:
     """Stands before a loader's `_get_iterator`, until `close`; tells `passes` what its iterators do.
 
-    It holds the loader and its iterators weakly: an iterator that the user drops must end its workers
-    at once, not when the garbage collector finds a cycle. `dataset`, if any, stands in for the loader's.
+    It refers to them weakly: an iterator that the user drops must end its workers at once, not at a collection.
     """
 
     def __init__(self, loader: DataLoader[Any], passes: Passes, dataset: ViewedDataset | None) -> None:

@@ -50,13 +50,11 @@ class Passes:
     refusal: str | None
     """Why the samples cannot be identified from what the sampler draws; then they are read from the column."""
     current: BatchIndices | None = None
-    """What was handed out last."""
     latest: EpochIterator | None = None
     """The pass that begun or handed out a batch last."""
     failure: str | None = None
     """Why the samples cannot be identified at all."""
     num_ahead: int = 0
-    """Batches to draw in advance."""
     num_views: int | None = None
     views_since_epoch: int = 0
     num_epochs: int = 0
