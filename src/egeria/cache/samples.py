@@ -51,7 +51,6 @@ class Passes:
     """Why the samples cannot be identified from what the sampler draws; then they are read from the column."""
     current: BatchIndices | None = None
     latest: EpochIterator | None = None
-    """The pass that begun or handed out a batch last."""
     failure: str | None = None
     """Why the samples cannot be identified at all."""
     num_ahead: int = 0
