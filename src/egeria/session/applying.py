@@ -216,25 +216,24 @@ def _is_branch(before: _Rehearsal, outputs_after: Sequence[Tensor]) -> bool:
     return not kept or not any(entry is not None for entry in torch.autograd.grad(kept, boundary, allow_unused=True))
 
 
+@dataclass(eq=False)
 class Compiling:
-    """Watches what a compiled model costs; where nothing is compiled it does nothing.
+    """Watches what a compiled model costs (`torch.compile`); where nothing is compiled it does nothing.
 
     A freeze changes what needs a gradient, so that the next forward pass is compiled again. After eight graphs of a
     function torch goes over to running it uncompiled, for good: the limit is raised by what freezing may need, and
     lowered again at the end.
-
-    Args:
-        handle: what the loop calls, which sees whether it is compiled.
-        recorder: records compilations.
     """
 
-    def __init__(self, handle: ModelHandle, recorder: Recorder) -> None:
-        self._handle = handle
-        self._recorder = recorder
+    handle: ModelHandle
+    """What the loop calls, which sees whether it is compiled."""
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
         self._limits: dict[str, int] = {}
         """Those of torch, as they were."""
         self._seconds = _seconds_so_far()
-        self._dearest_s = 0.0
+        self._longest_s = 0.0
         """What the longest compiling took."""
         self._changes = 0
         """Freezes and thaws since compiling was last seen."""
@@ -242,7 +241,7 @@ class Compiling:
     @property
     def is_on(self) -> bool:
         """Return whether calls of the model are compiled."""
-        return bool(self._handle.is_compiled)
+        return bool(self.handle.is_compiled)
 
     def make_room(self, num_modules: int) -> None:
         """Let as many graphs of a function be compiled as freezing module by module needs."""
@@ -269,21 +268,17 @@ class Compiling:
         spent, self._seconds = seconds - self._seconds, seconds
         if spent <= 0.0:
             return 0.0
-        self._dearest_s = max(self._dearest_s, spent)
+        self._longest_s = max(self._longest_s, spent)
         is_ours, self._changes = self._changes > 0, 0
-        self._recorder.write(Recompiled(step=step, wall_s=spent, by_freezing=is_ours))
+        self.recorder.write(Recompiled(step=step, wall_s=spent, by_freezing=is_ours))
         return spent if is_ours else 0.0
 
     def reason_to_wait(self, saved_s: float | None) -> str | None:
-        """Return why a freeze has to wait, None if it repays what compiling takes.
-
-        Args:
-            saved_s: seconds that it saves to the end of the run; None where that is unknown.
-        """
-        if not self.is_on or saved_s is None or saved_s >= self._dearest_s:
+        """Return why a freeze that saves so many seconds (None: unknown) has to wait; None if it repays compiling."""
+        if not self.is_on or saved_s is None or saved_s >= self._longest_s:
             return None
         saves = f"it would save {saved_s:.2g} s to the end of the run"
-        return f"{saves}, and compiling anew took up to {self._dearest_s:.2g} s"
+        return f"{saves}, and compiling anew took up to {self._longest_s:.2g} s"
 
     def close(self) -> None:
         """Give torch its limits back."""

@@ -310,15 +310,10 @@ def _make_session(maker: _PartsMaker, cut: Cut | None, interval_steps: int, load
     skipping = begin_skipping(training, loader, ranks, recorder, timer.take_out) if cut else None
     parts = maker.make(cut) if cut else None
     # What the first process measures holds for all; where each has a part of the parameters, each measures that.
-    measures = Measures(
-        training.model,
-        training.optimizers,
-        parts.policy.needs if parts and (ranks.leads or training.is_sharded) else (),
-        foresight=Foresight(scheduler, training.total_steps),
-        add_up=partial(ranks.sums, Subject.MEASURES) if training.is_sharded else list,
-        recorder=recorder,
-        spend=timer.take_out,
-    )
+    needs = parts.policy.needs if parts and (ranks.leads or training.is_sharded) else ()
+    add_up = partial(ranks.sums, Subject.MEASURES) if training.is_sharded else list
+    foresight = Foresight(scheduler, training.total_steps)
+    measures = Measures(training, needs, foresight, add_up, recorder, timer.take_out)
     return Session(
         training=training,
         parts=parts,

@@ -303,7 +303,7 @@ class Session:
 
     def _release(self) -> None:
         """Leave the model as it was found, for good."""
-        self.meter.close()
+        self.meter.measures.close()
         self.compiling.close()
         if self._rates is not None:
             self._rates.close()

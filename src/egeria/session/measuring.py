@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from egeria.journal.recorder import Recorder
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import element_shares, is_sharded, own_part
+from egeria.layers.shards import element_shares, own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
+from egeria.session.following import Training
 from egeria.session.optimizer_steps import OptimizerHooks, StepNoise
 
 MOST_CALLS = 1_000_000
@@ -26,57 +27,42 @@ SAME = 1e-6
 """Relative difference under which the rate found is the one foreseen."""
 
 
+@dataclass(eq=False)
 class Measures:
-    """Gradients, weights, noise and the remaining learning rate, interval by interval.
+    """Gradients, weights, noise and the remaining learning rate, interval by interval."""
 
-    Args:
-        model: the model in training.
-        optimizers: what trains it.
-        needs: what the policy needs; nothing else costs anything.
-        foresight: knows the learning rate to come.
-        add_up: returns the sums over all processes of a job, where each has a part of the parameters.
-        recorder: records faults.
-        spend: counts seconds in the midst of the user's iteration.
-    """
+    training: Training
+    needs: Collection[str]
+    """What the policy needs; nothing else costs anything."""
+    foresight: Foresight
+    add_up: Callable[[Sequence[float]], Sequence[float]]
+    """Returns the sums over all processes of a job, where each has a part of the parameters."""
+    recorder: Recorder
+    spend: Callable[[float, float], None]
+    """Counts seconds in the midst of the user's iteration."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        needs: Collection[str],
-        *,
-        foresight: Foresight,
-        add_up: Callable[[Sequence[float]], Sequence[float]] = list,
-        recorder: Recorder,
-        spend: Callable[[float, float], None],
-    ) -> None:
-        self.in_parts = is_sharded(model)
+    def __post_init__(self) -> None:
+        model, needs = self.training.model, self.needs
+        self.in_parts = self.training.is_sharded
         """Whether this process measures its part of each parameter, and others theirs."""
         self._parts: dict[str, Any] = {}
         self._hooks: dict[str, OptimizerHooks] = {}
-        hook = partial(OptimizerHooks, optimizers, recorder, spend)
+        hook = partial(OptimizerHooks, self.training.optimizers, self.recorder, self.spend)
         if GRADIENTS in needs:
             gradients = self._parts[GRADIENTS] = GradientSums(model)
             self._hooks[GRADIENTS] = hook(what="adding up gradients", before=gradients.take_in)
         if WEIGHTS in needs:
-            self._parts[WEIGHTS] = WeightChanges(model, add_up)
+            self._parts[WEIGHTS] = WeightChanges(model, self.add_up)
         if NOISE in needs:
             noise = self._parts[NOISE] = StepNoise(model)
             self._hooks[NOISE] = hook(
                 what="measuring noise", before=noise.before, after=noise.after, takes_closures=False
             )
         if FORESIGHT in needs:
-            self._parts[FORESIGHT] = foresight
+            self._parts[FORESIGHT] = self.foresight
 
     def take(self, step: int, rate: float, modules: Sequence[LayerModule], num_frozen: int) -> dict[str, Any]:
-        """Return the measures of an interval that has ended, by the names of their journal fields.
-
-        Args:
-            step: optimizer steps done.
-            rate: the learning rate now.
-            modules: the layer modules.
-            num_frozen: how many of them are frozen.
-        """
+        """Return the measures of an interval that has ended, by the names of their journal fields."""
         for hooks in self._hooks.values():
             if hooks.is_closed:
                 hooks.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,23 +27,19 @@ _ADDED = ("gradients", "noise")
 """What processes that have a part of the parameters each add up: these are sums over parameters."""
 
 
+@dataclass(eq=False)
 class IntervalMeter:
-    """Gathers losses, times and measures over an interval, and journals them.
+    """Gathers losses, times and measures over an interval, and journals them; all processes see the same interval."""
 
-    Args:
-        timer: times the iterations.
-        measures: what the policy needs beside the loss.
-        ranks: the processes of the job, which all see the same interval.
-        recorder: records intervals.
-    """
+    timer: IterationTimer
+    measures: Measures
+    """What the policy needs beside the loss."""
+    ranks: Ranks
+    recorder: Recorder
 
-    def __init__(self, timer: IterationTimer, measures: Measures, ranks: Ranks, recorder: Recorder) -> None:
+    def __post_init__(self) -> None:
         self.iteration_s = 0.0
         """Median seconds of an iteration in the newest interval with nothing frozen."""
-        self.timer = timer
-        self._measures = measures
-        self._ranks = ranks
-        self._recorder = recorder
         self._losses: list[float | Tensor] = []
         """One for each step, on its device: that is asked once, when the interval ends."""
 
@@ -67,12 +64,7 @@ class IntervalMeter:
             ) from error
 
     def take(self, clock: IntervalClock, modules: Sequence[LayerModule], num_frozen: int, rate: float) -> Interval:
-        """Return the interval that has ended, and begin the next.
-
-        Raises:
-            OutOfStepError: the processes of the job do not agree.
-            LostError: they cannot reach each other.
-        """
+        """Return the interval that has ended, and begin the next."""
         losses = self._read_losses()
         self._losses = []
         finite = [value for value in losses if math.isfinite(value)]
@@ -80,12 +72,12 @@ class IntervalMeter:
         wall_s, cpu_s = self.timer.take_medians()
         if not num_frozen:  # what evaluations may cost is measured against training without egeria
             self.iteration_s = wall_s
-        measured: dict[str, Any] = self._measures.take(clock.step, rate, modules, num_frozen)
-        if not self._ranks.is_alone:
+        measured: dict[str, Any] = self.measures.take(clock.step, rate, modules, num_frozen)
+        if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
-            loss, num_bad = self._ranks.mean_loss(cut, loss, num_bad)
+            loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
             rate, measured = self._share(rate, measured, len(modules))
-        self._recorder.write(
+        self.recorder.write(
             IntervalMeasured(
                 step=clock.step,
                 evaluation=clock.evaluation,
@@ -101,7 +93,7 @@ class IntervalMeter:
         )
         if loss is None:
             reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
-            self._recorder.decline("freezing while the loss is not finite", reason)
+            self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval(
             step=clock.step,
             evaluation=clock.evaluation,
@@ -122,13 +114,13 @@ class IntervalMeter:
 
     def _share(self, rate: float, measured: dict[str, Any], num_modules: int) -> tuple[float, dict[str, Any]]:
         """Return the leader's rate and measures; where each process has measured a part, they are added up first."""
-        if self._measures.in_parts:
+        if self.measures.in_parts:
             measured = measured | {name: self._added_up(measured[name], num_modules) for name in _ADDED}
         numbers = [rate, *(to_number(measured[name]) for name in _NUMBERS)]
         for name in _LISTS:
             values = measured[name] or [None] * num_modules
             numbers += [float(measured[name] is not None), *map(to_number, values)]
-        shared = iter(self._ranks.from_leader(Subject.MEASURES, numbers))
+        shared = iter(self.ranks.from_leader(Subject.MEASURES, numbers))
         rate = next(shared)
         found: dict[str, Any] = {name: from_number(next(shared)) for name in _NUMBERS}
         for name in _LISTS:
@@ -139,23 +131,19 @@ class IntervalMeter:
     def _added_up(self, values: list[float | None] | None, num_modules: int) -> list[float | None] | None:
         """Return the sums over all processes; None where one of them has no value."""
         row = [to_number(value) for value in values or [None] * num_modules]
-        is_missing, *sums = self._ranks.sums(Subject.MEASURES, [float(values is None), *row])
+        is_missing, *sums = self.ranks.sums(Subject.MEASURES, [float(values is None), *row])
         return None if is_missing else [from_number(value) for value in sums]
-
-    def close(self) -> None:
-        """Stop measuring for the policy, for good; losses and timing continue."""
-        self._measures.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
         return {
             "iteration_s": self.iteration_s,
             "losses": self._read_losses(),
-            "measures": self._measures.state_dict(),
+            "measures": self.measures.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self.iteration_s = float(state["iteration_s"])
         self._losses = list(state["losses"])
-        self._measures.load_state_dict(state.get("measures", {}))
+        self.measures.load_state_dict(state.get("measures", {}))

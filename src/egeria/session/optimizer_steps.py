@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -22,46 +23,36 @@ MOST_ELEMENTS = 1 << 16
 Wanted = tuple[Sequence[LayerModule], Sequence[float]]
 
 
+@dataclass(eq=False)
 class OptimizerHooks:
     """Calls back before and after each optimizer step, until it is closed or has failed too often in a row.
 
     What the callbacks take is counted as overhead, and what they raise is a fault of ours.
-
-    Args:
-        optimizers: whose steps.
-        recorder: records faults.
-        spend: counts seconds in the midst of the user's iteration.
-        what: is not done where it fails, in the words of a warning.
-        before: called with an optimizer before its step.
-        after: the same after it; None for nothing.
-        takes_closures: whether steps with a closure, which computes gradients within the step, are called back for.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        recorder: Recorder,
-        spend: Callable[[float, float], None],
-        *,
-        what: str,
-        before: Callable[[Optimizer], None],
-        after: Callable[[Optimizer], None] | None = None,
-        takes_closures: bool = True,
-    ) -> None:
-        self._recorder = recorder
-        self._spend = spend
-        self._what = what
+    optimizers: Sequence[Optimizer]
+    recorder: Recorder
+    spend: Callable[[float, float], None]
+    """Counts seconds in the midst of the user's iteration."""
+    _: KW_ONLY
+    what: str
+    """Is not done where it fails, in the words of a warning."""
+    before: Callable[[Optimizer], None]
+    after: Callable[[Optimizer], None] | None = None
+    takes_closures: bool = True
+    """Whether steps with a closure, which computes gradients within the step, are called back for."""
+
+    def __post_init__(self) -> None:
         self._handles: list[Any] = []
         self._has_given_up = False
-        self._takes_closures = takes_closures
         try:
-            for optimizer in optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(self._calling(before)))
-                if after is not None:
-                    self._handles.append(optimizer.register_step_post_hook(self._calling(after)))
+            for optimizer in self.optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(self._calling(self.before)))
+                if self.after is not None:
+                    self._handles.append(optimizer.register_step_post_hook(self._calling(self.after)))
         except AttributeError as error:  # what wraps an optimizer need not have hooks
             self.close()
-            recorder.decline(what, f"an optimizer takes no hooks on its steps ({error})")
+            self.recorder.decline(self.what, f"an optimizer takes no hooks on its steps ({error})")
 
     @property
     def is_closed(self) -> bool:
@@ -80,7 +71,7 @@ class OptimizerHooks:
         def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal faults_in_a_row
             has_closure = kwargs.get("closure") is not None or any(callable(entry) for entry in args[1:])
-            if self._has_given_up or (has_closure and not self._takes_closures):
+            if self._has_given_up or (has_closure and not self.takes_closures):
                 return
             watch = Stopwatch()
             try:
@@ -88,13 +79,13 @@ class OptimizerHooks:
                 faults_in_a_row = 0
             except Exception as error:
                 faults_in_a_row += 1
-                self._recorder.fault(self._what, error)
+                self.recorder.fault(self.what, error)
                 if faults_in_a_row >= FAULTS_BEFORE_GIVING_UP:
                     # Hooks must not be removed in the midst of a step, which goes through them.
                     self._has_given_up = True
                     reason = f"it failed {faults_in_a_row} times in a row, last with: {error}"
-                    self._recorder.decline(self._what, reason)
-            self._spend(*watch.read())
+                    self.recorder.decline(self.what, reason)
+            self.spend(*watch.read())
 
         return call
 
@@ -209,42 +200,29 @@ def _rows(values: Tensor) -> Tensor:
     return values[::step] if step > 1 and values.dim() else values
 
 
+@dataclass(eq=False)
 class LayerRates:
-    """Scales what each optimizer step does to the parameters of a layer module.
+    """Scales what each optimizer step does to the parameters of a layer module: a rate for each, optimizer unchanged.
 
     The steps of SGD, Adam and AdamW, weight decay included, are linear in the learning rate, so that
     `before + share * (after - before)` is the step with that share of the rate. Parameters whose share is 1, and
     those that are frozen, are left alone; the others are copied before the step.
-
-    Args:
-        training: what the user trains.
-        wanted: returns the layer modules and, for the step to come, the rate of each as a share of the initial
-            rate; None to scale nothing.
-        recorder: records faults.
-        spend: counts seconds in the midst of the user's iteration.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        wanted: Callable[[], Wanted | None],
-        recorder: Recorder,
-        spend: Callable[[float, float], None],
-    ) -> None:
-        self._names = {id(parameter): name for name, parameter in training.model.named_parameters()}
-        self._optimizers = list(training.optimizers)
-        self._wanted = wanted
-        # A tied weight that an active module uses too trains on through that; it takes the rate of the last.
-        self._keeps_tied = training.config.freezing.tied == "keep"
+    training: Training
+    wanted: Callable[[], Wanted | None]
+    """Returns the layer modules and the rate of each in the coming step, as a share of the initial rate; or None."""
+    recorder: Recorder
+    spend: Callable[[float, float], None]
+
+    def __post_init__(self) -> None:
+        self._names = {id(parameter): name for name, parameter in self.training.model.named_parameters()}
+        self._optimizers = list(self.training.optimizers)
         self._initial = [[_initial_rate(group) for group in entry.param_groups] for entry in self._optimizers]
         self._before: list[tuple[Tensor, Tensor, float]] = []
+        what = "setting learning rates by layer module"
         self._hooks = OptimizerHooks(
-            self._optimizers,
-            recorder,
-            spend,
-            what="setting learning rates by layer module",
-            before=self._note,
-            after=self._scale,
+            self._optimizers, self.recorder, self.spend, what=what, before=self._note, after=self._scale
         )
 
     def close(self) -> None:
@@ -264,7 +242,7 @@ class LayerRates:
     def _note(self, optimizer: Optimizer) -> None:
         """Keep the parameters whose step is scaled."""
         self._before = []
-        wanted = self._wanted()
+        wanted = self.wanted()
         if wanted is None:
             return
         shares = self._shares_by_name(*wanted)
@@ -292,7 +270,8 @@ class LayerRates:
 
     def _shares_by_name(self, modules: Collection[LayerModule], shares: Sequence[float]) -> dict[str, float]:
         found = {name: share for module, share in zip(modules, shares, strict=True) for name in module.parameters}
-        if self._keeps_tied:
+        # A tied weight that an active module uses too trains on through that; it takes the rate of the last.
+        if self.training.config.freezing.tied == "keep":
             found |= {name: shares[-1] for module in modules for name in module.shared_parameters}
         return found
 

@@ -67,7 +67,7 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether there is nobody to agree with, or not any more."""
+        """Whether there is nobody to agree with, or not any more."""
         return self._parallel.num_ranks == 1 or self._has_parted or self.is_lost
 
     @property
@@ -94,22 +94,13 @@ class Ranks:
         self.meets, self._has_parted = False, True
 
     def leave(self) -> None:
-        """Report to the others that this process cannot continue: now, if they meet, else at the next meeting.
-
-        Raises:
-            OutOfStepError: they know.
-        """
+        """Report to the others that this process cannot continue: now, if they meet, else at the next meeting."""
         self._leaves = True
         if self.are_meeting:
             self.gather(Subject.LEAVING, ())
 
     def gather(self, subject: Subject, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all processes, by rank.
-
-        Raises:
-            OutOfStepError: one of them leaves, or is at something else.
-            LostError: they cannot reach each other.
-        """
+        """Return the values of all processes, by rank."""
         if self.is_alone:
             return [list(values)]
         rows = self._exchange(Subject.LEAVING if self._leaves else subject, values)
@@ -152,15 +143,7 @@ class Ranks:
         return [_to_reading(shared[begin : begin + width]) for begin in range(0, len(shared), width)]
 
     def close(self, state: str, interval_steps: int) -> int:
-        """End a meeting: everybody has frozen the same.
-
-        Args:
-            state: what is frozen and what trains, as text.
-            interval_steps: `n` as it is now; the leader's holds.
-
-        Returns:
-            The leader's `n`.
-        """
+        """End a meeting, to which all come with the same `state` of what is frozen; return the leader's `n`."""
         rows = self.gather(Subject.CLOSING, (fingerprint(state), interval_steps))
         self._check_same(rows)
         self.meets = False

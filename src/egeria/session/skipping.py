@@ -151,7 +151,7 @@ def _follow(
 def _deals_out_one_dataset(loader: Any) -> bool:
     """Return whether all processes draw from the same data set: by their samplers, or by Accelerate's around one."""
     samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
-    dealing = (DistributedSampler, ShardSampler)
+    dealing = DistributedSampler  # ShardSampler is one too
     return any(isinstance(entry, dealing) or type(entry).__name__ == "BatchSamplerShard" for entry in samplers)
 
 
