@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import egeria
 from egeria.errors import ConfigError, EgeriaError
 from egeria.events import ModuleFrozen, Thawed
-from egeria.journal.writer import FILE_NAME
+from egeria.journal import FILE_NAME
 from resnet import cifar_resnet
 
 EPOCHS = 30

@@ -119,7 +119,7 @@ def train(name, folder):
                 run.step(loss)
                 losses.append(loss.item())
         run.close()
-    events = list(run._recorder.journal.recent)
+    events = list(run._recorder.recent)
     used = [event for event in events if isinstance(event, CacheUsed)]
     return {
         "weights": {key: value.clone() for key, value in model.state_dict().items()},

@@ -258,7 +258,7 @@ def _train_replica(way):
         run.step(loss)
     frozen = run.frozen
     run.close()
-    recent = run._recorder.journal.recent
+    recent = run._recorder.recent
     told = [f"{event}" for event in recent if isinstance(event, (FaultCaught, Declined))]
     return frozen, [p.detach().clone() for p in model.parameters()], told, graphs.num_compiled
 

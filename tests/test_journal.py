@@ -7,6 +7,8 @@ import errno
 import json
 import math
 import time
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from egeria import Journal, JournalError, events, read_journal
-from egeria.journal import JournalWriter
-from egeria.journal.writer import FILE_NAME, KEPT_IN_MEMORY
+from egeria.journal import FILE_NAME, Recorder
+from egeria.journal.recorder import KEPT_IN_MEMORY
 
 EXAMPLES = [
     events.RunStarted(
@@ -100,11 +102,14 @@ FROZEN = EXAMPLES[7]
 OPENED = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION, "time": 1.0}
 
 
-class Failures(list):
-    """What the writer said went wrong."""
-
-    def __call__(self, message):
-        self.append(message)
+@contextmanager
+def warned():
+    """Collects what the recorder says went wrong."""
+    messages = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(entry.message) for entry in caught]
 
 
 def logged(**values):
@@ -112,11 +117,11 @@ def logged(**values):
 
 
 def write(directory, *course):
-    failures = Failures()
-    writer = JournalWriter(directory, failures)
-    for event in course:
-        writer.write(event)
-    writer.close()
+    with warned() as failures:
+        recorder = Recorder(directory)
+        for event in course:
+            recorder.write(event)
+        recorder.close()
     assert failures == []
 
 
@@ -155,11 +160,11 @@ def test_the_first_event_of_a_kind_that_is_missing_is_none(tmp_path):
 
 
 def test_an_event_can_be_read_as_soon_as_it_is_written(tmp_path):
-    writer = JournalWriter(tmp_path, Failures())
+    recorder = Recorder(tmp_path)
     for count in (1, 2, 3):
-        writer.write(logged(count=count))
+        recorder.write(logged(count=count))
         assert len(read_journal(tmp_path)) == count
-    writer.close()
+    recorder.close()
 
 
 def test_a_second_writer_appends(tmp_path):
@@ -284,26 +289,26 @@ def test_numbers_and_texts_keep_every_digit_and_letter(number, text, slope, tmp_
 
 
 def test_without_a_directory_the_last_events_stay_in_memory():
-    failures = Failures()
-    writer = JournalWriter(None, failures)
-    for count in range(KEPT_IN_MEMORY + 5):
-        writer.write(logged(count=count))
-    writer.close()
-    assert [event.values["count"] for event in writer.recent] == list(range(5, KEPT_IN_MEMORY + 5))
+    with warned() as failures:
+        recorder = Recorder(None)
+        for count in range(KEPT_IN_MEMORY + 5):
+            recorder.write(logged(count=count))
+        recorder.close()
+    assert [event.values["count"] for event in recorder.recent] == list(range(5, KEPT_IN_MEMORY + 5))
     assert failures == []
 
 
 def test_a_directory_that_cannot_be_made_is_told_once_and_events_stay_in_memory(tmp_path):
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    failures = Failures()
-    writer = JournalWriter(tmp_path / "file" / "run", failures)
-    writer.write(FROZEN)
-    writer.write(FROZEN)
-    writer.close()
+    with warned() as failures:
+        recorder = Recorder(tmp_path / "file" / "run")
+        recorder.write(FROZEN)
+        recorder.write(FROZEN)
+        recorder.close()
     (message,) = failures
     assert str(tmp_path / "file" / "run") in message and "cannot be written" in message
     assert "Training continues" in message and "writable `directory`" in message
-    assert list(writer.recent) == [FROZEN, FROZEN]
+    assert list(recorder.recent) == [FROZEN, FROZEN]
 
 
 class FullDisk:
@@ -340,16 +345,15 @@ def fill_the_disk(monkeypatch, **options):
 
 @pytest.mark.parametrize("room", [0, 1, 3])
 def test_a_full_disk_is_told_once_and_training_goes_on(room, tmp_path, monkeypatch):
-    failures = Failures()
-    with monkeypatch.context() as patch:
+    with warned() as failures, monkeypatch.context() as patch:
         fill_the_disk(patch, room=room)
-        writer = JournalWriter(tmp_path, failures)
+        recorder = Recorder(tmp_path)
         for count in range(5):
-            writer.write(logged(count=count))
-        writer.close()
+            recorder.write(logged(count=count))
+        recorder.close()
     (message,) = failures
     assert "No space left on device" in message
-    assert [event.values["count"] for event in writer.recent] == [0, 1, 2, 3, 4]
+    assert [event.values["count"] for event in recorder.recent] == [0, 1, 2, 3, 4]
     journal = read_journal(tmp_path)
     assert ([event.values["count"] for event in journal], journal.num_damaged) == (list(range(max(0, room - 1))), 1)
     write(tmp_path, FROZEN)
@@ -357,44 +361,43 @@ def test_a_full_disk_is_told_once_and_training_goes_on(room, tmp_path, monkeypat
 
 
 def test_a_disk_that_fills_up_when_the_file_is_closed_raises_nothing(tmp_path, monkeypatch):
-    failures = Failures()
-    with monkeypatch.context() as patch:
+    with warned() as failures, monkeypatch.context() as patch:
         fill_the_disk(patch, room=100)
-        writer = JournalWriter(tmp_path, failures)
-        writer.write(FROZEN)
-        writer.close()
-        writer.close()
-        writer.write(FROZEN)
+        recorder = Recorder(tmp_path)
+        recorder.write(FROZEN)
+        recorder.close()
+        recorder.close()
+        recorder.write(FROZEN)
     assert len(failures) == 1 and "No space left on device" in failures[0]
-    assert list(writer.recent) == [FROZEN, FROZEN]
+    assert list(recorder.recent) == [FROZEN, FROZEN]
     assert read_journal(tmp_path).events == (FROZEN,)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_real_full_device_is_told_once(tmp_path):
     (tmp_path / FILE_NAME).symlink_to("/dev/full")
-    failures = Failures()
-    writer = JournalWriter(tmp_path, failures)
-    writer.write(FROZEN)
-    writer.close()
-    assert len(failures) == 1 and list(writer.recent) == [FROZEN]
+    with warned() as failures:
+        recorder = Recorder(tmp_path)
+        recorder.write(FROZEN)
+        recorder.close()
+    assert len(failures) == 1 and list(recorder.recent) == [FROZEN]
 
 
 def test_an_event_that_is_no_plain_value_raises_nothing(tmp_path):
-    failures = Failures()
-    writer = JournalWriter(tmp_path, failures)
-    writer.write(logged(a=1.0))
-    writer.write(logged(a=object()))
-    writer.close()
+    with warned() as failures:
+        recorder = Recorder(tmp_path)
+        recorder.write(logged(a=1.0))
+        recorder.write(logged(a=object()))
+        recorder.close()
     assert len(failures) == 1
     assert read_journal(tmp_path).events == (logged(a=1.0),)
 
 
 def test_after_closing_events_stay_in_memory(tmp_path):
-    failures = Failures()
-    writer = JournalWriter(tmp_path, failures)
-    writer.close()
-    writer.close()
-    writer.write(FROZEN)
-    assert list(writer.recent) == [FROZEN] and failures == []
+    with warned() as failures:
+        recorder = Recorder(tmp_path)
+        recorder.close()
+        recorder.close()
+        recorder.write(FROZEN)
+    assert list(recorder.recent) == [FROZEN] and failures == []
     assert read_journal(tmp_path) == Journal(directory=tmp_path, events=(), times=(), num_damaged=0)

@@ -18,7 +18,7 @@ from benchmarks.proving.statistics import T_QUANTILES, spread, t_quantile
 from benchmarks.proving.tables import overview, time_table, worst_of
 
 from egeria.events import CacheDecided, CacheUsed, ComputeProfiled, MetricLogged, ModuleFrozen, RunStarted, Thawed
-from egeria.journal import JournalWriter
+from egeria.journal import Recorder
 from egeria.report.history import read_history
 
 pytestmark = pytest.mark.bench
@@ -189,7 +189,7 @@ def test_worst_row_loses_most_quality_before_it_saves_least_time():
 
 
 def journal(directory: Path, *events) -> None:
-    writer = JournalWriter(directory, on_failure=pytest.fail)
+    writer = Recorder(directory)
     modules = [{"name": name, "num_parameters": 10} for name in "abc"]
     writer.write(
         RunStarted(

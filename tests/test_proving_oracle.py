@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from egeria.events import ComputeProfiled, MetricLogged, ModuleFrozen, RunStarted
-from egeria.journal import JournalWriter
+from egeria.journal import Recorder
 
 pytestmark = pytest.mark.bench
 
@@ -159,7 +159,7 @@ class Maker:
         text = run.policy.settings.get("policy", {}).get("schedule", "")
         entries = [(float(share), int(depth)) for share, depth in (entry.split(":") for entry in text.split())]
         lost = sum(share < (0.5 if run.seed < 2 else 0.75) for share, _ in entries)
-        writer = JournalWriter(self._place(run), on_failure=pytest.fail)
+        writer = Recorder(self._place(run))
         modules = [{"name": name, "num_parameters": 10} for name in "abc"]
         writer.write(
             RunStarted(

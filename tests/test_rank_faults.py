@@ -58,7 +58,7 @@ class Job:
     def answer(self):
         weights = [parameter.detach().clone() for parameter in self.model.parameters()]
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
-        recent = list(self.run._recorder.journal.recent)
+        recent = list(self.run._recorder.recent)
         told = [event.reason for event in recent if isinstance(event, Declined)]
         told += [event.error for event in recent if isinstance(event, FaultCaught)]
         return self.frozen, weights, trained, " | ".join(told)

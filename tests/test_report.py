@@ -15,7 +15,7 @@ import rich.console
 from egeria import events
 from egeria.config import Config
 from egeria.errors import JournalError
-from egeria.journal import JournalWriter
+from egeria.journal import Recorder
 from egeria.report import FreezeMark, report
 from egeria.report.history import read_history
 from egeria.report.summary import list_formats, summarize
@@ -124,7 +124,7 @@ def run_of_75_steps():
 
 def write(directory, *processes):
     for process in processes:
-        writer = JournalWriter(directory, on_failure=pytest.fail)
+        writer = Recorder(directory)
         for event in process:
             writer.write(event)
         writer.close()

@@ -11,7 +11,7 @@ from torch import nn
 
 import egeria
 from egeria.events import IntervalMeasured
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.session.optimizer_steps import MOST_ELEMENTS, OptimizerHooks, StepNoise
 from loops import FAST
 

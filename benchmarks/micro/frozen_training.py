@@ -25,7 +25,7 @@ from egeria.cache import ActivationCache, CacheDirectory, Outlook, SampleFeed
 from egeria.cache.store.disk import DiskStore
 from egeria.config import CacheConfig, Config
 from egeria.events import CacheDecided, CacheUsed
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import LayerModule, parse_modules
 from egeria.session.following import ModelHandle
@@ -113,7 +113,7 @@ class Arm:
     @property
     def decided(self) -> CacheDecided | None:
         """Return how the forward pass is made, and the numbers that decided."""
-        return next((event for event in reversed(self._recorder.journal.recent) if type(event) is CacheDecided), None)
+        return next((event for event in reversed(self._recorder.recent) if type(event) is CacheDecided), None)
 
     def freeze(self, front: LayerModule | None = None) -> None:
         """Freeze the front layer modules, or one cut by hand in their place."""
@@ -181,7 +181,7 @@ class Arm:
         if self._cache is None:
             return {}
         self._cache.report()
-        events = [event for event in self._recorder.journal.recent if type(event) is CacheUsed]
+        events = [event for event in self._recorder.recent if type(event) is CacheUsed]
         now, before = events[-1] if events else None, self._used
         self._used = now
         names = ("stall_s", "hits", "misses", "bytes_read", "thread_cpu_s")

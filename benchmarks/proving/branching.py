@@ -18,7 +18,7 @@ from benchmarks.proving.policies import PLAIN, parse_policy
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.schedules import FINEST
 from egeria.config.checks import read_timetable
-from egeria.journal.writer import FILE_NAME as JOURNAL_NAME
+from egeria.journal import FILE_NAME as JOURNAL_NAME
 
 
 def branch_off(run: RunFile, results: Path) -> int | None:

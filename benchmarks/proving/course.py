@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import egeria
 from benchmarks.proving.policies import Policy
 from benchmarks.workloads.workload import Training
 from egeria.events import MetricLogged, Resumed, RunClosed, RunStarted
-from egeria.journal import JournalWriter
+from egeria.journal import Recorder
 from egeria.policy import BOOTSTRAPPING
 
 WALL, CPU, EPOCH, LOSS = "train_wall_s", "train_cpu_s", "epoch", "train_loss"
@@ -31,10 +30,10 @@ class Course:
     def __init__(self, training: Training, policy: Policy, directory: Path) -> None:
         self._directory = directory
         self._total_steps = training.num_epochs * len(training.loader)
-        self._journal: JournalWriter | None = None
+        self._journal: Recorder | None = None
         self.run: egeria.Run | None = None
         if policy.is_plain:
-            self._journal = _writer(directory)
+            self._journal = Recorder(directory)
             self._journal.write(_plain_start(training, self._total_steps))
             return
         self.run = egeria.attach(
@@ -72,7 +71,7 @@ class Course:
         """End what egeria does; what is logged after this goes behind its last line."""
         if self.run:
             self.run.close()
-            self._journal, self.run = _writer(self._directory), None
+            self._journal, self.run = Recorder(self._directory), None
         elif self._journal:
             self._journal.write(RunClosed(step=self._total_steps, frozen=0, overhead_wall_s=0.0, overhead_cpu_s=0.0))
 
@@ -116,7 +115,3 @@ def _plain_start(training: Training, total_steps: int) -> RunStarted:
             "steps_per_epoch": len(training.loader),
         },
     )
-
-
-def _writer(directory: Path) -> JournalWriter:
-    return JournalWriter(directory, on_failure=lambda message: warnings.warn(message, stacklevel=2))

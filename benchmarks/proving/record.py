@@ -16,7 +16,7 @@ from benchmarks.proving.description import describe
 from benchmarks.proving.pictures import draw_all
 from benchmarks.proving.results import Outcome
 from benchmarks.proving.sweeps import Study
-from egeria.journal.writer import FILE_NAME
+from egeria.journal import FILE_NAME
 
 
 def write_record(comparisons: Sequence[WorkloadComparison], folder: Path) -> None:

@@ -28,7 +28,7 @@ from egeria.cache.store.rows import StoreError
 from egeria.config import CacheConfig
 from egeria.errors import UncacheableError
 from egeria.events import CacheDecided
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.skipping.crossing import check_runs_once

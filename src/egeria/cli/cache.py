@@ -12,7 +12,7 @@ from rich.table import Table
 
 from egeria.cache.store.directory import FoundRun, FoundStore, survey, sweep
 from egeria.cache.store.rows import StoreError
-from egeria.journal.writer import FILE_NAME
+from egeria.journal import FILE_NAME
 from egeria.session.skipping import SUBDIRECTORY
 
 YEAR_3000 = 32.5e9

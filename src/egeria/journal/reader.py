@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from egeria.errors import JournalError
 from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Event
-from egeria.journal.writer import FILE_NAME
 
-Kind = TypeVar("Kind", bound=Event)
+FILE_NAME = "journal.jsonl"
 NOT_FINITE = ("nan", "inf", "-inf")
+Kind = TypeVar("Kind", bound=Event)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Journal:
     directory: Path
     events: tuple[Event, ...]
     times: tuple[float, ...]
-    """Seconds since the epoch at which each event was written."""
+    """Seconds since the epoch at which each event was written; 0 where its line has no time."""
     num_damaged: int
     """Lines that could not be read: at most one per crash of the run that wrote them."""
 
@@ -66,28 +66,27 @@ def read_journal(directory: str | Path) -> Journal:
     damaged = 0
     for line in filter(str.strip, text.split("\n")):
         record = _parse(line)
-        if record is None:
+        if record.get("event") == "journal_opened":
+            _check_schema(record.get("schema_version"), path)
+        elif (event := _event(record)) is None:
             damaged += 1
-        elif record["event"] == "journal_opened":
-            _check_schema(record, path)
-        elif (event := _event(record)) is not None:
-            events.append(event)
-            times.append(_time(record))
         else:
-            damaged += 1
+            events.append(event)
+            time = record.get("time")
+            times.append(float(time) if isinstance(time, (int, float)) else 0.0)
     return Journal(directory=path.parent, events=tuple(events), times=tuple(times), num_damaged=damaged)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: str) -> dict[str, Any]:
+    """Return the object on a line, empty where there is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
-def _check_schema(record: dict[str, Any], path: Path) -> None:
-    version = record.get("schema_version")
+def _check_schema(version: object, path: Path) -> None:
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         raise JournalError(
             f"This egeria reads journals up to schema {SCHEMA_VERSION}; {path} has schema {version!r}. "
@@ -96,7 +95,8 @@ def _check_schema(record: dict[str, Any], path: Path) -> None:
 
 
 def _event(record: dict[str, Any]) -> Event | None:
-    kind = EVENT_TYPES.get(record["event"])
+    name = record.get("event")
+    kind = EVENT_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
         return None
     values = {
@@ -119,9 +119,3 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(entry) for entry in value]
     return value
-
-
-def _time(record: dict[str, Any]) -> float:
-    """Return when the event was written; 0 where the line has no time."""
-    time = record.get("time")
-    return float(time) if isinstance(time, (int, float)) else 0.0

@@ -4,7 +4,7 @@
 readings, hands them to the policy, and lets the applier carry out what the policy decides.
 """
 
-from egeria.journal.recorder import EgeriaWarning
+from egeria.journal import EgeriaWarning
 from egeria.session.attach import Run, attach
 
 __all__ = ["EgeriaWarning", "Run", "attach"]

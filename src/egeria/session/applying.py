@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from egeria import tree
 from egeria.events import FreezeWaits, ModuleFrozen, Recompiled, Rewrapped, Thawed
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import LayerModule

@@ -21,7 +21,7 @@ from egeria.config import Config
 from egeria.controller import AbsentController, Controller, ControllerChoice
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.events import ControllerChosen, MetricLogged, Resumed, RunClosed, RunStarted
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy
 from egeria.policy import (
@@ -106,7 +106,7 @@ class Run:
 
     def __init__(self, handle: ModelHandle, session: Session, recorder: Recorder) -> None:
         self.model = handle
-        self.directory: Path | None = recorder.journal.directory
+        self.directory: Path | None = recorder.directory
         self._session = session
         self._recorder = recorder
         self._closed = False
@@ -213,7 +213,7 @@ class Run:
 
 def _release(session: Session, recorder: Recorder) -> None:
     session.close()
-    recorder.journal.close()
+    recorder.close()
 
 
 @dataclass

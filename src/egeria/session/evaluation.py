@@ -22,7 +22,7 @@ from egeria.events import (
     ReferenceRefreshed,
     RungTaken,
 )
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import gather, outline

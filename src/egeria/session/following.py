@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from egeria.config import Config
 from egeria.errors import StateError
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule, parse_modules
 from egeria.layers.order import OrderOfBatch, OrderRecorder

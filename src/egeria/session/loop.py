@@ -9,7 +9,7 @@ from typing import Any
 
 from egeria.errors import StateError
 from egeria.events import IntervalChanged, ModulesOrdered, StageChanged
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.parallel import COMPILED_SHARDS

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import element_shares, own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from egeria.errors import ConfigError
 from egeria.events import IntervalMeasured
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.session.measuring import Measures

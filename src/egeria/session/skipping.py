@@ -24,7 +24,7 @@ from egeria.cache import (
 )
 from egeria.config import Config
 from egeria.controller import spare_cores
-from egeria.journal.recorder import Recorder
+from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Foreseeing, Policy
 from egeria.session.following import Training
@@ -176,7 +176,7 @@ def place_of(config: Config, recorder: Recorder) -> Path:
     """Return the cache directory of a run: the one that was set, else one beside the journal."""
     if config.cache.directory:
         return Path(config.cache.directory)
-    return (recorder.journal.directory or Path()) / SUBDIRECTORY
+    return (recorder.directory or Path()) / SUBDIRECTORY
 
 
 def share_directory(ranks: Ranks, config: Config, recorder: Recorder) -> tuple[Host | None, str]:
