@@ -1,16 +1,50 @@
-"""Checks of single settings: each raises `ConfigError` with contract, value found and next step."""
+"""Rules for settings; what breaks one raises `ConfigError` with contract, value found and next step."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from egeria.errors import ConfigError
 
+Rule = Callable[[Any], str]
+"""Returns what a value would have to be; empty where it is that."""
+Value = TypeVar("Value")
+TIMETABLE = 'text such as "0.54:2 0.79:3 0.9:0"'
 _ENTRY = re.compile(r"(\d+(?:\.\d*)?|\.\d+):(\d+)")
+
+
+class SettingsGroup:
+    """The fields of a group, each made by `setting`, are checked when it is built."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        group = type(self).__name__.removesuffix("Config").lower()
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each group is a dataclass
+            check(f"{group}.{field.name}", getattr(self, field.name), field.metadata["rule"])
+
+
+def setting(default: Value, rule: Rule) -> Value:
+    """Return the field of a group that has this default and keeps this rule."""
+    field: Value = dataclasses.field(default=default, metadata={"rule": rule})
+    return field
+
+
+def check(name: str, value: Any, rule: Rule) -> None:
+    """Raise `ConfigError` where the value of a setting breaks its rule.
+
+    Args:
+        name: of the setting.
+        value: that it has.
+        rule: that it must keep.
+    """
+    contract = rule(value)
+    require(not contract, name, contract, value)
 
 
 def require(holds: bool, setting: str, contract: str, found: object) -> None:
@@ -22,33 +56,65 @@ def require(holds: bool, setting: str, contract: str, found: object) -> None:
         )
 
 
-def is_number(value: Any) -> bool:
-    """Return whether the value is a finite int or float, and not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def satisfies(holds: Callable[[Any], bool], contract: str) -> Rule:
+    """Return the rule that a condition holds."""
+    return lambda value: "" if holds(value) else contract
 
 
-def require_share(setting: str, value: Any) -> None:
-    """Require a number in the half-open interval (0, 1]."""
-    require(is_number(value) and 0 < value <= 1, setting, "a number above 0 and at most 1", value)
+def optional(rule: Rule) -> Rule:
+    """Return the rule that allows None too."""
+    return lambda value: "" if value is None else rule(value)
 
 
-def require_count(setting: str, value: Any, *, at_least: int = 1, optional: bool = False) -> None:
-    """Require a whole number of at least `at_least`; None too where `optional`."""
-    if optional and value is None:
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value >= at_least, setting, f"a whole number of at least {at_least}", value)
+def name_or(holds: Callable[[Any], bool], contract: str) -> Rule:
+    """Return the rule for a name, or an object that does as well."""
+    return satisfies(lambda value: isinstance(value, str) or holds(value), contract)
 
 
-def require_flag(setting: str, value: Any) -> None:
-    """Require a bool."""
-    require(isinstance(value, bool), setting, "true or false", value)
+def number(within: Callable[[float], bool], contract: str) -> Rule:
+    """Return the rule for a finite int or float within limits; a bool is none."""
+    return satisfies(lambda value: _is_a(value, (int, float)) and math.isfinite(value) and within(value), contract)
 
 
-def require_choice(setting: str, value: Any, choices: Collection[str]) -> None:
-    """Require one of the named choices."""
-    named = isinstance(value, str) and value in choices
-    require(named, setting, "one of " + ", ".join(map(repr, sorted(choices))), value)
+def count(at_least: int = 1) -> Rule:
+    """Return the rule for a whole number of at least `at_least`."""
+    return satisfies(lambda value: _is_a(value, int) and value >= at_least, f"a whole number of at least {at_least}")
+
+
+def choice(*names: str) -> Rule:
+    """Return the rule for one of the names."""
+    listed = ", ".join(map(repr, sorted(names)))
+    return satisfies(lambda value: isinstance(value, str) and value in names, f"one of {listed}")
+
+
+FLAG = satisfies(lambda value: isinstance(value, bool), "true or false")
+NAME = satisfies(lambda value: isinstance(value, str) and bool(value), "a name")
+SHARE = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
+POSITIVE = number(lambda value: value > 0, "a finite number above 0")
+
+
+def regular_expression(value: Any) -> str:
+    """Rule for a text that compiles."""
+    try:
+        holds = isinstance(value, str) and bool(re.compile(value))
+    except (re.error, OverflowError, RecursionError):
+        holds = False
+    return "" if holds else "a valid regular expression"
+
+
+def timetable(text: Any) -> str:
+    """Rule for shares of the training with the number of front modules frozen from then on."""
+    if not isinstance(text, str) or not text.split():
+        return f"{TIMETABLE}, share of the training : front layer modules frozen from then on"
+    malformed = [entry for entry in text.split() if not _ENTRY.fullmatch(entry)]
+    if malformed:
+        return f"{TIMETABLE}, where {malformed[0]!r} is no share of the training : number of layer modules"
+    shares = [share for share, _ in read_timetable(text)]
+    if max(shares) >= 1:
+        return f"{TIMETABLE}, with shares of the training below 1 and not {max(shares):g}"
+    if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
+        return f"{TIMETABLE}, with shares of the training that rise from entry to entry"
+    return ""
 
 
 def read_timetable(text: str) -> tuple[tuple[float, int], ...]:
@@ -56,16 +122,5 @@ def read_timetable(text: str) -> tuple[tuple[float, int], ...]:
     return tuple((float(share), int(depth)) for share, depth in (entry.split(":") for entry in text.split()))
 
 
-def timetable_fault(text: Any) -> str:
-    """Return what is wrong with the text, to be added to what is expected; empty where it is a timetable."""
-    if not isinstance(text, str) or not text.split():
-        return ", share of the training : front layer modules frozen from then on"
-    malformed = [entry for entry in text.split() if not _ENTRY.fullmatch(entry)]
-    if malformed:
-        return f", where {malformed[0]!r} is no share of the training : number of layer modules"
-    shares = [share for share, _ in read_timetable(text)]
-    if max(shares) >= 1:
-        return f", with shares of the training below 1 and not {max(shares):g}"
-    if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
-        return ", with shares of the training that rise from entry to entry"
-    return ""
+def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from egeria.config.groups import (
-    BootstrappingConfig,
-    CacheConfig,
-    ControllerConfig,
-    FreezingConfig,
-    ModulesConfig,
-    PlasticityConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    UnfreezingConfig,
-)
+from egeria.config import groups
 from egeria.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -30,6 +19,7 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover (the standard library has it from 3.11)
     import tomli as tomllib
 
+_PLAIN = (str, int, float, type(None))
 _REMOVED = {("cache", "inference"), ("cache", "compile")}
 """Settings of earlier versions: how the frozen front was computed where nothing was stored."""
 
@@ -44,24 +34,15 @@ class Config:
         ConfigError: a value is outside its contract; the message names the field.
     """
 
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """Who decides what is frozen."""
-    modules: ModulesConfig = field(default_factory=ModulesConfig)
-    """How the model is cut into layer modules."""
-    bootstrapping: BootstrappingConfig = field(default_factory=BootstrappingConfig)
-    """When the critical period ends."""
-    plasticity: PlasticityConfig = field(default_factory=PlasticityConfig)
-    """How and how often a layer module is judged."""
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """The snapshot that activations are compared with."""
-    controller: ControllerConfig = field(default_factory=ControllerConfig)
-    """Who evaluates, and what it may cost."""
-    freezing: FreezingConfig = field(default_factory=FreezingConfig)
-    """When a layer module has converged."""
-    unfreezing: UnfreezingConfig = field(default_factory=UnfreezingConfig)
-    """When everything thaws."""
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    """Skipping the frozen forward pass."""
+    policy: groups.PolicyConfig = field(default_factory=groups.PolicyConfig)
+    modules: groups.ModulesConfig = field(default_factory=groups.ModulesConfig)
+    bootstrapping: groups.BootstrappingConfig = field(default_factory=groups.BootstrappingConfig)
+    plasticity: groups.PlasticityConfig = field(default_factory=groups.PlasticityConfig)
+    reference: groups.ReferenceConfig = field(default_factory=groups.ReferenceConfig)
+    controller: groups.ControllerConfig = field(default_factory=groups.ControllerConfig)
+    freezing: groups.FreezingConfig = field(default_factory=groups.FreezingConfig)
+    unfreezing: groups.UnfreezingConfig = field(default_factory=groups.UnfreezingConfig)
+    cache: groups.CacheConfig = field(default_factory=groups.CacheConfig)
 
     def __post_init__(self) -> None:
         for name, group in _groups().items():
@@ -89,13 +70,12 @@ class Config:
         for name, values in table.items():
             if not isinstance(values, Mapping):
                 raise ConfigError(f"[{name}] must be a table of settings, found {values!r}. Write it as [{name}].")
-            fields = {entry.name for entry in dataclasses.fields(known[name])}
             removed = sorted(key for key in values if (name, key) in _REMOVED)
             if removed and warns:
                 names = " and ".join(f"{name}.{key}" for key in removed)
                 warnings.warn(f"{names} has no effect any more. Please remove it from the settings.", stacklevel=2)
             kept = {key: value for key, value in values.items() if key not in removed}
-            _refuse_unknown(f"[{name}]", kept, fields)
+            _refuse_unknown(f"[{name}]", kept, [entry.name for entry in fields(known[name])])
             built[name] = known[name](**kept)
         return cls(**built)
 
@@ -122,7 +102,10 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values; strategy objects appear by their `repr`."""
-        return {name: {key: _plain(value) for key, value in _values(getattr(self, name))} for name in _groups()}
+        return {
+            name: {key: value if isinstance(value, _PLAIN) else repr(value) for key, value in group.items()}
+            for name, group in self._table().items()
+        }
 
     def to_toml(self) -> str:
         """Return the TOML text that `from_toml` reads back to an equal configuration.
@@ -130,40 +113,36 @@ class Config:
         Raises:
             ConfigError: a strategy object stands where TOML can only hold a name.
         """
-        for name in _groups():
-            for key, value in _values(getattr(self, name)):
-                if not isinstance(value, (str, int, float, type(None))):
+        table = self._table()
+        for name, group in table.items():
+            for key, value in group.items():
+                if not isinstance(value, _PLAIN):
                     raise ConfigError(
                         f"{name}.{key} must be a plain value to be written as TOML, found {value!r}. "
                         f"Name a built-in one, or keep this configuration in Python."
                     )
-        table = {
-            name: {key: value for key, value in group.items() if value is not None}
-            for name, group in self.to_dict().items()
-        }
+            table[name] = {key: value for key, value in group.items() if value is not None}
         return tomli_w.dumps(table)
 
     def save(self, path: str | Path) -> None:
         """Write the TOML text to a file."""
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
+    def _table(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: {entry.name: getattr(getattr(self, name), entry.name) for entry in fields(group)}
+            for name, group in _groups().items()
+        }
+
 
 def _groups() -> dict[str, Any]:
     """Return the class of each group of settings by its name."""
-    return {entry.name: entry.default_factory for entry in dataclasses.fields(Config)}
+    return {entry.name: entry.default_factory for entry in fields(Config)}
 
 
-def _values(group: Any) -> Iterator[tuple[str, Any]]:
-    return ((entry.name, getattr(group, entry.name)) for entry in dataclasses.fields(group))
-
-
-def _refuse_unknown(where: str, found: Mapping[str, Any], known: Any) -> None:
+def _refuse_unknown(where: str, found: Mapping[str, Any], known: Collection[str]) -> None:
     unknown = sorted(map(repr, set(found) - set(known)))
     if unknown:
         raise ConfigError(
             f"{where} knows {', '.join(sorted(known))}; found {', '.join(unknown)}. Check the spelling, or remove it."
         )
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, type(None))) else repr(value)

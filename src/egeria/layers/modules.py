@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from egeria.config.checks import require_share
+from egeria.config.checks import SHARE, check
 from egeria.errors import ConfigError, UnsupportedModelError
 from egeria.layers.atoms import TABLES, Atom, Piece, can_be_called, find_pieces, is_under, parent_of
 from egeria.layers.grouping import Group, group_atoms
@@ -85,8 +85,8 @@ def parse_modules(
         UnsupportedModelError: when there is nothing to freeze or nothing to cut at.
         ConfigError: when an argument is outside its contract.
     """
-    require_share("target_share", target_share)
-    require_share("minimum_share", minimum_share)
+    check("target_share", target_share, SHARE)
+    check("minimum_share", minimum_share, SHARE)
     matches = None if pattern is None else _outermost_matches(model, pattern)
     atoms = find_atoms(model, matches, order)
     names = [atom.name for atom in atoms]
