@@ -285,6 +285,17 @@ def test_replay_of_half_a_journal_ends_with_status_2(command, tmp_path):
     assert status == 2 and "run_started" in errors
 
 
+def test_replay_of_a_plain_run_ends_with_status_2(command, tmp_path):
+    opened = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION}
+    plain = {"interval_reason": "plain training", "rule": "none", "total_steps": 4, "interval_steps": 0}
+    nothing = {"config": {}, "modules": [], "trainable": [], "deepest_freeze": 0, "environment": {}}
+    lines = (opened, {"event": "run_started", "step": 0, **plain, **nothing})
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    status, output, errors = command("replay", tmp_path)
+    assert (status, output) == (2, "") and errors.startswith("egeria replay: ")
+    assert "plain training" in errors and str(tmp_path) in errors and "egeria.attach" in errors
+
+
 def test_replay_of_a_run_that_could_not_freeze_has_nothing_to_say(command, tmp_path):
     model = nn.Linear(2, 2)
     with pytest.warns(egeria.EgeriaWarning, match="two layers"):

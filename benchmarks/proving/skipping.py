@@ -41,7 +41,7 @@ class Skipped:
 def spans(history: History, steps_per_epoch: int) -> tuple[Span, ...]:
     """Return how deep a run was frozen, from its first step to its last."""
     points = depth_points(history)
-    steps = [*(point.step for point in points), _last_step(history)]
+    steps = [*(point.step for point in points), history.last_step]
     return tuple(
         Span(begin=begin / steps_per_epoch, end=end / steps_per_epoch, frozen=point.frozen)
         for point, begin, end in zip(points, steps, steps[1:], strict=False)
@@ -50,7 +50,7 @@ def spans(history: History, steps_per_epoch: int) -> tuple[Span, ...]:
 
 def measure_skipped(history: History) -> Skipped:
     """Return what freezing skipped, and what the store did."""
-    backward = mean_over_steps(depth_points(history), _last_step(history), lambda point: point.skipped_share)
+    backward = mean_over_steps(depth_points(history), lambda point: point.skipped_share)
     return Skipped(backward=backward, forward=_served_share(history))
 
 
@@ -64,7 +64,7 @@ def _served_share(history: History) -> float | None:
     if not any(use.hit_share for use in uses):
         return 0.0
     profile = history.last(ComputeProfiled)
-    last_step = _last_step(history)
+    last_step = history.last_step
     if profile is None or not last_step:
         return None
     points = depth_points(history)
@@ -81,8 +81,4 @@ def _served_share(history: History) -> float | None:
 def _thaw_step(history: History, step: int) -> int:
     """Return the first step after this one at which the depth changes."""
     changes = [point.step for point in depth_points(history) if point.step > step]
-    return min(changes, default=_last_step(history))
-
-
-def _last_step(history: History) -> int:
-    return max((event.step for event in history.events), default=0)
+    return min(changes, default=history.last_step)

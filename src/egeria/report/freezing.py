@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from egeria.events import ComputeProfiled, Declined, ModuleFrozen, ModulesOrdered, Resumed, RunStarted, Thawed
+from egeria.events import ComputeProfiled, Declined, Event, ModuleFrozen, ModulesOrdered, Resumed, RunStarted, Thawed
 from egeria.report.history import History
 
 BACKWARD_SHARE = 2 / 3
@@ -45,55 +45,80 @@ class DepthPoint:
 
     step: int
     frozen: int
+    num_steps: int
+    """How many steps that lasted."""
     parameter_share: float | None
     """Share of all parameters that is frozen."""
     skipped_share: float | None
     """Share of an iteration's compute that is skipped: the backward pass of the frozen modules."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Change:
-    """The number of frozen front modules changed."""
-
-    step: int
-    before: int
-    after: int
-    reason: str
-    names: dict[int, str]
-    """Those that the event itself gave."""
-
-
 def depth_points(history: History) -> tuple[DepthPoint, ...]:
     """Return how deep the run was frozen, one point per change, from its first step."""
-    depths = {history.first_step: 0} | {change.step: change.after for change in _changes(history)}
-    shares = _parameter_shares(history)
-    points: list[DepthPoint] = []
+    depths = {history.first_step: 0} | {event.step: after for event, _, after, _ in _changes(history)}
+    course: list[tuple[int, int]] = []
     for step, depth in sorted(depths.items()):
-        if not points or points[-1].frozen != depth:
-            skipped_share = _skipped_share(history, depth)
-            point = DepthPoint(step=step, frozen=depth, parameter_share=shares.get(depth), skipped_share=skipped_share)
-            points.append(point)
-    return tuple(points)
+        if not course or course[-1][1] != depth:
+            course.append((step, depth))
+    ends = [*(step for step, _ in course[1:]), history.last_step]
+    modules = _cut(history)
+    shares = _parameter_shares(history, modules)
+    return tuple(
+        DepthPoint(
+            step=step,
+            frozen=depth,
+            num_steps=max(end - step, 0),
+            parameter_share=shares.get(depth),
+            skipped_share=_skipped_share(modules[:depth], depth),
+        )
+        for (step, depth), end in zip(course, ends, strict=True)
+    )
+
+
+def mean_over_steps(points: tuple[DepthPoint, ...], read: Callable[[DepthPoint], float | None]) -> float | None:
+    """Return the mean of a share over all steps that the journal covers; None where it is not known.
+
+    Args:
+        points: how deep the run was frozen.
+        read: returns the share at such a point.
+    """
+    num_steps = sum(point.num_steps for point in points)
+    shares = [read(point) for point in points]
+    if num_steps == 0 or any(share is None for share in shares):
+        return None
+    return sum((share or 0.0) * point.num_steps for share, point in zip(shares, points, strict=True)) / num_steps
 
 
 def freeze_marks(history: History) -> tuple[FreezeMark, ...]:
     """Return the freezes and thaws in order, one mark per module, front to back."""
-    names = {place: _name(entry, place) for place, entry in enumerate(_cut(history)[0])}
+    names = {place: module.name for place, module in enumerate(_cut(history))}
+    marks: list[FreezeMark] = []
+    for event, before, after, reason in _changes(history):
+        own = {event.module: event.name} if isinstance(event, ModuleFrozen) else {}
+        marks += [
+            FreezeMark(
+                step=event.step,
+                module=place,
+                name=own.get(place) or names.get(place) or f"module {place}",
+                action="frozen" if after > before else "thawed",
+                reason=reason,
+            )
+            for place in range(min(before, after), max(before, after))
+        ]
+    return tuple(marks)
+
+
+def list_modules(history: History, points: tuple[DepthPoint, ...]) -> tuple[Module, ...]:
+    """Return the layer modules, front to back, with the steps that each was frozen for."""
     return tuple(
-        FreezeMark(
-            step=change.step,
-            module=module,
-            name=change.names.get(module) or names.get(module) or f"module {module}",
-            action="frozen" if change.after > change.before else "thawed",
-            reason=change.reason,
-        )
-        for change in _changes(history)
-        for module in range(min(change.before, change.after), max(change.before, change.after))
+        replace(module, steps_frozen=sum(point.num_steps for point in points if point.frozen > place))
+        for place, module in enumerate(_cut(history))
     )
 
 
-def _changes(history: History) -> list[_Change]:
-    changes: list[_Change] = []
+def _changes(history: History) -> list[tuple[Event, int, int, str]]:
+    """Return the events that changed the number of frozen modules, each with that before and after, and why."""
+    changes: list[tuple[Event, int, int, str]] = []
     depth = 0
     for event in history.events:
         if isinstance(event, ModuleFrozen):
@@ -105,90 +130,47 @@ def _changes(history: History) -> list[_Change]:
         else:
             continue
         if after != depth:
-            names = {event.module: event.name} if isinstance(event, ModuleFrozen) else {}
-            changes.append(_Change(step=event.step, before=depth, after=after, reason=reason, names=names))
+            changes.append((event, depth, after, reason))
             depth = after
     return changes
 
 
-def list_modules(history: History, points: tuple[DepthPoint, ...], steps_done: int) -> tuple[Module, ...]:
-    """Return the layer modules, front to back, with the steps that each was frozen for."""
-    entries, trainable = _cut(history)
-    counts = [_num_parameters(entry) for entry in entries]
-    total = sum(count or 0 for count in counts)
-    forward_shares = _forward_shares(history)
-    return tuple(
-        Module(
-            name=_name(entry, place),
-            trainable=trainable[place] if place < len(trainable) else True,
-            num_parameters=count,
-            parameter_share=count / total if count is not None and total else None,
-            forward_share=forward_shares[place] if forward_shares else None,
-            steps_frozen=sum(steps for point, steps in _lasting(points, steps_done) if point.frozen > place),
-        )
-        for place, (entry, count) in enumerate(zip(entries, counts, strict=True))
-    )
-
-
-def _lasting(points: tuple[DepthPoint, ...], steps_done: int) -> list[tuple[DepthPoint, int]]:
-    """Return each depth with the steps that it lasted."""
-    ends = [*(point.step for point in points[1:]), steps_done]
-    return [(point, max(end - point.step, 0)) for point, end in zip(points, ends, strict=True)]
-
-
-def mean_over_steps(
-    points: tuple[DepthPoint, ...], steps_done: int, read: Callable[[DepthPoint], float | None]
-) -> float | None:
-    """Return the mean of a share over all steps that the journal covers; None where it is not known."""
-    num_steps = steps_done - points[0].step
-    shares = [(read(point), steps) for point, steps in _lasting(points, steps_done)]
-    if num_steps <= 0 or any(share is None for share, _ in shares):
-        return None
-    return sum(share * steps for share, steps in shares if share is not None) / num_steps
-
-
-def _cut(history: History) -> tuple[list[dict[str, Any]], list[bool]]:
+def _cut(history: History) -> list[Module]:
     """Return the modules that the run went by: those of the first forward pass, where it set them."""
     source = history.last(ModulesOrdered) or history.last(RunStarted)
-    return (source.modules, source.trainable) if source is not None else ([], [])
+    if source is None:
+        return []
+    counts = [count if isinstance(count := entry.get("num_parameters"), int) else None for entry in source.modules]
+    total = sum(count or 0 for count in counts)
+    profile = history.last(ComputeProfiled)
+    forward_shares = profile.forward_shares if profile is not None else []
+    is_profiled = len(forward_shares) == len(counts) and all(map(math.isfinite, forward_shares))
+    return [
+        Module(
+            name=str(entry.get("name", f"module {place}")),
+            trainable=source.trainable[place] if place < len(source.trainable) else True,
+            num_parameters=count,
+            parameter_share=count / total if count is not None and total else None,
+            forward_share=forward_shares[place] if is_profiled else None,
+            steps_frozen=0,
+        )
+        for place, (entry, count) in enumerate(zip(source.modules, counts, strict=True))
+    ]
 
 
-def _parameter_shares(history: History) -> dict[int, float]:
-    entries, _ = _cut(history)
-    counts = [_num_parameters(entry) or 0 for entry in entries]
-    total = sum(counts)
-    shares = {depth: sum(counts[:depth]) / total for depth in range(1, len(counts) + 1)} if total else {}
+def _parameter_shares(history: History, modules: list[Module]) -> dict[int, float]:
+    """Return the share of the parameters that is frozen at each depth."""
+    sums = list(itertools.accumulate(module.num_parameters or 0 for module in modules))
+    shares = {depth: part / sums[-1] for depth, part in enumerate(sums, 1)} if any(sums) else {}
     # The session knows better than a sum: weights shared with an active module may stay in training.
     measured = {event.frozen: event.parameter_share for event in history.of(ModuleFrozen)}
-    return {0: 0.0, **shares, **{depth: share for depth, share in measured.items() if math.isfinite(share)}}
+    return {0: 0.0} | shares | {depth: share for depth, share in measured.items() if math.isfinite(share)}
 
 
-def _skipped_share(history: History, depth: int) -> float | None:
-    forward_shares = _forward_shares(history)
-    if forward_shares is None:
-        return 0.0 if depth == 0 else None
-    _, trainable = _cut(history)
-    # A module with nothing to train has no backward pass that freezing could take away.
-    spared = (share for place, share in enumerate(forward_shares[:depth]) if trainable[place : place + 1] != [False])
-    return BACKWARD_SHARE * sum(spared)
-
-
-def _forward_shares(history: History) -> list[float] | None:
-    profile = history.last(ComputeProfiled)
-    entries, _ = _cut(history)
-    if (
-        profile is None
-        or len(profile.forward_shares) != len(entries)
-        or not all(map(math.isfinite, profile.forward_shares))
-    ):
+def _skipped_share(frozen: list[Module], depth: int) -> float | None:
+    """Return the share of an iteration that goes with the backward pass of the frozen modules."""
+    shares = [module.forward_share for module in frozen if module.forward_share is not None]
+    if depth and not shares:
         return None
-    return profile.forward_shares
-
-
-def _name(entry: dict[str, Any], place: int) -> str:
-    return str(entry.get("name", f"module {place}"))
-
-
-def _num_parameters(entry: dict[str, Any]) -> int | None:
-    count = entry.get("num_parameters")
-    return count if isinstance(count, int) else None
+    # A module with nothing to train has no backward pass that freezing could take away.
+    return BACKWARD_SHARE * sum(share for share, module in zip(shares, frozen, strict=True) if module.trainable)

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from egeria.events import (
-    Event,
-    IntervalMeasured,
-    PlasticityRead,
-    ReferenceRefreshed,
-    Resumed,
-    RunClosed,
-    RunStarted,
-)
+from egeria.events import Event, IntervalMeasured, PlasticityRead, ReferenceRefreshed, Resumed, RunClosed, RunStarted
 from egeria.journal import Journal, read_journal
 
 Kind = TypeVar("Kind", bound=Event)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overhead:
-    """What egeria itself cost, in seconds; the CPU time of a controller process is part of it."""
-
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    complete: bool = True
-    """False where a process never closed its run, so that only evaluations could be counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +18,12 @@ class History:
 
     directory: Path
     events: tuple[Event, ...]
-    overhead: Overhead
+    overhead_wall_s: float
+    """What egeria itself cost."""
+    overhead_cpu_s: float
+    """The same by the CPU clock, the time of a controller process included."""
+    overhead_complete: bool
+    """False where a process never closed its run, so that only evaluations could be counted."""
     first_step: int
     """Where the journal begins: 0, or the step at which a run went on in a new directory."""
     closed: bool
@@ -49,6 +35,11 @@ class History:
     num_earlier_runs: int
     """Runs in the same directory that a fresh run replaced; nothing here speaks of them."""
     num_damaged: int
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps by the end of the journal, those before its first step included."""
+        return max((event.step for event in self.events), default=0)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of one kind."""
@@ -70,8 +61,8 @@ def read_history(directory: str | Path) -> History:
     num_overridden = num_earlier_runs = 0
     for process in _processes(journal):
         if kept and not any(isinstance(event, Resumed) for event in process):
-            if not _progressed(process):
-                continue
+            if all(event.step <= process[0].step for event in process):
+                continue  # an attempt that never stepped
             # Nobody loaded a state: a new run in an old directory, which owes the old one nothing.
             kept, num_overridden, num_earlier_runs = [], 0, num_earlier_runs + 1
         kept.append([])
@@ -79,12 +70,17 @@ def read_history(directory: str | Path) -> History:
             if isinstance(event, Resumed):
                 num_overridden += _rewind(kept, event.step)
             kept[-1].append(event)
+    begins = (event for event in (kept[0] if kept else ()) if isinstance(event, (Resumed, IntervalMeasured)))
+    begin = next(begins, None)
+    costs = [_cost(process) for process in kept]
     return History(
         directory=journal.directory,
         events=tuple(event for process in kept for event in process),
-        overhead=_overhead(kept),
-        first_step=_first_step(kept),
-        closed=bool(kept) and any(isinstance(event, RunClosed) for event in kept[-1]),
+        overhead_wall_s=sum(wall_s for wall_s, _, _ in costs),
+        overhead_cpu_s=sum(cpu_s for _, cpu_s, _ in costs),
+        overhead_complete=all(complete for _, _, complete in costs),
+        first_step=begin.step if isinstance(begin, Resumed) else 0,
+        closed=any(isinstance(event, RunClosed) for process in kept[-1:] for event in process),
         num_processes=len(kept),
         num_overridden=num_overridden,
         num_earlier_runs=num_earlier_runs,
@@ -104,43 +100,29 @@ def _processes(journal: Journal) -> list[list[Event]]:
     return processes
 
 
-def _progressed(process: list[Event]) -> bool:
-    return any(event.step > process[0].step for event in process)
-
-
 def _rewind(kept: list[list[Event]], step: int) -> int:
     """Drop what happened after `step`; a closing stays, for what it says of the overhead was spent."""
-    num_dropped = 0
-    for index, process in enumerate(kept):
-        remaining = [event for event in process if event.step <= step or isinstance(event, RunClosed)]
-        num_dropped += len(process) - len(remaining)
-        kept[index] = [
-            dataclasses.replace(event, step=min(event.step, step)) if isinstance(event, RunClosed) else event
-            for event in remaining
-        ]
-    return num_dropped
-
-
-def _first_step(kept: list[list[Event]]) -> int:
-    for event in kept[0] if kept else []:
-        if isinstance(event, Resumed):
-            return event.step
-        if isinstance(event, IntervalMeasured):
-            break
-    return 0
-
-
-def _overhead(kept: list[list[Event]]) -> Overhead:
-    wall_s = cpu_s = 0.0
-    complete = True
+    num_before = sum(map(len, kept))
     for process in kept:
-        closing = next((event for event in reversed(process) if isinstance(event, RunClosed)), None)
-        if closing is not None:
-            wall_s += closing.overhead_wall_s
-            cpu_s += closing.overhead_cpu_s + closing.controller_cpu_s
-            continue
-        complete = complete and not any(isinstance(event, IntervalMeasured) for event in process)
-        costs = [event for event in process if isinstance(event, (PlasticityRead, ReferenceRefreshed))]
-        wall_s += sum(event.wall_s for event in costs)
-        cpu_s += sum(event.cpu_s + event.controller_cpu_s for event in costs)
-    return Overhead(wall_s=wall_s, cpu_s=cpu_s, complete=complete)
+        process[:] = [
+            replace(event, step=min(event.step, step)) if isinstance(event, RunClosed) else event
+            for event in process
+            if event.step <= step or isinstance(event, RunClosed)
+        ]
+    return num_before - sum(map(len, kept))
+
+
+def _cost(process: list[Event]) -> tuple[float, float, bool]:
+    """Return what egeria cost one process, wall and CPU seconds, and whether that is all of it."""
+    closing = next((event for event in reversed(process) if isinstance(event, RunClosed)), None)
+    if closing is not None:
+        return closing.overhead_wall_s, closing.overhead_cpu_s + closing.controller_cpu_s, True
+    costs = [event for event in process if isinstance(event, (PlasticityRead, ReferenceRefreshed))]
+    complete = not any(isinstance(event, IntervalMeasured) for event in process)
+    return sum(e.wall_s for e in costs), sum(e.cpu_s + e.controller_cpu_s for e in costs), complete
+
+
+def setting(started: RunStarted, group: str, name: str) -> Any:
+    """Return a setting of the run; None where the journal lacks it."""
+    settings = started.config.get(group)
+    return settings.get(name) if isinstance(settings, dict) else None

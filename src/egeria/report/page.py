@@ -7,22 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from egeria.events import (
-    CacheDecided,
-    ControllerChosen,
-    ControllerRestarted,
-    Declined,
-    Event,
-    FaultCaught,
-    FreezeWaits,
-    IntervalChanged,
-    ModuleFrozen,
-    Resumed,
-    Rewrapped,
-    RungTaken,
-    StageChanged,
-    Thawed,
-)
+from egeria import events
 from egeria.report import wording
 from egeria.report.pictures import draw_pictures
 from egeria.report.summary import Summary
@@ -53,32 +38,32 @@ def render_page(summary: Summary) -> str:
     )
 
 
-_LINES: dict[type[Event], Callable[[Any], tuple[str, str, str]]] = {
-    ControllerChosen: lambda event: ("controller", event.controller, event.reason),
-    ControllerRestarted: lambda event: ("controller", f"replaced, {event.count} so far", event.reason),
-    CacheDecided: lambda event: ("frozen forward", event.mode, event.reason),
-    IntervalChanged: lambda event: ("interval", f"{event.before} to {event.after} steps", event.reason),
-    RungTaken: lambda event: ("reference", event.after, event.reason),
-    ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
-    FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
-    Rewrapped: lambda event: (
+_LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
+    events.ControllerChosen: lambda event: ("controller", event.controller, event.reason),
+    events.ControllerRestarted: lambda event: ("controller", f"replaced, {event.count} so far", event.reason),
+    events.CacheDecided: lambda event: ("frozen forward", event.mode, event.reason),
+    events.IntervalChanged: lambda event: ("interval", f"{event.before} to {event.after} steps", event.reason),
+    events.RungTaken: lambda event: ("reference", event.after, event.reason),
+    events.ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
+    events.FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
+    events.Rewrapped: lambda event: (
         "reduced",
         wording.mebibytes(event.reduced_bytes),
         f"of gradients between the processes from here on; laid out anew in {wording.duration(event.wall_s)}",
     ),
-    Thawed: lambda event: (
+    events.Thawed: lambda event: (
         "thawed",
         wording.plural(event.frozen_before, "module"),
         f"{event.reason}; window now {event.window}",
     ),
-    StageChanged: lambda event: ("stage", event.stage, event.reason),
-    Resumed: lambda event: ("resumed", f"{wording.plural(event.frozen, 'module')} frozen, {event.stage}", ""),
-    Declined: lambda event: ("declined", event.what, event.reason),
-    FaultCaught: lambda event: ("fault", event.where, event.error),
+    events.StageChanged: lambda event: ("stage", event.stage, event.reason),
+    events.Resumed: lambda event: ("resumed", f"{wording.plural(event.frozen, 'module')} frozen, {event.stage}", ""),
+    events.Declined: lambda event: ("declined", event.what, event.reason),
+    events.FaultCaught: lambda event: ("fault", event.where, event.error),
 }
 
 
-def _event_line(event: Event) -> tuple[str, ...]:
+def _event_line(event: events.Event) -> tuple[str, ...]:
     """Return step, event, what and why; nothing for a kind that the table leaves out."""
     line = _LINES.get(type(event))
     return () if line is None else (wording.count(event.step), *line(event))

@@ -7,18 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from egeria import events
 from egeria.config import Config
 from egeria.errors import JournalError
-from egeria.events import (
-    FreezeWaits,
-    IntervalMeasured,
-    ModuleFrozen,
-    ModulesOrdered,
-    PlasticityRead,
-    RunStarted,
-    StageChanged,
-    Thawed,
-)
 from egeria.policy import (
     FORESIGHT,
     GRADIENTS,
@@ -36,7 +27,7 @@ from egeria.policy import (
     find_rule,
     with_metric_of_policy,
 )
-from egeria.report.history import History, read_history
+from egeria.report.history import History, read_history, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,18 +74,19 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
         JournalError: the journal has no run, or not the beginning of one.
     """
     history = read_history(directory)
-    started = history.last(RunStarted)
+    started = history.last(events.RunStarted)
     if started is None or history.first_step:
         raise JournalError(
             f"A replay needs run_started, the first event of a run, and the journal in {directory} has none. "
             f"A run resumed into a new directory begins in the old one: resume into the same one to keep it whole."
         )
-    cut = history.last(ModulesOrdered) or started
-    policy = _policy(started, cut, config)
-    # Intervals in a row in which the run looked at nothing and the replay would have. Under its own settings a replay
-    # lacks what the run lacked, and decides the same without it.
-    most_unread = math.inf if config is None else _settings_of(started).controller.queue_length
-    replayed, num_unused, waiting_since = _feed(policy, history, _measured(history, started), most_unread)
+    if "plasticity" not in started.config:
+        raise JournalError(
+            f"A replay needs a run that was judged, and the journal in {directory} has no settings of one: that was "
+            f"plain training. Replay a run of `egeria.attach`."
+        )
+    cut = history.last(events.ModulesOrdered) or started
+    replayed, num_unused, waiting_since = _feed(_policy(started, cut, config), history, started, config)
     return Replay(
         recorded=tuple(entry for event in history.events for entry in _decisions(event.step, [event])),
         replayed=tuple(replayed),
@@ -105,28 +97,35 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
 
 
 def _feed(
-    policy: Policy, history: History, measured: frozenset[str], most_unread: float
+    policy: Policy, history: History, started: events.RunStarted, config: Config | None
 ) -> tuple[list[ReplayedDecision], int, int | None]:
     """Return what the policy decides, the number of readings it had no use for, and since when it lacks some."""
+    measured = _measured(history, started)
+    # Intervals in a row in which the run looked at nothing and the replay would have. Under its own settings a replay
+    # lacks what the run lacked, and decides the same without it.
+    most_unread = math.inf if config is None else _settings_of(started).controller.queue_length
     replayed: list[ReplayedDecision] = []
     unused, unread, waiting_since = 0, 0, None
     for event in history.events:
-        if isinstance(event, IntervalMeasured):
+        if isinstance(event, events.IntervalMeasured):
             if waiting_since is None and (unread > most_unread or _lacks(policy, event, measured)):
                 waiting_since = event.step
             replayed += _decisions(event.step, policy.observe_interval(_interval(event)))
             unread = 0 if PLASTICITY not in policy.needs or policy.monitored is None else unread + 1
-        elif isinstance(event, PlasticityRead) and event.module == policy.monitored:
+        elif isinstance(event, events.PlasticityRead):
             unread = 0
-            replayed += _decisions(event.step, policy.observe_reading(_reading(event)).decisions)
-        elif isinstance(event, PlasticityRead):
-            unused, unread = unused + 1, 0
+            if event.module == policy.monitored:
+                replayed += _decisions(event.step, policy.observe_reading(_reading(event)).decisions)
+                continue
+            unused += 1
             if waiting_since is None and policy.monitored is not None and event.module > policy.monitored:
                 waiting_since = event.step
     return replayed, unused, waiting_since
 
 
-def _policy(started: RunStarted, cut: RunStarted | ModulesOrdered, config: Config | None) -> Policy:
+def _policy(
+    started: events.RunStarted, cut: events.RunStarted | events.ModulesOrdered, config: Config | None
+) -> Policy:
     settings = with_metric_of_policy(config or _settings_of(started))
     rule = settings.unfreezing.rule
     return find_policy(settings.policy.name)(
@@ -138,7 +137,7 @@ def _policy(started: RunStarted, cut: RunStarted | ModulesOrdered, config: Confi
     )
 
 
-def _settings_of(started: RunStarted) -> Config:
+def _settings_of(started: events.RunStarted) -> Config:
     """Return the settings of a run, without a metric object: a replay computes nothing.
 
     A rule object is missed, and says so by its name.
@@ -147,29 +146,26 @@ def _settings_of(started: RunStarted) -> Config:
     return Config.from_dict({**started.config, "plasticity": plasticity}, warns=False)
 
 
-def _measured(history: History, started: RunStarted) -> frozenset[str]:
+def _measured(history: History, started: events.RunStarted) -> frozenset[str]:
     """Return what the run measured, at times at least, or would have recorded had there been anything."""
-    own: frozenset[str] = getattr(POLICIES.get(started.config.get("policy", {}).get("name")), "needs", frozenset())
-    intervals = history.of(IntervalMeasured)
+    own: frozenset[str] = getattr(POLICIES.get(setting(started, "policy", "name")), "needs", frozenset())
+    intervals = history.of(events.IntervalMeasured)
     seen = {
-        PLASTICITY: history.of(PlasticityRead),
+        PLASTICITY: history.of(events.PlasticityRead),
         NOISE: any(event.noise for event in intervals),
         FORESIGHT: any(event.way_ahead is not None for event in intervals),
     }
     return own & {NOISE, FORESIGHT} | {need for need, found in seen.items() if found}
 
 
-def _lacks(policy: Policy, event: IntervalMeasured, measured: frozenset[str]) -> bool:
+def _lacks(policy: Policy, event: events.IntervalMeasured, measured: frozenset[str]) -> bool:
     """Return whether the policy needs something that the run did not measure in this interval."""
     wanted = policy.needs if policy.monitored is not None else policy.needs - {PLASTICITY}
-    return (
-        (GRADIENTS in wanted and event.gradients is None)
-        or (WEIGHTS in wanted and event.weight_changes is None)
-        or not wanted - {GRADIENTS, WEIGHTS} <= measured
-    )
+    here = {GRADIENTS: event.gradients, WEIGHTS: event.weight_changes}
+    return not wanted <= measured | {need for need, found in here.items() if found is not None}
 
 
-def _interval(event: IntervalMeasured) -> Interval:
+def _interval(event: events.IntervalMeasured) -> Interval:
     numbers = {name: getattr(event, name) for name in ("gradients", "weight_changes", "noise")}
     return Interval(
         step=event.step,
@@ -182,19 +178,15 @@ def _interval(event: IntervalMeasured) -> Interval:
     )
 
 
-def _reading(event: PlasticityRead) -> Reading:
+def _reading(event: events.PlasticityRead) -> Reading:
     fields = ("step", "evaluation", "module", "value", "age", "work_share")
     return Reading(**{name: getattr(event, name) for name in fields})
 
 
 _KINDS: dict[type, str] = {
-    EndBootstrapping: "knowledge-guided",
-    StageChanged: "knowledge-guided",
-    Freeze: "freeze",
-    ModuleFrozen: "freeze",
-    FreezeWaits: "freeze",
-    Thaw: "thaw",
-    Thawed: "thaw",
+    **dict.fromkeys((EndBootstrapping, events.StageChanged), "knowledge-guided"),
+    **dict.fromkeys((Freeze, events.ModuleFrozen, events.FreezeWaits), "freeze"),
+    **dict.fromkeys((Thaw, events.Thawed), "thaw"),
 }
 """What the decisions of a policy, and the events that record them, are called here."""
 

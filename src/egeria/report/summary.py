@@ -8,40 +8,18 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
-from egeria.events import (
-    CacheDecided,
-    CacheUsed,
-    Declined,
-    FaultCaught,
-    FidelityChecked,
-    IntervalMeasured,
-    MetricLogged,
-    ModulesOrdered,
-    PlasticityRead,
-    ReadingDropped,
-    Resumed,
-    RungTaken,
-    RunStarted,
-    StageChanged,
-)
+from egeria import events
 from egeria.policy import first_stage
+from egeria.report import freezing
 from egeria.report.diagnosis import why_nothing_froze
-from egeria.report.freezing import (
-    DepthPoint,
-    FreezeMark,
-    Module,
-    depth_points,
-    freeze_marks,
-    list_modules,
-    mean_over_steps,
-)
-from egeria.report.history import History
+from egeria.report.history import History, setting
 
 _WORDS_OF_LESS = {
     "loss", "error", "err", "perplexity", "ppl", "mse", "rmse", "mae", "wer", "cer", "ter", "fid", "nll",
 }  # fmt: skip
-_UNKNOWN_START = RunStarted(
+_UNKNOWN_START = events.RunStarted(
     step=0,
     config={},
     modules=[],
@@ -134,7 +112,7 @@ class Metric:
 class FormatUse:
     """One number format that the reference had, and what its checks found."""
 
-    taken: RungTaken
+    taken: events.RungTaken
     num_checks: int
     largest_share: float | None
     """Its error as a share of the plasticity it was to show, the largest of all checks; None without any."""
@@ -144,8 +122,8 @@ class FormatUse:
 class CacheUse:
     """One decision about the frozen forward pass, and what came of it."""
 
-    decided: CacheDecided
-    used: CacheUsed | None
+    decided: events.CacheDecided
+    used: events.CacheUsed | None
     """The last word on it; None where nothing was stored."""
 
     @property
@@ -159,10 +137,10 @@ class Summary:
     """What a run did and what it cost; shares are between 0 and 1, times in seconds."""
 
     history: History
-    started: RunStarted
+    started: events.RunStarted
     """How the run began; empty where the journal lacks its first lines."""
     name: str
-    modules: tuple[Module, ...]
+    modules: tuple[freezing.Module, ...]
     deepest_freeze: int
     steps_done: int
     """Optimizer steps by the end of the journal, those before its first step included."""
@@ -172,12 +150,12 @@ class Summary:
     wall: Clock
     cpu: Clock
     paces: tuple[DepthPace, ...]
-    depths: tuple[DepthPoint, ...]
+    depths: tuple[freezing.DepthPoint, ...]
     mean_parameter_share: float | None
     """Frozen share of the parameters, mean over the steps done."""
     mean_skipped_share: float | None
     """Skipped share of the compute, mean over the steps done; None where it was not profiled."""
-    timeline: tuple[FreezeMark, ...]
+    timeline: tuple[freezing.FreezeMark, ...]
     why_nothing_froze: str | None
     num_readings: int
     dropped: dict[str, int]
@@ -203,31 +181,33 @@ class Summary:
 
 def summarize(history: History) -> Summary:
     """Compute the summary of a run; whatever the journal does not tell is empty or None."""
-    started = history.last(RunStarted) or _UNKNOWN_START
-    steps_done = max((event.step for event in history.events), default=0)
-    depths = depth_points(history)
+    started = history.last(events.RunStarted) or _UNKNOWN_START
+    depths = freezing.depth_points(history)
     intervals = measured_intervals(history)
-    faults = Counter((event.where, event.error) for event in history.of(FaultCaught))
+    wall = _clock(intervals, attrgetter("iteration_wall_s"), history.overhead_wall_s)
+    cpu = _clock(intervals, attrgetter("iteration_cpu_s"), history.overhead_cpu_s)
+    faults = Counter((event.where, event.error) for event in history.of(events.FaultCaught))
+    stages = [event.stage for event in history.events if isinstance(event, (events.StageChanged, events.Resumed))]
     return Summary(
         history=history,
         started=started,
         name=history.directory.resolve().name,
-        modules=list_modules(history, depths, steps_done),
-        deepest_freeze=(history.last(ModulesOrdered) or started).deepest_freeze,
-        steps_done=steps_done,
+        modules=freezing.list_modules(history, depths),
+        deepest_freeze=(history.last(events.ModulesOrdered) or started).deepest_freeze,
+        steps_done=history.last_step,
         steps_measured=sum(interval.num_steps for interval in intervals),
-        stage=_stage(history, started),
-        wall=_clock(intervals, _wall_s, history.overhead.wall_s),
-        cpu=_clock(intervals, _cpu_s, history.overhead.cpu_s),
-        paces=_paces(intervals),
+        stage=stages[-1] if stages else first_stage(setting(started, "policy", "name")),
+        wall=wall,
+        cpu=cpu,
+        paces=_paces(intervals, wall.unfrozen_iteration_s, cpu.unfrozen_iteration_s),
         depths=depths,
-        mean_parameter_share=mean_over_steps(depths, steps_done, lambda point: point.parameter_share),
-        mean_skipped_share=mean_over_steps(depths, steps_done, lambda point: point.skipped_share),
-        timeline=freeze_marks(history),
+        mean_parameter_share=freezing.mean_over_steps(depths, lambda point: point.parameter_share),
+        mean_skipped_share=freezing.mean_over_steps(depths, lambda point: point.skipped_share),
+        timeline=freezing.freeze_marks(history),
         why_nothing_froze=why_nothing_froze(history),
-        num_readings=len(history.of(PlasticityRead)),
-        dropped=dict(Counter(event.reason for event in history.of(ReadingDropped)).most_common()),
-        declined=tuple(dict.fromkeys((event.what, event.reason) for event in history.of(Declined))),
+        num_readings=len(history.of(events.PlasticityRead)),
+        dropped=dict(Counter(event.reason for event in history.of(events.ReadingDropped)).most_common()),
+        declined=tuple(dict.fromkeys((event.what, event.reason) for event in history.of(events.Declined))),
         faults=tuple((where, error, amount) for (where, error), amount in faults.items()),
         metrics=_list_metrics(history),
         formats=list_formats(history),
@@ -235,11 +215,11 @@ def summarize(history: History) -> Summary:
     )
 
 
-def measured_intervals(history: History) -> list[IntervalMeasured]:
+def measured_intervals(history: History) -> list[events.IntervalMeasured]:
     """Return the intervals that have steps and a time; the others (a time of 0 too) say nothing of the pace."""
     return [
         interval
-        for interval in history.of(IntervalMeasured)
+        for interval in history.of(events.IntervalMeasured)
         if interval.num_steps > 0
         and 0 < interval.iteration_wall_s < math.inf
         and math.isfinite(interval.iteration_cpu_s)
@@ -248,16 +228,12 @@ def measured_intervals(history: History) -> list[IntervalMeasured]:
 
 def list_formats(history: History) -> tuple[FormatUse, ...]:
     """Return the number formats of the reference, in the order they were taken."""
-    taken = history.of(RungTaken)
-    ends = [*(event.step for event in taken[1:]), math.inf][: len(taken)]
+    taken = history.of(events.RungTaken)
     uses = []
-    for event, end in zip(taken, ends, strict=True):
+    for event, end in zip(taken, [*(later.step for later in taken[1:]), math.inf], strict=False):
         # The check that ends the use of a format is written at the same step as the format after it.
-        checks = [
-            check
-            for check in history.of(FidelityChecked)
-            if check.rung == event.after and event.step <= check.step <= end
-        ]
+        during = [check for check in history.of(events.FidelityChecked) if event.step <= check.step <= end]
+        checks = [check for check in during if check.rung == event.after]
         shares = [check.error / check.plasticity for check in checks if check.plasticity > 0]
         uses.append(FormatUse(taken=event, num_checks=len(checks), largest_share=max(shares, default=None)))
     return tuple(uses)
@@ -265,34 +241,29 @@ def list_formats(history: History) -> tuple[FormatUse, ...]:
 
 def list_uses(history: History) -> tuple[CacheUse, ...]:
     """Return the decisions about the frozen forward pass, oldest first."""
-    last = {event.generation: event for event in history.of(CacheUsed)}
+    last = {event.generation: event for event in history.of(events.CacheUsed)}
     return tuple(
         CacheUse(decided=event, used=last.get(event.generation) if event.mode == "stored" else None)
-        for event in history.of(CacheDecided)
+        for event in history.of(events.CacheDecided)
     )
 
 
 def _list_metrics(history: History) -> tuple[Metric, ...]:
     found: dict[str, list[tuple[int, float]]] = {}
-    for event in history.of(MetricLogged):
+    for event in history.of(events.MetricLogged):
         for name, value in event.values.items():
             if isinstance(value, (int, float)):
                 found.setdefault(str(name), []).append((event.step, float(value)))
-    return tuple(
-        Metric(name=name, steps=tuple(step for step, _ in points), values=tuple(value for _, value in points))
-        for name, points in found.items()
-    )
+    metrics = []
+    for name, points in found.items():
+        steps, values = zip(*points, strict=True)
+        metrics.append(Metric(name=name, steps=steps, values=values))
+    return tuple(metrics)
 
 
-def _wall_s(interval: IntervalMeasured) -> float:
-    return interval.iteration_wall_s
-
-
-def _cpu_s(interval: IntervalMeasured) -> float:
-    return interval.iteration_cpu_s
-
-
-def _clock(intervals: list[IntervalMeasured], read: Callable[[IntervalMeasured], float], overhead_s: float) -> Clock:
+def _clock(
+    intervals: list[events.IntervalMeasured], read: Callable[[events.IntervalMeasured], float], overhead_s: float
+) -> Clock:
     unfrozen = [read(interval) for interval in intervals if interval.frozen == 0]
     unfrozen_s = statistics.median(unfrozen) if unfrozen else None
     saved_s = None
@@ -308,15 +279,15 @@ def _clock(intervals: list[IntervalMeasured], read: Callable[[IntervalMeasured],
     )
 
 
-def _paces(intervals: list[IntervalMeasured]) -> tuple[DepthPace, ...]:
+def _paces(
+    intervals: list[events.IntervalMeasured], unfrozen_wall_s: float | None, unfrozen_cpu_s: float | None
+) -> tuple[DepthPace, ...]:
     """Return the pace at each depth that the run was at, shallowest first."""
     paces: list[DepthPace] = []
-    unfrozen_wall_s = unfrozen_cpu_s = None
     for depth in sorted({interval.frozen for interval in intervals}):
         at_depth = [interval for interval in intervals if interval.frozen == depth]
-        wall_s, cpu_s = statistics.median(map(_wall_s, at_depth)), statistics.median(map(_cpu_s, at_depth))
-        if depth == 0:
-            unfrozen_wall_s, unfrozen_cpu_s = wall_s, cpu_s
+        wall_s = statistics.median(interval.iteration_wall_s for interval in at_depth)
+        cpu_s = statistics.median(interval.iteration_cpu_s for interval in at_depth)
         paces.append(
             DepthPace(
                 frozen=depth,
@@ -332,11 +303,3 @@ def _paces(intervals: list[IntervalMeasured]) -> tuple[DepthPace, ...]:
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole is not None and whole > 0 else None
-
-
-def _stage(history: History, started: RunStarted) -> str:
-    stages = [event.stage for event in history.events if isinstance(event, (StageChanged, Resumed))]
-    if stages:
-        return stages[-1]
-    settings = started.config.get("policy")
-    return first_stage(settings.get("name") if isinstance(settings, dict) else None)

@@ -87,7 +87,7 @@ def verdict(summary: Summary) -> str:
 
 def cautions(summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
-    found = _doubts(summary.history, summary.steps_done)
+    found = _doubts(summary.history)
     if summary.num_dropped:
         reasons = "; ".join(f"{reason} ({amount})" for reason, amount in summary.dropped.items())
         found.append(f"{plural(summary.num_dropped, 'evaluation')} gave no usable reading: {reasons}.")
@@ -97,13 +97,13 @@ def cautions(summary: Summary) -> list[str]:
     return found
 
 
-def _doubts(history: History, steps_done: int) -> list[str]:
+def _doubts(history: History) -> list[str]:
     """Return why the journal may not hold the whole run."""
     found = []
     if not history.closed:
-        step = count(steps_done)
+        step = count(history.last_step)
         found.append(f"The run was not closed (it still runs, or it crashed): the numbers stand as of step {step}.")
-    if not history.overhead.complete:
+    if not history.overhead_complete:
         found.append(
             "The overhead counts readings and reference refreshes alone, because a process did not close its run: "
             "the true overhead is a little higher."
@@ -114,10 +114,9 @@ def _doubts(history: History, steps_done: int) -> list[str]:
             "stands in another directory and is not counted."
         )
     if history.num_processes > 1:
-        overridden = plural(history.num_overridden, "event")
         found.append(
-            f"The run was resumed {plural(history.num_processes - 1, 'time')}; {overridden} after the points it went "
-            "back to are left out."
+            f"The run was resumed {plural(history.num_processes - 1, 'time')}; "
+            f"{plural(history.num_overridden, 'event')} after the points it went back to are left out."
         )
     if history.num_earlier_runs > 0:
         found.append(f"The directory also holds {plural(history.num_earlier_runs, 'earlier run')}, left out here.")
