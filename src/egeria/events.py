@@ -28,9 +28,6 @@ class Event:
         return {"event": self.kind, **dataclasses.asdict(self)}
 
 
-# The run
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted(Event):
     """A run was attached; everything a replay or a report needs to know of it."""
@@ -95,9 +92,6 @@ class RunClosed(Event):
     overhead_cpu_s: float
     controller_cpu_s: float = 0.0
     """CPU seconds of the controller process, in parallel with the training."""
-
-
-# Intervals and readings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +170,6 @@ class IntervalChanged(Event):
     reason: str
 
 
-# Decisions
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageChanged(Event):
     """Bootstrapping ended: layer modules may freeze from here on."""
@@ -221,9 +212,6 @@ class Thawed(Event):
     window: int
 
 
-# The reference model
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceRefreshed(Event):
     """The reference model was made or brought up to date with the training weights."""
@@ -263,9 +251,6 @@ class FidelityChecked(Event):
     """'kept'; 'recalibrated' (activation ranges measured again); 'escalated' to the next; 'exhausted': none left."""
 
 
-# The controller
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerChosen(Event):
     """Where evaluations are made, 'process' or 'inline', or 'none' where none are, and why."""
@@ -282,9 +267,6 @@ class ControllerRestarted(Event):
     kind: ClassVar[str] = "controller_restarted"
     count: int
     reason: str
-
-
-# The cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,9 +316,6 @@ class CacheUsed(Event):
     """CPU seconds of the reading and writing threads; they are part of the process's own."""
 
 
-# Compiling and ranks
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompiled(Event):
     """The model was compiled since the step before."""
@@ -356,9 +335,6 @@ class Rewrapped(Event):
     """Seconds that rebuilding the communication buffers took."""
     reduced_bytes: int
     """Of the parameters whose gradients are reduced now."""
-
-
-# Refusals and faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,9 @@ UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print the table, and remove what no process holds if asked to; 1 if something is damaged."""
-    directory = _cache_of(arguments.directory)
+    directory = arguments.directory / SUBDIRECTORY
+    if not (directory.is_dir() and (arguments.directory / FILE_NAME).is_file()):
+        directory = arguments.directory  # not that of a run
     found = survey(directory, verify=arguments.verify)
     if found:
         console.print(_table(found, str(directory), verified=arguments.verify))
@@ -29,16 +31,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"No run keeps anything in {escape(str(directory))}.", soft_wrap=True)
     damaged = [store for entry in found for store in entry.stores if store.is_damaged]
     for store in damaged:
-        console.print(f"[bold red]Damaged:[/] {escape(_complaint(store))}", highlight=False, soft_wrap=True)
+        wrong = f"{store.num_damaged} of {store.num_stored} rows in {store.path} have a wrong checksum."
+        complaint = escape(store.problem or wrong)
+        console.print(f"[bold red]Damaged:[/] {complaint}", highlight=False, soft_wrap=True)
     if arguments.prune:
         _prune(directory, console)
     return 1 if damaged else 0
-
-
-def _cache_of(directory: Path) -> Path:
-    """Return the cache directory in the directory of a run, and any other as it is."""
-    inside = directory / SUBDIRECTORY
-    return inside if (directory / FILE_NAME).is_file() and inside.is_dir() else directory
 
 
 def _prune(directory: Path, console: Console) -> None:
@@ -75,15 +73,8 @@ def _run_cells(entry: FoundRun) -> list[str]:
 def _store_cells(store: FoundStore, *, verified: bool) -> list[str]:
     rows = f"{store.num_stored:,} of {store.capacity:,}" if store.capacity else "cannot be read"
     unread = "unread" if store.num_damaged is None else f"{store.num_damaged:,}"
-    number = store.path.name.partition("-")[2]
-    cells = [escape(number), escape(store.boundary), rows, _size(store.size_bytes)]
+    cells = [escape(store.path.name.partition("-")[2]), escape(store.boundary), rows, _size(store.size_bytes)]
     return [*cells, unread] if verified else cells
-
-
-def _complaint(store: FoundStore) -> str:
-    if store.problem:
-        return store.problem
-    return f"{store.num_damaged} of {store.num_stored} rows in {store.path} have a wrong checksum."
 
 
 def _size(size_bytes: int) -> str:

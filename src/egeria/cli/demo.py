@@ -16,11 +16,7 @@ SCRIPT = Path("examples", "digits.py")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Train plainly and with egeria; print the comparison and the paths of the reports.
-
-    Raises:
-        EgeriaError: there is no source checkout to take the example from.
-    """
+    """Train plainly and with egeria; print the comparison and the paths of the reports."""
     # The example imports its network from beside itself, and so does the controller's process, which gets this path.
     sys.path.insert(0, str(_examples()))
     digits = importlib.import_module(SCRIPT.stem)

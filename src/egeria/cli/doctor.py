@@ -31,13 +31,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     disk, works = _disk(arguments.directory)
-    for name, value in {
-        **_software(),
-        **_processor(),
-        **_evaluations(),
-        **_accelerator(),
-        f"disk at {arguments.directory}": disk,
-    }.items():
+    found = _software() | _processor() | _evaluations() | _accelerator() | {f"disk at {arguments.directory}": disk}
+    for name, value in found.items():
         table.add_row(escape(name), escape(value))
     console.print(table)
     return 0 if works else 1
@@ -85,8 +80,7 @@ def _accelerator() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {"accelerator": "none that torch can use"}
     free, total = torch.cuda.mem_get_info()
-    name = torch.cuda.get_device_name()
-    return {"accelerator": f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"}
+    return {"accelerator": f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"}
 
 
 def _disk(directory: Path) -> tuple[str, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,26 +13,31 @@ import egeria
 from egeria.cli import cache, demo, doctor, modules, runs
 from egeria.errors import EgeriaError
 
+VERBS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
+    "demo": demo.run,
+    "modules": modules.run,
+    "report": runs.report,
+    "replay": runs.replay,
+    "cache": cache.run,
+    "doctor": doctor.run,
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 1 a check or a comparison failed, 2 bad input."""
-    parser = _parser()
-    chosen = parser.parse_args(arguments)
+    chosen = _parser().parse_args(arguments)
     console = Console()
     try:
-        status: int = chosen.run(chosen, console)
+        return VERBS[chosen.verb](chosen, console)
     except EgeriaError as error:
-        Console(stderr=True).print(
-            f"[bold red]egeria {chosen.verb}:[/] {escape(str(error))}", highlight=False, soft_wrap=True
-        )
+        said = f"[bold red]egeria {chosen.verb}:[/] {escape(str(error))}"
+        Console(stderr=True).print(said, highlight=False, soft_wrap=True)
         return 2
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="egeria", description="Train faster by freezing layers once they have converged."
-    )
+    about = "Train faster by freezing layers once they have converged."
+    parser = argparse.ArgumentParser(prog="egeria", description=about)
     parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -40,29 +45,23 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
     verb.add_argument("--epochs", type=int, help="epochs of a run (default 30)")
     verb.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="where journals and reports go")
-    verb.set_defaults(run=demo.run)
 
     verb = verbs.add_parser("modules", help="print how a model is cut into layer modules, and why")
     verb.add_argument("model", help="package.module:callable that returns the model, or (model, example arguments)")
     verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes a layer module")
-    verb.set_defaults(run=modules.run)
 
     verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
     verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
-    verb.set_defaults(run=runs.report)
 
     verb = verbs.add_parser("replay", help="decide a run again from its journal, with its own settings or others")
     verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
     verb.add_argument("--config", type=Path, help="TOML file with the settings to try")
-    verb.set_defaults(run=runs.replay)
 
     verb = verbs.add_parser("cache", help="list, check and prune the stored activations in a cache directory")
     verb.add_argument("directory", type=Path, metavar="DIR", help="the cache directory")
     verb.add_argument("--verify", action="store_true", help="read every stored row and compare its checksum")
     verb.add_argument("--prune", action="store_true", help="remove what no running process holds")
-    verb.set_defaults(run=cache.run)
 
     verb = verbs.add_parser("doctor", help="show what this machine offers: threads, quantization, disk, torch")
     verb.add_argument("--directory", type=Path, default=Path(), help="where to measure the disk (default: here)")
-    verb.set_defaults(run=doctor.run)
     return parser

@@ -36,13 +36,7 @@ def setting(default: Value, rule: Rule) -> Value:
 
 
 def check(name: str, value: Any, rule: Rule) -> None:
-    """Raise `ConfigError` where the value of a setting breaks its rule.
-
-    Args:
-        name: of the setting.
-        value: that it has.
-        rule: that it must keep.
-    """
+    """Raise `ConfigError` where the value of a setting breaks its rule."""
     contract = rule(value)
     require(not contract, name, contract, value)
 

@@ -91,25 +91,17 @@ def report(directory: str | Path) -> Report:
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the headline numbers, each under its name."""
     of_modules = f" of {len(summary.modules)} modules" if summary.modules else ""
+    now, mean = percent(summary.depths[-1].parameter_share), percent(summary.mean_parameter_share)
+    skipped = percent(summary.mean_skipped_share)
     rows = [
         ("progress", f"{progress(summary)}, {summary.stage}"),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
         ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
-        (
-            "frozen now",
-            f"{summary.frozen_now}{of_modules} ({percent(summary.depths[-1].parameter_share)} of parameters)",
-        ),
-        (
-            "mean over the run",
-            f"{percent(summary.mean_parameter_share)} of parameters frozen, "
-            f"{percent(summary.mean_skipped_share)} of compute skipped",
-        ),
-        *(
-            (metric.name, f"{number(metric.final)} (best {number(metric.best)})")
-            for metric in summary.metrics[:MAX_METRICS]
-        ),
+        ("frozen now", f"{summary.frozen_now}{of_modules} ({now} of parameters)"),
+        ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),
     ]
+    rows += [(m.name, f"{number(m.final)} (best {number(m.best)})") for m in summary.metrics[:MAX_METRICS]]
     return [(printable(label), printable(value)) for label, value in rows]
 
 

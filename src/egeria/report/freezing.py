@@ -76,12 +76,7 @@ def depth_points(history: History) -> tuple[DepthPoint, ...]:
 
 
 def mean_over_steps(points: tuple[DepthPoint, ...], read: Callable[[DepthPoint], float | None]) -> float | None:
-    """Return the mean of a share over all steps that the journal covers; None where it is not known.
-
-    Args:
-        points: how deep the run was frozen.
-        read: returns the share at such a point.
-    """
+    """Return the mean of a share over all steps that the journal covers; None where it is not known."""
     num_steps = sum(point.num_steps for point in points)
     shares = [read(point) for point in points]
     if num_steps == 0 or any(share is None for share in shares):

@@ -51,11 +51,7 @@ class History:
 
 
 def read_history(directory: str | Path) -> History:
-    """Read a journal and keep the course that its last process stands on.
-
-    Raises:
-        JournalError: there is no journal, or a newer version of egeria wrote it.
-    """
+    """Read a journal and keep the course that its last process stands on."""
     journal = read_journal(directory)
     kept: list[list[Event]] = []
     num_overridden = num_earlier_runs = 0

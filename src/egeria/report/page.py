@@ -32,7 +32,11 @@ def render_page(summary: Summary) -> str:
         verdict=wording.verdict(summary),
         cautions=wording.cautions(summary),
         pictures=draw_pictures(summary),
-        events=[line for event in summary.history.events if (line := _event_line(event))],
+        events=[
+            (wording.count(event.step), *line(event))
+            for event in summary.history.events
+            if (line := _LINES.get(type(event))) is not None
+        ],
         max_events=MAX_EVENTS,
         settings=_settings(summary),
     )
@@ -61,12 +65,7 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
     events.Declined: lambda event: ("declined", event.what, event.reason),
     events.FaultCaught: lambda event: ("fault", event.where, event.error),
 }
-
-
-def _event_line(event: events.Event) -> tuple[str, ...]:
-    """Return step, event, what and why; nothing for a kind that the table leaves out."""
-    line = _LINES.get(type(event))
-    return () if line is None else (wording.count(event.step), *line(event))
+"""Event, what and why; the page leaves out other kinds."""
 
 
 def _settings(summary: Summary) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from egeria.events import IntervalMeasured, PlasticityRead, Resumed, Thawed
@@ -14,6 +14,8 @@ from egeria.report.svg import COLOURS, MAX_POINTS, Picture, draw, finite, module
 from egeria.report.wording import duration, number, percent, plural
 
 MAX_METRIC_PANELS = 4
+CHANGES = {"frozen": ("freeze", ":", "a module freezes (dotted)"), "thawed": ("thaw", "--", "modules thaw (dashed)")}
+"""Colour, line and meaning of the steps that are marked."""
 
 
 def draw_pictures(summary: Summary) -> list[Picture]:
@@ -31,10 +33,10 @@ def _loss_picture(summary: Summary) -> Picture | None:
     losses = [metric for metric in metrics if metric.lower_is_better and "loss" in metric.name.lower()]
     others = [metric for metric in metrics if metric not in losses]
     shown = others[:MAX_METRIC_PANELS]
-    steps = [interval.step for interval in intervals]
-    colours = {m.name: module_colour(place + 1, len(metrics) + 2) for place, m in enumerate((*losses, *shown))}
+    colours = {m.name: module_colour(place, len(metrics) + 2) for place, m in enumerate((*losses, *shown), 1)}
 
     def paint(panels: list[Any]) -> None:
+        steps = [interval.step for interval in intervals]
         plot(panels[0], steps, [interval.loss for interval in intervals], COLOURS["loss"])
         for metric in losses:
             plot(panels[0], metric.steps, metric.values, colours[metric.name], marker=".")
@@ -52,17 +54,12 @@ def _loss_picture(summary: Summary) -> Picture | None:
     if len(others) > len(shown):
         caption += f" The first {len(shown)} of {len(others)} other metrics are drawn."
     known = [interval.loss for interval in intervals if interval.loss is not None]
-    ends = f"Training loss from {number(known[0])} to {number(known[-1])}. " if known else ""
+    alt = f"Training loss from {number(known[0])} to {number(known[-1])}. " if known else ""
+    alt += "; ".join(f"{metric.name} ends at {number(metric.final)}" for metric in summary.metrics)
     return Picture(
         title="Loss and metrics",
         caption=caption,
-        svg=draw(
-            "loss",
-            ends + "; ".join(f"{metric.name} ends at {number(metric.final)}" for metric in summary.metrics),
-            [2.4, *([1.2] * len(shown))],
-            _span(summary),
-            paint,
-        ),
+        svg=draw("loss", alt, [2.4, *([1.2] * len(shown))], _span(summary), paint),
         legend=(
             ("var(--loss)", "training loss"),
             ("var(--rate)", "learning rate (right axis, logarithmic)"),
@@ -83,7 +80,7 @@ def _plasticity_picture(summary: Summary) -> Picture | None:
     num_hidden = sum(math.isnan(_positive(reading.value)) for piece in pieces for reading in piece)
 
     def paint(panels: list[Any]) -> None:
-        axes = panels[0]
+        (axes,) = panels
         for piece in pieces:
             # Half of the points for the raw curve, half for the smoothed one.
             limit = max(20, MAX_POINTS * len(piece) // (2 * num_readings))
@@ -97,7 +94,7 @@ def _plasticity_picture(summary: Summary) -> Picture | None:
         if num_hidden < num_readings:
             use_log(axes)
         axes.set_ylabel("plasticity")
-        _mark_changes(axes, summary, "thawed")
+        _mark_changes(axes, summary, {"thawed"})
 
     names = {piece[0].module: piece[0].name for piece in pieces}
     caption = (
@@ -113,7 +110,7 @@ def _plasticity_picture(summary: Summary) -> Picture | None:
         svg=draw("plasticity", alt, [2.8], _span(summary), paint),
         legend=(
             *((module_colour(place, num_modules), f"{place} {name}") for place, name in sorted(names.items())),
-            *_change_legend(summary, "thawed"),
+            *_change_legend(summary, {"thawed"}),
         ),
     )
 
@@ -193,21 +190,16 @@ def _span(summary: Summary) -> tuple[int, int]:
     return summary.history.first_step, summary.steps_done
 
 
-def _mark_changes(axes: Any, summary: Summary, *actions: str) -> None:
+def _mark_changes(axes: Any, summary: Summary, actions: Collection[str] = CHANGES) -> None:
     """Draw a line where modules freeze or thaw."""
-    for step, action in dict.fromkeys((mark.step, mark.action) for mark in summary.timeline):
-        if not actions or action in actions:
-            colour, line = ("freeze", ":") if action == "frozen" else ("thaw", "--")
-            axes.axvline(step, color=COLOURS[colour], linestyle=line, linewidth=1.2)
+    for step, action in dict.fromkeys((mark.step, mark.action) for mark in summary.timeline if mark.action in actions):
+        colour, line, _ = CHANGES[action]
+        axes.axvline(step, color=COLOURS[colour], linestyle=line, linewidth=1.2)
 
 
-def _change_legend(summary: Summary, *actions: str) -> list[tuple[str, str]]:
-    labels = {
-        "frozen": ("var(--freeze)", "a module freezes (dotted)"),
-        "thawed": ("var(--thaw)", "modules thaw (dashed)"),
-    }
-    found = {mark.action for mark in summary.timeline}
-    return [label for action, label in labels.items() if action in found and (not actions or action in actions)]
+def _change_legend(summary: Summary, actions: Collection[str] = CHANGES) -> list[tuple[str, str]]:
+    found = {mark.action for mark in summary.timeline}.intersection(actions)
+    return [(f"var(--{colour})", label) for action, (colour, _, label) in CHANGES.items() if action in found]
 
 
 def _draw_learning_rate(axes: Any, intervals: Sequence[IntervalMeasured]) -> None:
@@ -245,17 +237,15 @@ def _short(name: str) -> str:
 
 def _curves(history: History) -> list[list[PlasticityRead]]:
     """Cut the readings where another module, a thaw or a resume begins a fresh curve."""
-    pieces: list[list[PlasticityRead]] = []
-    fresh = True
+    pieces: list[list[PlasticityRead]] = [[]]
     for event in history.events:
         if isinstance(event, (Thawed, Resumed)):
-            fresh = True
+            pieces.append([])
         elif isinstance(event, PlasticityRead):
-            if fresh or pieces[-1][-1].module != event.module:
+            if pieces[-1] and pieces[-1][-1].module != event.module:
                 pieces.append([])
             pieces[-1].append(event)
-            fresh = False
-    return pieces
+    return [piece for piece in pieces if piece]
 
 
 def _positive(value: float) -> float:

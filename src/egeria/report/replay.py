@@ -138,10 +138,7 @@ def _policy(
 
 
 def _settings_of(started: events.RunStarted) -> Config:
-    """Return the settings of a run, without a metric object: a replay computes nothing.
-
-    A rule object is missed, and says so by its name.
-    """
+    """Return the settings of a run, without a metric object: a replay computes nothing. It misses a rule object."""
     plasticity = {key: value for key, value in started.config["plasticity"].items() if key != "metric"}
     return Config.from_dict({**started.config, "plasticity": plasticity}, warns=False)
 

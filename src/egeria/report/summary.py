@@ -6,9 +6,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from egeria import events
 from egeria.policy import first_stage
@@ -16,9 +14,7 @@ from egeria.report import freezing
 from egeria.report.diagnosis import why_nothing_froze
 from egeria.report.history import History, setting
 
-_WORDS_OF_LESS = {
-    "loss", "error", "err", "perplexity", "ppl", "mse", "rmse", "mae", "wer", "cer", "ter", "fid", "nll",
-}  # fmt: skip
+_LESS = re.compile(r"(?<![a-z])(loss|error|err|perplexity|ppl|mse|rmse|mae|wer|cer|ter|fid|nll)(?![a-z])")
 _UNKNOWN_START = events.RunStarted(
     step=0,
     config={},
@@ -89,7 +85,7 @@ class Metric:
     @property
     def lower_is_better(self) -> bool:
         """Whether less of it is better, guessed from the words in its name; the page says which way it was read."""
-        return not _WORDS_OF_LESS.isdisjoint(re.split(r"[^a-z]+", self.name.lower()))
+        return _LESS.search(self.name.lower()) is not None
 
     @property
     def final(self) -> float:
@@ -184,8 +180,8 @@ def summarize(history: History) -> Summary:
     started = history.last(events.RunStarted) or _UNKNOWN_START
     depths = freezing.depth_points(history)
     intervals = measured_intervals(history)
-    wall = _clock(intervals, attrgetter("iteration_wall_s"), history.overhead_wall_s)
-    cpu = _clock(intervals, attrgetter("iteration_cpu_s"), history.overhead_cpu_s)
+    wall = _clock(intervals, "iteration_wall_s", history.overhead_wall_s)
+    cpu = _clock(intervals, "iteration_cpu_s", history.overhead_cpu_s)
     faults = Counter((event.where, event.error) for event in history.of(events.FaultCaught))
     stages = [event.stage for event in history.events if isinstance(event, (events.StageChanged, events.Resumed))]
     return Summary(
@@ -261,22 +257,17 @@ def _list_metrics(history: History) -> tuple[Metric, ...]:
     return tuple(metrics)
 
 
-def _clock(
-    intervals: list[events.IntervalMeasured], read: Callable[[events.IntervalMeasured], float], overhead_s: float
-) -> Clock:
-    unfrozen = [read(interval) for interval in intervals if interval.frozen == 0]
+def _clock(intervals: list[events.IntervalMeasured], name: str, overhead_s: float) -> Clock:
+    paces = [(float(getattr(interval, name)), interval) for interval in intervals]
+    unfrozen = [pace for pace, interval in paces if interval.frozen == 0]
     unfrozen_s = statistics.median(unfrozen) if unfrozen else None
     saved_s = None
     if unfrozen_s is not None:
         # Only where something was frozen: else the jitter of the unfrozen pace would pass for a saving.
-        gains = ((unfrozen_s - read(interval)) * interval.num_steps for interval in intervals if interval.frozen > 0)
+        gains = ((unfrozen_s - pace) * interval.num_steps for pace, interval in paces if interval.frozen > 0)
         saved_s = sum(gains) - overhead_s
-    return Clock(
-        unfrozen_iteration_s=unfrozen_s,
-        training_s=sum(read(interval) * interval.num_steps for interval in intervals),
-        overhead_s=overhead_s,
-        saved_s=saved_s,
-    )
+    training_s = sum(pace * interval.num_steps for pace, interval in paces)
+    return Clock(unfrozen_iteration_s=unfrozen_s, training_s=training_s, overhead_s=overhead_s, saved_s=saved_s)
 
 
 def _paces(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import colorsys
 import html
 import io
@@ -26,26 +27,17 @@ COLOURS = {name: "#" + 3 * f"{place:02x}" for place, name in enumerate(NAMES, 1)
 """Stand-ins drawn by matplotlib; on the page each becomes the CSS variable of its name, light or dark."""
 
 _STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), COLOURS["ink"]),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), COLOURS["grid"]),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "text.parse_math", "axes.unicode_minus"), False),
     "svg.fonttype": "none",
     "svg.hashsalt": "egeria",
-    "path.simplify": True,
     "font.size": 9.0,
-    "text.color": COLOURS["ink"],
-    "axes.edgecolor": COLOURS["grid"],
-    "axes.labelcolor": COLOURS["ink"],
     "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": COLOURS["grid"],
-    "grid.linewidth": 0.5,
-    "xtick.color": COLOURS["grid"],
-    "ytick.color": COLOURS["grid"],
-    "xtick.labelcolor": COLOURS["ink"],
-    "ytick.labelcolor": COLOURS["ink"],
-    "lines.linewidth": 1.5,
-    "text.parse_math": False,
     "axes.formatter.use_mathtext": False,
-    "axes.unicode_minus": False,
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.5,
+    "path.simplify": True,
 }
 
 
@@ -63,21 +55,15 @@ class Picture:
 def draw(
     prefix: str, alt: str, heights_inches: Sequence[float], steps: tuple[int, int], paint: Callable[[list[Any]], None]
 ) -> str:
-    """Draw panels that share their x axis, one above the other, as an inline SVG element.
+    """Draw panels that share their x axis from the first to the last of `steps`, top to bottom, as inline SVG.
 
-    Args:
-        prefix: goes before every id, so that several pictures can share a page.
-        alt: what a reader who cannot see the picture needs to know.
-        heights_inches: height of each panel, top to bottom.
-        steps: ends of the x axis, the same for all pictures of a page.
-        paint: draws into the panels.
+    The prefix goes before every id, so that several pictures can share a page; `alt` is for a reader who sees none.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH_INCHES, sum(heights_inches) + 0.3), layout="constrained")
         FigureCanvasSVG(figure)
-        panels = figure.subplots(
-            len(heights_inches), 1, sharex=True, squeeze=False, height_ratios=list(heights_inches)
-        )[:, 0].tolist()
+        grid = figure.subplots(len(heights_inches), sharex=True, squeeze=False, height_ratios=list(heights_inches))
+        panels = grid[:, 0].tolist()
         for axes in panels:
             axes.set_axisbelow(True)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -91,13 +77,7 @@ def draw(
 
 
 def plot(
-    axes: Any,
-    steps: Sequence[int],
-    values: Sequence[float | None],
-    colour: str,
-    *,
-    limit: int = MAX_POINTS,
-    **style: Any,
+    axes: Any, steps: Sequence[int], values: Sequence[float | None], colour: str, limit: int = MAX_POINTS, **style: Any
 ) -> None:
     """Plot a curve, thinned; it has a gap where a value is missing or not finite."""
     few = len(steps) <= 1
@@ -118,11 +98,9 @@ def module_colour(place: int, num_modules: int) -> str:
     All have the same luminance, which stands out (contrast 3.5 and more) from a light and from a dark card.
     """
     hue = (0.58 + 0.5 * place / max(num_modules - 1, 1)) % 1.0
-    low, high = 0.0, 1.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _luminance(hue, middle) < LUMINANCE else (low, middle)
-    return "#" + "".join(f"{round(255 * channel):02x}" for channel in colorsys.hls_to_rgb(hue, low, SATURATION))
+    grade = bisect.bisect_left(range(4096), LUMINANCE, key=lambda grade: _luminance(hue, grade / 4096))
+    channels = colorsys.hls_to_rgb(hue, (grade - 1) / 4096, SATURATION)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 def _luminance(hue: float, lightness: float) -> float:
@@ -163,7 +141,5 @@ def _inline(text: str, prefix: str, alt: str) -> str:
     for name, stand_in in COLOURS.items():
         text = text.replace(stand_in, f"var(--{name})")
     view_box = re.search(r'viewBox="[^"]*"', text)
-    body = text[text.index(">", text.index("<svg")) + 1 :]
-    label = html.escape(alt)
-    box = view_box[0] if view_box else ""
-    return f'<svg {box} role="img" aria-label="{label}">' + re.sub(r">\s+<", "><", body).strip()
+    body = re.sub(r">\s+<", "><", text[text.index(">", text.index("<svg")) + 1 :]).strip()
+    return f'<svg {view_box[0] if view_box else ""} role="img" aria-label="{html.escape(alt)}">{body}'
