@@ -23,16 +23,18 @@ class Event:
     kind: ClassVar[str] = ""
     step: int
 
+    def __init_subclass__(cls, kind: str = "") -> None:
+        cls.kind = kind or cls.kind  # `slots=True` makes the class anew, without the keyword
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, the kind of event first."""
         return {"event": self.kind, **dataclasses.asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunStarted(Event):
+class RunStarted(Event, kind="run_started"):
     """A run was attached; everything a replay or a report needs to know of it."""
 
-    kind: ClassVar[str] = "run_started"
     config: dict[str, Any]
     modules: list[dict[str, Any]]
     trainable: list[bool]
@@ -48,45 +50,40 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModulesOrdered(Event):
+class ModulesOrdered(Event, kind="modules_ordered"):
     """The first forward ran in another order than the definition; these are the layer modules from here on."""
 
-    kind: ClassVar[str] = "modules_ordered"
     modules: list[dict[str, Any]]
     trainable: list[bool]
     deepest_freeze: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComputeProfiled(Event):
+class ComputeProfiled(Event, kind="compute_profiled"):
     """Share of the forward pass' floating-point operations that each layer module takes."""
 
-    kind: ClassVar[str] = "compute_profiled"
     forward_shares: list[float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MetricLogged(Event):
+class MetricLogged(Event, kind="metric"):
     """Numbers the user logged, such as the validation accuracy."""
 
-    kind: ClassVar[str] = "metric"
     values: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Resumed(Event):
+class Resumed(Event, kind="resumed"):
     """The run was resumed from a saved state."""
 
-    kind: ClassVar[str] = "resumed"
     frozen: int
     stage: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunClosed(Event):
+class RunClosed(Event, kind="run_closed"):
     """The run ended; what egeria itself cost in all."""
 
-    kind: ClassVar[str] = "run_closed"
     frozen: int
     overhead_wall_s: float
     overhead_cpu_s: float
@@ -95,10 +92,9 @@ class RunClosed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IntervalMeasured(Event):
+class IntervalMeasured(Event, kind="interval"):
     """One interval of `n` steps: the mean loss, the learning rate and the time of an iteration."""
 
-    kind: ClassVar[str] = "interval"
     evaluation: int
     loss: float | None
     """Mean of the finite training losses; None where there was none."""
@@ -122,10 +118,9 @@ class IntervalMeasured(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlasticityRead(Event):
+class PlasticityRead(Event, kind="plasticity"):
     """One reading of the frontmost active module, and what the policy concluded from it."""
 
-    kind: ClassVar[str] = "plasticity"
     evaluation: int
     module: int
     name: str
@@ -150,20 +145,18 @@ class PlasticityRead(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadingDropped(Event):
+class ReadingDropped(Event, kind="reading_dropped"):
     """An evaluation gave no usable reading; the policy never saw it."""
 
-    kind: ClassVar[str] = "reading_dropped"
     evaluation: int
     module: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IntervalChanged(Event):
+class IntervalChanged(Event, kind="interval_changed"):
     """Evaluations cost more or less from here on, so that they are made more rarely or more often."""
 
-    kind: ClassVar[str] = "interval_changed"
     before: int
     after: int
     """`n`, in steps."""
@@ -171,19 +164,17 @@ class IntervalChanged(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageChanged(Event):
+class StageChanged(Event, kind="stage"):
     """Bootstrapping ended: layer modules may freeze from here on."""
 
-    kind: ClassVar[str] = "stage"
     stage: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleFrozen(Event):
+class ModuleFrozen(Event, kind="frozen"):
     """Module number `module` froze; the `frozen` front modules are frozen now."""
 
-    kind: ClassVar[str] = "frozen"
     module: int
     name: str
     frozen: int
@@ -193,30 +184,27 @@ class ModuleFrozen(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FreezeWaits(Event):
+class FreezeWaits(Event, kind="freeze_waits"):
     """A layer module was decided to freeze, and still trains until a freeze repays the compiling."""
 
-    kind: ClassVar[str] = "freeze_waits"
     module: int
     name: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Thawed(Event):
+class Thawed(Event, kind="thawed"):
     """Everything thawed; `window` evaluations are needed to freeze again."""
 
-    kind: ClassVar[str] = "thawed"
     frozen_before: int
     reason: str
     window: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceRefreshed(Event):
+class ReferenceRefreshed(Event, kind="reference"):
     """The reference model was made or brought up to date with the training weights."""
 
-    kind: ClassVar[str] = "reference"
     evaluation: int
     builder: str
     wall_s: float
@@ -227,20 +215,18 @@ class ReferenceRefreshed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RungTaken(Event):
+class RungTaken(Event, kind="rung"):
     """The reference model's number format from here on; `before` is empty for the first choice."""
 
-    kind: ClassVar[str] = "rung"
     before: str
     after: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FidelityChecked(Event):
+class FidelityChecked(Event, kind="fidelity"):
     """The error of the number format against the plasticity that it has to show."""
 
-    kind: ClassVar[str] = "fidelity"
     tap: str
     rung: str
     error: float
@@ -252,28 +238,25 @@ class FidelityChecked(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ControllerChosen(Event):
+class ControllerChosen(Event, kind="controller"):
     """Where evaluations are made, 'process' or 'inline', or 'none' where none are, and why."""
 
-    kind: ClassVar[str] = "controller"
     controller: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ControllerRestarted(Event):
+class ControllerRestarted(Event, kind="controller_restarted"):
     """The controller process died or hung and was replaced, for the `count`-th time."""
 
-    kind: ClassVar[str] = "controller_restarted"
     count: int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CacheDecided(Event):
+class CacheDecided(Event, kind="cache"):
     """How the frozen forward pass is done from here on, and the numbers that decided."""
 
-    kind: ClassVar[str] = "cache"
     boundary: str
     """Name of the last frozen layer module; empty while nothing is frozen."""
     generation: int
@@ -285,10 +268,9 @@ class CacheDecided(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CacheUsed(Event):
+class CacheUsed(Event, kind="cache_used"):
     """The use of one generation of stored activations, from its beginning to this step."""
 
-    kind: ClassVar[str] = "cache_used"
     boundary: str
     generation: int
     hits: int
@@ -317,20 +299,18 @@ class CacheUsed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recompiled(Event):
+class Recompiled(Event, kind="recompiled"):
     """The model was compiled since the step before."""
 
-    kind: ClassVar[str] = "recompiled"
     wall_s: float
     by_freezing: bool
     """Whether layers had been frozen or thawed, so that the seconds count as egeria's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rewrapped(Event):
+class Rewrapped(Event, kind="rewrapped"):
     """The processes reduce other gradients from here on."""
 
-    kind: ClassVar[str] = "rewrapped"
     wall_s: float
     """Seconds that rebuilding the communication buffers took."""
     reduced_bytes: int
@@ -338,19 +318,17 @@ class Rewrapped(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Declined(Event):
+class Declined(Event, kind="declined"):
     """The library chose not to act, and why; training continues without that part."""
 
-    kind: ClassVar[str] = "declined"
     what: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FaultCaught(Event):
+class FaultCaught(Event, kind="fault"):
     """Something of ours failed; training continued."""
 
-    kind: ClassVar[str] = "fault"
     where: str
     error: str
     count: int

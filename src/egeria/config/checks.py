@@ -15,7 +15,6 @@ Rule = Callable[[Any], str]
 """Returns what a value would have to be; empty where it is that."""
 Value = TypeVar("Value")
 TIMETABLE = 'text such as "0.54:2 0.79:3 0.9:0"'
-_ENTRY = re.compile(r"(\d+(?:\.\d*)?|\.\d+):(\d+)")
 
 
 class SettingsGroup:
@@ -31,8 +30,7 @@ class SettingsGroup:
 
 def setting(default: Value, rule: Rule) -> Value:
     """Return the field of a group that has this default and keeps this rule."""
-    field: Value = dataclasses.field(default=default, metadata={"rule": rule})
-    return field
+    return dataclasses.field(default=default, metadata={"rule": rule})
 
 
 def check(name: str, value: Any, rule: Rule) -> None:
@@ -89,18 +87,18 @@ POSITIVE = number(lambda value: value > 0, "a finite number above 0")
 
 def regular_expression(value: Any) -> str:
     """Rule for a text that compiles."""
+    contract = "a valid regular expression"
     try:
-        holds = isinstance(value, str) and bool(re.compile(value))
+        return "" if isinstance(value, str) and re.compile(value) else contract
     except (re.error, OverflowError, RecursionError):
-        holds = False
-    return "" if holds else "a valid regular expression"
+        return contract
 
 
 def timetable(text: Any) -> str:
     """Rule for shares of the training with the number of front modules frozen from then on."""
     if not isinstance(text, str) or not text.split():
         return f"{TIMETABLE}, share of the training : front layer modules frozen from then on"
-    malformed = [entry for entry in text.split() if not _ENTRY.fullmatch(entry)]
+    malformed = [entry for entry in text.split() if not re.fullmatch(r"(\d+\.?\d*|\.\d+):\d+", entry)]
     if malformed:
         return f"{TIMETABLE}, where {malformed[0]!r} is no share of the training : number of layer modules"
     shares = [share for share, _ in read_timetable(text)]

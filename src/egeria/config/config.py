@@ -45,7 +45,7 @@ class Config:
     cache: groups.CacheConfig = field(default_factory=groups.CacheConfig)
 
     def __post_init__(self) -> None:
-        for name, group in _groups().items():
+        for name, group in _GROUPS.items():
             found = getattr(self, name)
             if not isinstance(found, group):
                 raise ConfigError(
@@ -64,8 +64,7 @@ class Config:
         Raises:
             ConfigError: a group or field is unknown, or a value is outside its contract.
         """
-        known = _groups()
-        _refuse_unknown("the configuration", table, known)
+        _refuse_unknown("the configuration", table, _GROUPS)
         built: dict[str, Any] = {}
         for name, values in table.items():
             if not isinstance(values, Mapping):
@@ -75,8 +74,8 @@ class Config:
                 names = " and ".join(f"{name}.{key}" for key in removed)
                 warnings.warn(f"{names} has no effect any more. Please remove it from the settings.", stacklevel=2)
             kept = {key: value for key, value in values.items() if key not in removed}
-            _refuse_unknown(f"[{name}]", kept, [entry.name for entry in fields(known[name])])
-            built[name] = known[name](**kept)
+            _refuse_unknown(f"[{name}]", kept, [entry.name for entry in fields(_GROUPS[name])])
+            built[name] = _GROUPS[name](**kept)
         return cls(**built)
 
     @classmethod
@@ -92,11 +91,9 @@ class Config:
     def load(cls, path: str | Path) -> Config:
         """Build from a TOML file."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            return cls.from_toml(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The configuration must be a readable TOML file; {error}. Check the path.") from error
-        try:
-            return cls.from_toml(text)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -108,11 +105,7 @@ class Config:
         }
 
     def to_toml(self) -> str:
-        """Return the TOML text that `from_toml` reads back to an equal configuration.
-
-        Raises:
-            ConfigError: a strategy object stands where TOML can only hold a name.
-        """
+        """Return the TOML text that `from_toml` reads back to an equal configuration; it holds no strategy object."""
         table = self._table()
         for name, group in table.items():
             for key, value in group.items():
@@ -131,18 +124,16 @@ class Config:
     def _table(self) -> dict[str, dict[str, Any]]:
         return {
             name: {entry.name: getattr(getattr(self, name), entry.name) for entry in fields(group)}
-            for name, group in _groups().items()
+            for name, group in _GROUPS.items()
         }
 
 
-def _groups() -> dict[str, Any]:
-    """Return the class of each group of settings by its name."""
-    return {entry.name: entry.default_factory for entry in fields(Config)}
+_GROUPS: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(Config)}
+"""The class of each group of settings by its name."""
 
 
 def _refuse_unknown(where: str, found: Mapping[str, Any], known: Collection[str]) -> None:
-    unknown = sorted(map(repr, set(found) - set(known)))
-    if unknown:
+    if unknown := sorted(map(repr, set(found) - set(known))):
         raise ConfigError(
             f"{where} knows {', '.join(sorted(known))}; found {', '.join(unknown)}. Check the spelling, or remove it."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from egeria.events import ComputeProfiled, Declined, Event, ModuleFrozen, ModulesOrdered, Resumed, RunStarted, Thawed
@@ -111,9 +111,8 @@ def list_modules(history: History, points: tuple[DepthPoint, ...]) -> tuple[Modu
     )
 
 
-def _changes(history: History) -> list[tuple[Event, int, int, str]]:
-    """Return the events that changed the number of frozen modules, each with that before and after, and why."""
-    changes: list[tuple[Event, int, int, str]] = []
+def _changes(history: History) -> Iterator[tuple[Event, int, int, str]]:
+    """Yield the events that changed the number of frozen modules, each with that before and after, and why."""
     depth = 0
     for event in history.events:
         if isinstance(event, ModuleFrozen):
@@ -125,9 +124,8 @@ def _changes(history: History) -> list[tuple[Event, int, int, str]]:
         else:
             continue
         if after != depth:
-            changes.append((event, depth, after, reason))
+            yield event, depth, after, reason
             depth = after
-    return changes
 
 
 def _cut(history: History) -> list[Module]:

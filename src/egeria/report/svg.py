@@ -132,9 +132,7 @@ def _inline(text: str, prefix: str, alt: str) -> str:
     """Strip what belongs to a file of its own, and make ids, colours and numbers the page's."""
     text = text[text.index("<svg") :].replace("xlink:href", "href")
     # matplotlib's own style sheet would apply to the whole page.
-    for element in ("metadata", "style"):
-        text = re.sub(rf"<{element}\b.*?</{element}>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<(metadata|style)\b.*?</\1>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", text)
     text = re.sub(r'\b(d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0]), text)
