@@ -136,7 +136,7 @@ class Training:
     @property
     def way(self) -> Any:
         """How forwards are made now."""
-        return self.run._session.skipping._cache._mode
+        return self.run._session.skipping._cache.mode
 
     @property
     def generation(self) -> Generation:
@@ -147,7 +147,7 @@ class Training:
     @property
     def store_path(self) -> Path:
         """Where the store is."""
-        return self.generation._store.path
+        return self.generation.store.path
 
     def journal(self, kind: type) -> list[Any]:
         """Return the events of a kind."""

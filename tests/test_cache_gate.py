@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
+from collections import namedtuple
 
 from egeria.cache import forward_modes
 from egeria.cache.gate import Prospects, judge
 
+Verdict = namedtuple("Verdict", "pays reason")
 GOOD = Prospects(
     iteration_s=0.2,
     prefix_s=0.06,
@@ -21,7 +23,7 @@ GOOD = Prospects(
 
 
 def verdict(minimum_epochs=2.0, **changes):
-    return judge(dataclasses.replace(GOOD, **changes), minimum_epochs=minimum_epochs)
+    return Verdict(*judge(dataclasses.replace(GOOD, **changes), minimum_epochs=minimum_epochs))
 
 
 def test_it_pays_where_the_prefix_is_dear_and_the_disk_is_fast():

@@ -106,7 +106,12 @@ class Arm:
             place = partial(_Place, directory / name.replace(" ", "-"), self, slow_bytes_per_s)
             feed = SampleFeed(self.loader, id_column=None, base_seed=0)
             self._cache = ActivationCache(
-                self.model, feed, directory=place, settings=settings, recorder=self._recorder, spend=self._spend
+                model=self.model,
+                feed=feed,
+                make_directory=place,
+                settings=settings,
+                recorder=self._recorder,
+                spend=self._spend,
             )
             self.network.skip_with(self._cache.forward)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from egeria.cache.decision import GenerationOpener, Outlook, Share
 from egeria.cache.fingerprint import RepeatedInputs, fingerprints
 from egeria.cache.forward_modes import (
     WATCHED_FORWARDS,
-    ForwardMode,
     PlainForward,
     Rollback,
     StaleError,
@@ -38,55 +38,45 @@ REPORT_BATCHES = 500
 """Batches between two entries in the journal on how a generation does."""
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class ActivationCache:
     """Makes the training forwards of a model with a frozen front.
 
     Behind a new boundary the forward pass is left as it is for a few iterations, whose pace is measured.
     Then activations are stored, or nothing is done, until the boundary
     moves again. Whatever fails, the user's forward is made as it is, and what failed stays off.
-
-    Args:
-        model: the model in training.
-        feed: knows the samples of batches; None where they cannot be identified.
-        directory: makes the place on the disk when one is needed.
-        settings: of the cache.
-        recorder: records decisions and warns.
-        spend: takes wall-clock and CPU seconds that were ours and not the user's.
-        refusal: why there is no feed.
-        share: with whom stores are shared.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        feed: SampleFeed | None,
-        *,
-        directory: Callable[[], CacheDirectory],
-        settings: CacheConfig,
-        recorder: Recorder,
-        spend: Callable[[float, float], None],
-        refusal: str = "",
-        share: Share | None = None,
-    ) -> None:
-        self.num_forwards = 0
-        """Training forwards so far."""
-        self._model, self._feed = model, feed
-        self._make_directory = directory
-        self._directory: CacheDirectory | None = None
-        self._settings = settings
-        self._recorder = recorder
-        self._spend = spend
-        self._share = share or Share()
-        self._repeats = RepeatedInputs()
-        self._longest: int | None = None
-        self._most_rows = 0
-        self._modules: tuple[LayerModule, ...] = ()
-        self._outlook = Outlook(steps_ahead=None)
-        self._number = 0
-        self._refusal = "cache.views is 0, so augmentation stays free" if settings.views == 0 else refusal
-        self._mode: ForwardMode = PlainForward()
-        self._rollback: Rollback | None = None
-        self._has_reported_damage = False
+    model: nn.Module
+    feed: SampleFeed | None
+    """Knows the samples of batches; None where they cannot be identified."""
+    make_directory: Callable[[], CacheDirectory]
+    settings: CacheConfig
+    recorder: Recorder
+    spend: Callable[[float, float], None]
+    """Takes wall-clock and CPU seconds that were ours and not the user's."""
+    refusal: str = ""
+    """Why there is no feed, or nothing is stored any more."""
+    share: Share = field(default_factory=Share)
+    """With whom stores are shared."""
+    num_forwards: int = 0
+    """Training forwards so far."""
+    mode: PlainForward | Generation = field(default_factory=PlainForward)
+    """How they are made now."""
+    _directory: CacheDirectory | None = None
+    _repeats: RepeatedInputs = field(default_factory=RepeatedInputs)
+    _longest: int | None = None
+    _most_rows: int = 0
+    _modules: tuple[LayerModule, ...] = ()
+    _outlook: Outlook = field(default_factory=partial(Outlook, steps_ahead=None))
+    _number: int = 0
+    _rollback: Rollback | None = None
+    _has_reported_damage: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse where the settings leave nothing to store."""
+        if self.settings.views == 0:
+            self.refusal = "cache.views is 0, so augmentation stays free"
 
     def move_boundary(self, modules: Sequence[LayerModule], outlook: Outlook) -> None:
         """Take note that other layer modules are frozen now; what is stored is of no use any more.
@@ -95,11 +85,11 @@ class ActivationCache:
             modules: the frozen layer modules, front to back; none after a thaw.
             outlook: the time to come.
         """
-        self._modules, self._outlook, self._number = tuple(modules), outlook, self._share.number_at(self._number)
+        self._modules, self._outlook, self._number = tuple(modules), outlook, self.share.number_at(self._number)
         self._switch_to(self._timed_forward() if modules else PlainForward())
         if not modules:
-            if self._feed is not None:
-                self._feed.use_views(None)
+            if self.feed is not None:
+                self.feed.use_views(None)
             if self._number:
                 self._record("computed", "nothing is frozen any more")
 
@@ -115,16 +105,16 @@ class ActivationCache:
         try:
             indices = self._current_indices()
             self._observe(batch, indices)
-            if isinstance(self._mode, TimedForward) and self._mode.has_seen_enough(
-                indices is not None or self._feed is None
+            if isinstance(self.mode, TimedForward) and self.mode.has_seen_enough(
+                indices is not None or self.feed is None
             ):
-                decide = partial(self._decide, batch, indices, self._mode)
-                self._share.decide(self.place, self._number + 1, decide, lambda: isinstance(self._mode, Generation))
-            if isinstance(self._mode, Generation) and (reason := self._mode.why_it_does_not_pay()):
+                decide = partial(self._decide, batch, indices, self.mode)
+                self.share.decide(self.place, self._number + 1, decide, lambda: isinstance(self.mode, Generation))
+            if isinstance(self.mode, Generation) and (reason := self.mode.payback.complaint()):
                 self._compute(reason, {})
             if self._rollback is not None:
                 self._rollback.save()
-            return self._mode.forward(user_forward, batch, indices)
+            return self.mode.forward(user_forward, batch, indices)
         except Exception as error:
             if user_forward.was_plain:
                 raise  # the user's own forward failed, with nothing of ours in it
@@ -137,15 +127,15 @@ class ActivationCache:
 
     def report(self) -> None:
         """Write into the journal how the present generation does."""
-        if isinstance(self._mode, Generation):
-            self._recorder.write(self._mode.used(self._recorder.step))
+        if isinstance(self.mode, Generation):
+            self.recorder.write(self.mode.used(self.recorder.step))
 
     def close(self) -> None:
         """Stop everything, give the loader back and delete what was stored; more than once is no error."""
         self._switch_to(PlainForward())
         self._modules = ()
-        if self._feed is not None:
-            self._feed.close()
+        if self.feed is not None:
+            self.feed.close()
         if self._directory is not None:
             self._directory.close()
             self._directory = None
@@ -153,91 +143,87 @@ class ActivationCache:
     def _current_indices(self) -> BatchIndices | None:
         """Return the samples of the batch that the loader handed out last; None if so few that other kernels run."""
         try:
-            indices = None if self._feed is None else self._feed.current
+            indices = None if self.feed is None else self.feed.current
             num_rows = 0 if indices is None else len(indices.samples)
             self._most_rows = max(self._most_rows, num_rows)
             return indices if num_rows >= min(LEAST_ROWS, self._most_rows) else None
         except NoSamplesError as error:
-            self._recorder.decline("storing activations", str(error))
-            self._refusal = str(error)
-            if self._feed is not None:
-                self._feed.close()
-            self._feed = None
+            self.recorder.decline("storing activations", str(error))
+            self.refusal = str(error)
+            if self.feed is not None:
+                self.feed.close()
+            self.feed = None
             return None
 
     def _observe(self, batch: Batch, indices: BatchIndices | None) -> None:
         """Learn what later decisions need: whether inputs repeat, and how long samples can be."""
-        if type(self._mode) is not PlainForward:
+        if type(self.mode) is not PlainForward:
             check_runs_once()
         mask = batch.kwargs.get("attention_mask")
         if getattr(mask, "ndim", 0) == 2:
             self._longest = max(self._longest or 0, int(mask.shape[1]))  # type: ignore[union-attr]
         if indices is not None and not indices.viewed and self._repeats.wants(indices.samples):
             self._repeats.observe(indices.samples, fingerprints(batch.args, batch.kwargs, len(indices.samples)))
-        if isinstance(self._mode, Generation):
-            if self._mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
+        if isinstance(self.mode, Generation):
+            if self.mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
                 self.report()
-            self._report_damage(self._mode.num_damaged)
-
-    def _report_damage(self, num_damaged: int) -> None:
-        """Warn of damaged rows when the first were found."""
-        if num_damaged and not self._has_reported_damage:
-            self._has_reported_damage = True
-            reason = f"{num_damaged} of them were damaged, by the disk or another program; they are computed again"
-            self._recorder.fault("reading stored activations", StoreError(reason))
+            num_damaged = self.mode.store.num_damaged
+            if num_damaged and not self._has_reported_damage:
+                self._has_reported_damage = True
+                reason = f"{num_damaged} of them were damaged, by the disk or another program; they are computed again"
+                self.recorder.fault("reading stored activations", StoreError(reason))
 
     def _decide(self, batch: Batch, indices: BatchIndices | None, timed: TimedForward) -> None:
         """Choose how the forward pass is done from here on."""
         begin, begin_cpu = time.perf_counter(), time.process_time()
         self._number += 1
-        reason = self._refusal or self._share.refusal(self._feed)
+        reason = self.refusal or self.share.refusal(self.feed)
         numbers: dict[str, float] = {}
         if not reason and indices is None:
             reason = "the loader given to attach does not hand out the batches that the model is called with"
-            self._recorder.decline(WHAT, reason)
+            self.recorder.decline(WHAT, reason)
         if not reason and indices is not None:
             try:
                 reason, numbers = self._try_to_store(batch, indices, timed)
             except UncacheableError as error:
                 reason = str(error)
-                self._recorder.decline(f"{WHAT} behind {self._modules[-1].name}", reason)
+                self.recorder.decline(f"{WHAT} behind {self._modules[-1].name}", reason)
             except StoreError as error:
-                reason = self._refusal = str(error)
-                self._recorder.decline(WHAT, reason)
+                reason = self.refusal = str(error)
+                self.recorder.decline(WHAT, reason)
         if reason:
             self._compute(reason, numbers)
-        self._spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+        self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _try_to_store(self, batch: Batch, indices: BatchIndices, timed: TimedForward) -> tuple[str, dict[str, float]]:
         """Open a generation where it pays; return why not, or an empty reason, and the numbers that decided."""
-        assert self._feed is not None
+        assert self.feed is not None
         opener = GenerationOpener(
-            model=self._model,
+            model=self.model,
             modules=self._modules,
-            feed=self._feed,
-            settings=self._settings,
+            feed=self.feed,
+            settings=self.settings,
             batch=batch,
             indices=indices,
-            iteration_s=timed.iteration_s,
-            prefix_s=timed.prefix_s,
+            timed=timed,
             outlook=self._outlook,
             longest=self._longest,
             number=self._number,
         )
-        if self._share.leads:
-            opening = opener.open(self.place, repeating=self._is_repeating())
+        if self.share.leads:
+            generation, reason, numbers = opener.open(self.place, repeating=self._is_repeating())
         else:
-            opening = opener.join(self.place())
-        if opening.generation is None:
-            return opening.reason, opening.numbers
-        self._switch_to(opening.generation)
-        self._record("stored", opening.reason, opening.numbers)
-        return "", opening.numbers
+            generation, reason, numbers = opener.join(self.place())
+        if generation is None:
+            return reason, numbers
+        self._switch_to(generation)
+        self._record("stored", reason, numbers)
+        return "", numbers
 
     def _is_repeating(self) -> bool:
         """Return whether a sample comes with the same input each time; unless seen to, it does where views are set."""
         known = self._repeats.verdict
-        return known is not False if self._settings.views is None else bool(known)
+        return known is not False if self.settings.views is None else bool(known)
 
     def _compute(self, reason: str, numbers: dict[str, float]) -> None:
         """Compute the frozen front until the boundary moves."""
@@ -246,7 +232,7 @@ class ActivationCache:
 
     def _fall_back(self, error: Exception) -> None:
         """Give up on the present forward mode, and say why."""
-        failed, inputs_changed = self._mode, isinstance(error, ChangedInputsError)
+        failed, inputs_changed = self.mode, isinstance(error, ChangedInputsError)
         self._switch_to(PlainForward())
         if inputs_changed and self._can_still_fix_views():
             self._repeats.note_random()
@@ -254,38 +240,38 @@ class ActivationCache:
             self._record("computed", f"{error}; in case they are augmented at random, that is fixed next")
             return
         if isinstance(error, (StaleError, StoreError, UncacheableError)):
-            self._recorder.decline(WHAT, str(error))
+            self.recorder.decline(WHAT, str(error))
         else:
-            self._recorder.fault("skipping the frozen forward pass", error)
+            self.recorder.fault("skipping the frozen forward pass", error)
         if isinstance(failed, (Generation, TimedForward)):
-            self._refusal = f"it was turned off: {error}"
+            self.refusal = f"it was turned off: {error}"
         self._record("computed", str(error))
 
     def _can_still_fix_views(self) -> bool:
         """Return whether random augmentation, not noticed before, may be why inputs have changed."""
-        free = self._feed is not None and not self._feed.views_refusal and self._repeats.verdict is not False
-        return free and self._settings.views is None
+        free = self.feed is not None and not self.feed.views_refusal and self._repeats.verdict is not False
+        return free and self.settings.views is None
 
     def _timed_forward(self) -> TimedForward:
         names = [name for module in self._modules for name in module.submodules]
-        roots = [self._model.get_submodule(name) for name in names]
-        return TimedForward(roots, 0 if self._settings.gate == "open" else WATCHED_FORWARDS)
+        roots = [self.model.get_submodule(name) for name in names]
+        return TimedForward(roots, 0 if self.settings.gate == "open" else WATCHED_FORWARDS)
 
-    def _switch_to(self, mode: ForwardMode) -> None:
+    def _switch_to(self, mode: PlainForward | Generation) -> None:
         self.report()
-        self._mode.close()
-        self._mode, self._has_reported_damage = mode, False
-        self._rollback = None if mode.name == PlainForward.name else Rollback(self._model)
+        self.mode.close()
+        self.mode, self._has_reported_damage = mode, False
+        self._rollback = None if mode.name == PlainForward.name else Rollback(self.model)
 
     def place(self) -> CacheDirectory:
         """Return where stores go, made when it is first asked for. Raises `StoreError`."""
-        self._directory = self._directory or self._make_directory()
+        self._directory = self._directory or self.make_directory()
         return self._directory
 
     def _record(self, mode: str, reason: str, numbers: dict[str, float] | None = None) -> None:
-        self._recorder.write(
+        self.recorder.write(
             CacheDecided(
-                step=self._recorder.step,
+                step=self.recorder.step,
                 boundary=self._modules[-1].name if self._modules else "",
                 generation=self._number,
                 mode=mode,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from egeria.cache.fingerprint import fingerprints
-from egeria.cache.gate import GateDecision, Prospects, judge
+from egeria.cache.forward_modes import TimedForward
+from egeria.cache.gate import Prospects, judge
 from egeria.cache.generation import Generation
 from egeria.cache.layout import Layouts
 from egeria.cache.loader import SampleFeed
@@ -69,13 +69,8 @@ class Outlook:
         return epochs - missed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
-    """A generation, or None; why, and the numbers that decided."""
-
-    generation: Generation | None
-    reason: str
-    numbers: dict[str, float] = field(default_factory=dict)
+Opening = tuple[Generation | None, str, dict[str, float]]
+"""A generation, or None; why, and the numbers that decided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,19 +82,16 @@ class GenerationOpener:
     """
 
     model: nn.Module
-    """The model in training."""
     modules: Sequence[LayerModule]
-    """Its frozen layer modules, front to back."""
+    """The frozen ones, front to back."""
     feed: SampleFeed
     settings: CacheConfig
     batch: Batch
     """A training batch."""
     indices: BatchIndices
     """Its samples."""
-    iteration_s: float
-    """Of the iterations before it; 0 where that is not known."""
-    prefix_s: float
-    """Of that, the frozen front."""
+    timed: TimedForward
+    """The iterations before it."""
     outlook: Outlook
     longest: int | None
     """The greatest padded length so far."""
@@ -114,19 +106,18 @@ class GenerationOpener:
             repeating: whether a sample has the same input each time.
         """
         prospects = self._foresee()
-        decision = self._ask_gate(prospects)
-        if not decision.pays:
-            return Opening(generation=None, reason=decision.reason, numbers=prospects.to_dict())
-        prefix = Prefix.find(self.model, self.modules, self.batch, len(self.indices.samples))
-        rows = prefix.compute(self.batch, None)
-        layouts = Layouts.of(prefix.row_leaves, rows, storage=self.settings.storage, longest=self.longest)
+        pays, reason = self._ask_gate(prospects)
+        if not pays:
+            return None, reason, prospects.to_dict()
+        prefix, rows, layouts = self._find_prefix()
         directory = place()
         prospects = self._size_up(prospects, layouts, directory.room_bytes(), repeating)
-        decision = self._ask_gate(prospects)
+        pays, reason = self._ask_gate(prospects)
         capacity = directory.capacity(layouts.stored, prospects.needed_bytes // bytes_per_position(layouts.stored))
-        if not decision.pays or capacity < 1:
-            reason = decision.reason if not decision.pays else f"{directory.path.parent} has no room for one sample"
-            return Opening(generation=None, reason=reason, numbers=prospects.to_dict())
+        if pays and capacity < 1:
+            pays, reason = False, f"{directory.path.parent} has no room for one sample"
+        if not pays:
+            return None, reason, prospects.to_dict()
         store = directory.create(
             self.number,
             layouts.stored,
@@ -136,66 +127,66 @@ class GenerationOpener:
             is_viewed=not repeating,
             front=checksum(prefix.weights()),
         )
-        try:
+        with contextlib.ExitStack() as unless_used:
+            unless_used.callback(store.close, remove=True)
             prospects = self._time_store(prospects, store, layouts, layouts.to_store(rows))
-            decision = self._ask_gate(prospects)
-            reason = decision.reason if not decision.pays else "" if repeating else self._fix_views(store.num_views)
-        except BaseException:
-            store.close(remove=True)
-            raise
-        if reason:
-            store.close(remove=True)
-            return Opening(generation=None, reason=reason, numbers=prospects.to_dict())
-        generation = self._generation(prefix, layouts, store)
-        return Opening(generation=generation, reason=decision.reason, numbers=prospects.to_dict())
+            pays, reason = self._ask_gate(prospects)
+            refusal = self._fix_views(store.num_views) if pays and not repeating else ""
+            if not pays or refusal:
+                return None, refusal or reason, prospects.to_dict()
+            generation = self._generation(prefix, layouts, store)
+            unless_used.pop_all()
+        return generation, reason, prospects.to_dict()
 
     def join(self, place: CacheDirectory) -> Opening:
-        """Use the store that another process of the host has opened, if it has.
+        """Use the store that another process of the host has opened, if it has."""
+        prefix, _, own = self._find_prefix()
+        if not place.published(self.number):
+            return None, "the first process of this host stores nothing", {}
+        store = place.join(self.number)
+        with contextlib.ExitStack() as unless_used:
+            unless_used.callback(store.close)
+            layouts = own.like(store.layouts)
+            reason = ""
+            if store.boundary != self.modules[-1].name:
+                reason = f"the first process of this host stores what {store.boundary} puts out"
+            elif store.front != checksum(prefix.weights()):
+                reason = "the frozen layers of this process have other values, such as statistics of its own"
+            elif layouts is None:
+                reason = "the first process of this host stores rows of another kind"
+            elif store.is_viewed:
+                reason = self._fix_views(store.num_views)
+            if layouts is None or reason:
+                return None, reason, {}
+            generation = self._generation(prefix, layouts, store)
+            unless_used.pop_all()
+        return generation, "the first process of this host has opened the store", {}
 
-        Args:
-            place: where the store is.
-        """
+    def _find_prefix(self) -> tuple[Prefix, Sequence[torch.Tensor], Layouts]:
+        """Return the frozen front, what it puts out for the batch, and how that is laid out."""
         prefix = Prefix.find(self.model, self.modules, self.batch, len(self.indices.samples))
         rows = prefix.compute(self.batch, None)
-        if not place.published(self.number):
-            return Opening(generation=None, reason="the first process of this host stores nothing")
-        store = place.join(self.number)
-        own = Layouts.of(prefix.row_leaves, rows, storage=self.settings.storage, longest=self.longest)
-        layouts = own.like(store.layouts)
-        reason = ""
-        if store.boundary != self.modules[-1].name:
-            reason = f"the first process of this host stores what {store.boundary} puts out"
-        elif store.front != checksum(prefix.weights()):
-            reason = "the frozen layers of this process have other values, such as statistics of its own"
-        elif layouts is None:
-            reason = "the first process of this host stores rows of another kind"
-        elif store.is_viewed:
-            reason = self._fix_views(store.num_views)
-        if layouts is None or reason:
-            store.close()
-            return Opening(generation=None, reason=reason)
-        generation = self._generation(prefix, layouts, store)
-        return Opening(generation=generation, reason="the first process of this host has opened the store")
+        return prefix, rows, Layouts.of(prefix.row_leaves, rows, storage=self.settings.storage, longest=self.longest)
 
     def _foresee(self) -> Prospects:
         """Return what is known of storing before anything is tried out."""
-        num_rows = len(self.indices.samples)
-
-        def identify_rows() -> None:
+        num_rows, seconds = len(self.indices.samples), []
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
             fingerprints(self.batch.args, self.batch.kwargs, num_rows)
             true_lengths(self.batch.kwargs, num_rows)
-
+            seconds.append(time.perf_counter() - begin)
         return Prospects(
-            iteration_s=self.iteration_s,
-            prefix_s=self.prefix_s,
-            serve_s=_shortest(identify_rows) + HANDLING_S,
+            iteration_s=self.timed.iteration_s,
+            prefix_s=self.timed.prefix_s,
+            serve_s=min(seconds) + HANDLING_S,
             spare_core=self.outlook.spare_core,
             epochs_ahead=self.outlook.epochs(self.feed.num_batches),
         )
 
-    def _ask_gate(self, prospects: Prospects) -> GateDecision:
+    def _ask_gate(self, prospects: Prospects) -> tuple[bool, str]:
         if self.settings.gate == "open":
-            return GateDecision(pays=True, reason="cache.gate is 'open'")
+            return True, "cache.gate is 'open'"
         return judge(prospects, minimum_epochs=self.settings.minimum_epochs)
 
     def _size_up(self, prospects: Prospects, layouts: Layouts, room_bytes: int, repeating: bool) -> Prospects:
@@ -256,18 +247,9 @@ class GenerationOpener:
             self.feed,
             number=self.number,
             verify_batches=self.settings.verify_batches,
-            iteration_s=self.iteration_s,
+            iteration_s=self.timed.iteration_s,
             device=next(prefix.model.parameters()).device,
         )
-
-
-def _shortest(action: Callable[[], object]) -> float:
-    found = math.inf
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        action()
-        found = min(found, time.perf_counter() - begin)
-    return found
 
 
 class Share:
@@ -309,12 +291,9 @@ class Share:
         Args:
             place: returns where stores go.
             number: of the generation.
-            decide: decides.
+            decide: decides; what it raises passes through.
             is_opened: returns whether the generation is stored then, which is published to the others. Where it cannot
                 be written, they give up.
-
-        Raises:
-            Exception: whatever deciding raises.
         """
         if not self.leads:
             self._num_asked += 1

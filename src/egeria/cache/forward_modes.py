@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,21 +77,6 @@ class Rollback:
             generator.set_state(state)
         for buffer, before in self._buffers:
             buffer.data.copy_(before)
-
-
-class ForwardMode(Protocol):
-    """How training forwards are made."""
-
-    name: str
-    """Its name in the journal."""
-
-    def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
-        """Make one; `indices` are its samples, None where they are not known."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
 
 
 class PlainForward:
@@ -188,10 +173,8 @@ class PaybackCheck:
         )
 
 
-# A function of this file, not a closure: some models copy themselves in their forward pass.
-
-
 def _note_time(moments: list[float], module: nn.Module, *_: Any) -> None:
+    """Note when a hook is called. No closure: some models copy themselves, hooks and all, in their forward pass."""
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.is_cuda:  # in a few forwards behind each boundary only
         torch.cuda.synchronize(parameter.device)

@@ -65,16 +65,8 @@ class Prospects:
         return {name: float(value) for name, value in {**asdict(self), **derived}.items()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GateDecision:
-    """Whether to store, and why."""
-
-    pays: bool
-    reason: str
-
-
-def judge(prospects: Prospects, *, minimum_epochs: float) -> GateDecision:
-    """Return whether storing pays.
+def judge(prospects: Prospects, *, minimum_epochs: float) -> tuple[bool, str]:
+    """Return whether storing pays, and why.
 
     The first obstacle met is the reason; the order is from the cheapest to measure to the dearest, so
     that a caller may ask before it has measured everything.
@@ -83,30 +75,22 @@ def judge(prospects: Prospects, *, minimum_epochs: float) -> GateDecision:
         prospects: what was measured so far.
         minimum_epochs: epochs that must be ahead.
     """
-    obstacle = _obstacle(prospects, minimum_epochs)
-    if obstacle:
-        return GateDecision(pays=False, reason=obstacle)
-    share = prospects.gain_s / prospects.iteration_s
-    return GateDecision(pays=True, reason=f"a batch from the store saves {share:.0%} of an iteration")
-
-
-def _obstacle(prospects: Prospects, minimum_epochs: float) -> str:
     needed_epochs = max(minimum_epochs, prospects.num_views + 1)
     if prospects.epochs_ahead < needed_epochs:
-        return (
+        return False, (
             f"the boundary may move or the run end within {prospects.epochs_ahead:.1f} epochs, "
             f"and storing takes at least {needed_epochs:g} to pay"
         )
     if prospects.stored_share < LEAST_SHARE:
-        return (
+        return False, (
             f"the activations take {_size(prospects.needed_bytes)}, and {_size(prospects.room_bytes)} may be used "
             f"(cache.limit_bytes, cache.limit_share)"
         )
     if prospects.gain_s < LEAST_GAIN * prospects.iteration_s:
-        return _no_gain(prospects)
+        return False, _no_gain(prospects)
     if prospects.total_gain_s <= 0:
-        return "filling the store costs more than the epochs ahead would save"
-    return ""
+        return False, "filling the store costs more than the epochs ahead would save"
+    return True, f"a batch from the store saves {prospects.gain_s / prospects.iteration_s:.0%} of an iteration"
 
 
 def _no_gain(prospects: Prospects) -> str:

@@ -83,18 +83,14 @@ class Generation:
         device: torch.device,
     ) -> None:
         self.use = Use()
+        self.store = store
+        self.payback = PaybackCheck(iteration_s)
         self.writer = Writer(store)
         self.fetcher = Fetcher(store, device=device, pending=self.writer.pending)
-        self._prefix = prefix
-        self._layouts = layouts
-        self._store = store
-        self._feed = feed
-        self._number = number
-        self._verify_batches = verify_batches
-        self._device = device
+        self._prefix, self._layouts, self._feed = prefix, layouts, feed
+        self._number, self._verify_batches, self._device = number, verify_batches, device
         self._sources = FrozenTensors(prefix.weights(), num_compared=NUM_COMPARED)
         self._failure: Exception | None = None
-        self._payback = PaybackCheck(iteration_s)
         self._until_check = 0
         self._strange_in_a_row = 0
 
@@ -110,7 +106,7 @@ class Generation:
             EgeriaError: nothing stored can be used any more. What the call itself raises passes through.
         """
         self._check()
-        if indices is None or indices.viewed != self._store.is_viewed:
+        if indices is None or indices.viewed != self.store.is_viewed:
             return call(plain=True)
         keys = BatchKeys.of(batch, indices, self.positions(indices), has_length=self._layouts.has_length)
         if keys is None:  # the model is called with something else than the batch
@@ -119,42 +115,32 @@ class Generation:
         self.fetcher.ahead([(entry.number, self.positions(entry)) for entry in self._feed.upcoming(DEPTH + 2)])
         hits = self._judge(held, keys)
         fits = bool(hits.any()) and self._can_replay(batch, held, hits)
-        is_whole = fits and bool(hits.all())
-        replaying = self._prepare(batch, held, hits, keys) if fits else None
-        self._payback.note(is_whole)
-        if replaying is None:
+        self.payback.note(fits and bool(hits.all()))
+        if not fits:
             return self._record(call, batch, keys)
+        replaying = self._prepare(batch, held, hits, keys)
         self._until_check -= 1
         self.use.hits += int(hits.sum())
         self.use.misses += int((~hits).sum())
         with replaying:
             return call()
 
-    @property
-    def num_damaged(self) -> int:
-        """Stored rows that were found damaged; they are computed again."""
-        return self._store.num_damaged
-
-    def why_it_does_not_pay(self) -> str:
-        """Return why the store is not worth its while, by the iterations that it served; empty if it is."""
-        return self._payback.complaint()
-
     def positions(self, indices: BatchIndices) -> Integers:
         """Return the rows of the store that the samples of a batch have [B]."""
-        return np.asarray(indices.samples * self._store.num_views + indices.views)
+        return np.asarray(indices.samples * self.store.num_views + indices.views)
 
     def used(self, step: int) -> CacheUsed:
         """Return what it did so far, for the journal."""
         return CacheUsed(
             step=step,
-            boundary=self._store.boundary,
+            boundary=self.store.boundary,
             generation=self._number,
             **asdict(self.use),
             stall_s=self.fetcher.waited_s,
             bytes_read=self.fetcher.num_bytes_read,
             bytes_written=self.writer.num_bytes_written,
-            size_bytes=self._store.size_bytes,
-            damaged=self.num_damaged,
+            size_bytes=self.store.size_bytes,
+            damaged=self.store.num_damaged,
             dropped_writes=self.writer.num_dropped,
             thread_cpu_s=self.fetcher.cpu_s + self.writer.cpu_s,
         )
@@ -163,7 +149,7 @@ class Generation:
         """Stop the threads and delete the store; more than once is no error."""
         ended = self.writer.close()
         if self.fetcher.close() and ended:
-            self._store.close(remove=True)
+            self.store.close(remove=True)
 
     def _judge(self, held: PrefetchedBatch, keys: BatchKeys) -> Mask:
         """Return which rows are there and stem from this very input; notice when inputs have changed."""
@@ -190,16 +176,7 @@ class Generation:
     def _prepare(
         self, batch: Batch, held: PrefetchedBatch, hits: Mask, keys: BatchKeys
     ) -> AbstractContextManager[None]:
-        """Return a block in which the front is skipped."""
-        is_due = self._until_check <= 0 and bool(hits.all())
-        self._complete(held, hits, batch, keys)
-        if is_due:
-            self._check_rows(batch, self._prefix.compute(batch), held.rows, keys.lengths)
-        self.fetcher.keep(keys.number, keys.positions, held.rows, keys.prints, keys.lengths)
-        return self._prefix.replaying(self._layouts.from_store(held.rows), batch)
-
-    def _complete(self, held: PrefetchedBatch, hits: Mask, batch: Batch, keys: BatchKeys) -> None:
-        """Compute the rows that were not there, put them in their places, and store them."""
+        """Return a block in which the front is skipped; rows that were not there are computed and stored."""
         missing = np.flatnonzero(~hits)
         if len(missing):
             padded = np.resize(missing, max(len(missing), min(len(hits), LEAST_ROWS)))  # repeats them
@@ -207,6 +184,10 @@ class Generation:
             computed = self._layouts.to_store([leaf[: len(missing)] for leaf in found])
             held.fill(missing, computed)
             self._store_rows(keys.take(missing), computed)
+        elif self._until_check <= 0:
+            self._check_rows(batch, self._prefix.compute(batch), held.rows, keys.lengths)
+        self.fetcher.keep(keys.number, keys.positions, held.rows, keys.prints, keys.lengths)
+        return self._prefix.replaying(self._layouts.from_store(held.rows), batch)
 
     def _record(self, call: UserForward, batch: Batch, keys: BatchKeys) -> Any:
         """Let the user's forward run as it is, and store what it computed."""

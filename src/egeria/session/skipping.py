@@ -104,9 +104,9 @@ def begin_skipping(
         return None
     feed, reason = _follow(loader, config.cache.id_column, recorder, is_shared=host is not None)
     cache = ActivationCache(
-        training.model,
-        feed,
-        directory=lambda: _make_directory(config, recorder) if host is None else host.directory,
+        model=training.model,
+        feed=feed,
+        make_directory=lambda: _make_directory(config, recorder) if host is None else host.directory,
         settings=config.cache,
         recorder=recorder,
         spend=spend,
