@@ -65,6 +65,8 @@ def test_it_lists_runs_with_what_they_hold(command, live, left_over, tmp_path):
 
 def test_an_empty_directory_and_one_that_is_not_there(command, tmp_path):
     status, output, _ = command(tmp_path, "--verify", "--prune")
+    (tmp_path / "file").touch()
+    assert "cannot be read" in command(tmp_path / "file")[2]
     assert status == 0 and "No run keeps anything" in output and "Removed 0 left over runs, 0 bytes." in output
     status, output, errors = command(tmp_path / "nowhere[/x]")
     assert (status, output) == (2, "")
@@ -130,7 +132,7 @@ def test_a_broken_note_in_a_lock_is_no_trouble(command, left_over, tmp_path):
 def test_the_directory_of_a_run_stands_for_the_cache_in_it(command, tmp_path):
     (tmp_path / "journal.jsonl").touch()
     directory = CacheDirectory(tmp_path / "cache")
-    directory.create(1, [RowLayout(shape=(16,), dtype=torch.float32)], 4, boundary="front").close(remove=False)
+    directory.create(1, [RowLayout(shape=(16,), dtype=torch.float32)], 4, boundary="front")
     status, output, _ = command(tmp_path)
     directory.close()
     assert status == 0

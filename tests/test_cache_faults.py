@@ -24,8 +24,7 @@ from cached import (
 from egeria.cache import generation, layout
 from egeria.cache.prefetch import fetcher, writer
 from egeria.cache.store import disk as store
-from egeria.cache.store.base import ENTRY
-from egeria.cache.store.disk import HEADER_BYTES
+from egeria.cache.store.file import ENTRY, HEADER_BYTES
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 
 

@@ -19,9 +19,8 @@ import pytest
 import torch
 
 import egeria
-from egeria.cache.store.base import ENTRY
-from egeria.cache.store.disk import HEADER_BYTES, PREFIX, DiskStore, bytes_per_position
-from egeria.cache.store.memory import MemoryStore
+from egeria.cache.store.disk import DiskStore
+from egeria.cache.store.file import ENTRY, HEADER_BYTES, PREFIX, bytes_per_position
 from egeria.cache.store.rows import RowLayout, StoreError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(egeria.__file__).parent.parent)}
@@ -49,7 +48,7 @@ def make(request, tmp_path):
         if request.param == "disk":
             made.append(DiskStore.create(tmp_path / f"store{len(made)}", layouts, capacity))
         else:
-            made.append(MemoryStore(layouts, capacity))
+            made.append(DiskStore.in_memory(layouts, capacity))
         return made[-1]
 
     yield make_store
@@ -192,7 +191,7 @@ def test_an_input_without_a_number_for_a_fingerprint_never_matches(make):
     assert not read(store, [1], known=store.lookup([1]))[0].any()
 
 
-def test_both_kinds_count_what_they_hold(make):
+def test_a_store_counts_what_it_holds(make):
     store = make(PLAIN)
     store.write([1, 2, 2], [torch.ones(3, 3, 5)], prints([1, 2, 2]))
     store.drop_pages()
@@ -207,31 +206,37 @@ def test_an_empty_batch_is_fine(make):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_both_kinds_agree_with_a_dictionary(seed, tmp_path):
+def test_a_store_agrees_with_a_dictionary(seed, make):
     layouts = [RowLayout(shape=(6, 2), dtype=torch.float32, length_axis=0), RowLayout(shape=(3,), dtype=torch.int32)]
-    stores = [DiskStore.create(tmp_path / "store", layouts, 12), MemoryStore(layouts, 12)]
+    store = make(*layouts, capacity=12)
     rng, model = np.random.default_rng(seed), {}
     for _ in range(60):
         positions = rng.integers(-2, 14, 5)
         lengths, values = rng.integers(1, 9, 5), rng.integers(0, 1000, 5)
         rows = [torch.tensor(values).float()[:, None, None].repeat(1, 8, 2), torch.tensor(values).int()[:, None]]
         rows[1] = rows[1].repeat(1, 3)
-        num = {store.write(positions, rows, prints(values), lengths) for store in stores}
+        num = store.write(positions, rows, prints(values), lengths)
         fits = {int(p): (int(v), int(n)) for p, v, n in zip(positions, values, lengths, strict=True)}
         fits = {p: entry for p, entry in fits.items() if 0 <= p < 12 and entry[1] <= 6}
         model.update(fits)
-        assert num == {len(fits)}
-        for store in stores:
-            mask, (floats, integers) = read(store, np.arange(12), length=6)
-            assert mask.tolist() == [p in model for p in range(12)]
-            for position, (value, length) in model.items():
-                assert floats[position, :length].eq(value).all() and floats[position, length:].eq(0).all()
-                assert integers[position].eq(value).all()
-    for store in stores:
-        store.close()
+        assert num == len(fits)
+        mask, (floats, integers) = read(store, np.arange(12), length=6)
+        assert mask.tolist() == [p in model for p in range(12)]
+        for position, (value, length) in model.items():
+            assert floats[position, :length].eq(value).all() and floats[position, length:].eq(0).all()
+            assert integers[position].eq(value).all()
 
 
 # How it is kept
+
+
+def test_a_store_in_memory_takes_what_its_rows_take():
+    layout = RowLayout(shape=(256, 256), dtype=torch.float32)
+    store = DiskStore.in_memory([layout], 10_000)  # 2.6 GB, if it were full
+    store.write([9_999], [torch.ones(1, 256, 256)], prints([1]))
+    assert os.fstat(store._descriptor).st_blocks * 512 < 2**21
+    assert read(store, [9_999])[0].all()
+    store.close()
 
 
 def test_fp16_halves_the_size_and_rounds(make):
@@ -394,9 +399,8 @@ def test_a_closed_store_refuses(make):
 # On the disk
 
 
-def test_closing_removes_the_file_and_may_leave_it(disk):
-    DiskStore.join(disk.path).close()  # only who made it removes it
-    disk.close(remove=False)
+def test_closing_removes_the_file_of_whoever_made_it(disk):
+    DiskStore.join(disk.path).close()
     assert [path.name for path in disk.path.parent.iterdir()] == ["store"]
     disk.close()
     assert list(disk.path.parent.iterdir()) == []
@@ -574,7 +578,7 @@ def test_a_store_is_described_as_it_was_made(tmp_path):
     layouts = (RowLayout(shape=(8, 2), dtype=torch.bfloat16, storage="int8", length_axis=0), PLAIN)
     description = {"boundary": "b", "num_views": 3, "is_viewed": True, "front": 2**40}
     made = DiskStore.create(tmp_path / "made", layouts, 9, **description)
-    for store in (made, DiskStore.join(made.path), MemoryStore(layouts, 9, **description)):
+    for store in (made, DiskStore.join(made.path), DiskStore.in_memory(layouts, 9, **description)):
         assert (store.layouts, store.capacity) == (layouts, 9)
         assert {name: getattr(store, name) for name in description} == description
         store.close()

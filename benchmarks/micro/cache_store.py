@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from egeria.cache.store.base import ENTRY
-from egeria.cache.store.disk import HEADER_BYTES, DiskStore
+from egeria.cache.store.disk import DiskStore
+from egeria.cache.store.file import ENTRY, HEADER_BYTES
 from egeria.cache.store.rows import RowLayout
 
 HEAD_START_S = 0.02

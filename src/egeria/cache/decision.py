@@ -19,7 +19,8 @@ from egeria.cache.layout import Layouts
 from egeria.cache.loader import SampleFeed
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.directory import CacheDirectory
-from egeria.cache.store.disk import DiskStore, bytes_per_position
+from egeria.cache.store.disk import DiskStore
+from egeria.cache.store.file import bytes_per_position
 from egeria.cache.store.rows import StoreError
 from egeria.config import CacheConfig
 from egeria.layers.batch import Batch
@@ -128,7 +129,7 @@ class GenerationOpener:
             front=checksum(prefix.weights()),
         )
         with contextlib.ExitStack() as unless_used:
-            unless_used.callback(store.close, remove=True)
+            unless_used.callback(store.close)
             prospects = self._time_store(prospects, store, layouts, layouts.to_store(rows))
             pays, reason = self._ask_gate(prospects)
             refusal = self._fix_views(store.num_views) if pays and not repeating else ""

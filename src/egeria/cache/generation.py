@@ -149,7 +149,7 @@ class Generation:
         """Stop the threads and delete the store; more than once is no error."""
         ended = self.writer.close()
         if self.fetcher.close() and ended:
-            self.store.close(remove=True)
+            self.store.close()
 
     def _judge(self, held: PrefetchedBatch, keys: BatchKeys) -> Mask:
         """Return which rows are there and stem from this very input; notice when inputs have changed."""

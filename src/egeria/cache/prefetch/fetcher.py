@@ -15,7 +15,7 @@ from torch import Tensor, from_numpy
 
 from egeria.cache.prefetch.buffers import BufferPool, LengthGuess
 from egeria.cache.prefetch.writer import DaemonWorker, RowsInMemory
-from egeria.cache.store.base import Store
+from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.rows import Floats, Integers, Mask, RowLayout, Rows, as_positions
 from egeria.errors import EgeriaError
 
@@ -104,7 +104,7 @@ class Fetcher:
 
     def __init__(
         self,
-        store: Store,
+        store: DiskStore,
         *,
         device: torch.device | None = None,
         pending: Callable[[], Sequence[RowsInMemory]] = tuple,
@@ -286,7 +286,7 @@ class _Reader:
     To a CUDA device on a stream of its own, beside the computing.
     """
 
-    def __init__(self, store: Store, device: torch.device | None) -> None:
+    def __init__(self, store: DiskStore, device: torch.device | None) -> None:
         self.lengths = LengthGuess()
         self.has_length = any(layout.length_axis is not None for layout in store.layouts)
         self.num_bytes = 0

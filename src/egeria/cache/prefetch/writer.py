@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from egeria.cache.store.base import Store
+from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.rows import Floats, Integers, StoreError, as_positions
 from egeria.errors import EgeriaError
 
@@ -165,7 +165,7 @@ class Writer:
     The store is not closed here, and must stay open until this is closed.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: DiskStore) -> None:
         self.num_dropped = 0
         """Batches that the queue had no room for."""
         self._store = store
@@ -236,7 +236,7 @@ class Writer:
             self._num_bytes += future.result() if future.exception() is None else 0
 
 
-def _write(store: Store, memory: RowsInMemory, computed: torch.cuda.Event | None) -> int:
+def _write(store: DiskStore, memory: RowsInMemory, computed: torch.cuda.Event | None) -> int:
     """Write rows and return how many bytes of them, as tensors, the store took."""
     if computed is not None:
         computed.synchronize()

@@ -8,39 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from egeria.cache.store.rows import Floats, Integers, Mask, RowLayout, StoreError, as_positions
+from egeria.cache.store.rows import Integers, Mask, RowLayout, StoreError
 
 SCALE_BYTES = 4
 ALIGNMENT = 64
 LARGEST_INT8 = 127
+HALF_EXPONENT = 0x7C00
+"""Bits of a float16 that are all set where it is no finite number."""
 ITEM_BYTES = {"native": 0, "fp16": 2, "int8": 1}
 
 Bytes = NDArray[np.uint8]
 Finish = Callable[[Mask], None]
 """Turns the bytes of the rows [b] where a mask is True into tensors; the other rows may hold anything."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedRows:
-    """The rows of a batch that can be stored, by rising position, each position once."""
-
-    positions: Integers
-    """[n]"""
-    fingerprints: Floats
-    """[n, 2]"""
-    lengths: Integers
-    """[n]"""
-    blocks: list[tuple[memoryview, ...]]
-    """[n] for each row the bytes of its leaves; they share memory with the rows where those are kept as they are."""
 
 
 class RowCodec:
@@ -53,16 +39,19 @@ class RowCodec:
 
     def sizes(self, lengths: Integers) -> Integers:
         """Return the sizes [b] of rows of these lengths [b]; a length that does not fit counts as the longest."""
-        clipped = (np.clip(lengths, 0, leaf.longest) for leaf in self._leaves)
-        return np.asarray(sum(leaf.sizes(own) for leaf, own in zip(self._leaves, clipped, strict=True)))
+        return np.asarray(sum(leaf.sizes(np.clip(lengths, 0, leaf.longest)) for leaf in self._leaves))
+
+    def room(self, tensors: Sequence[Tensor]) -> int:
+        """Return the greatest length that all of the tensors [b, ...] have room for; 0 if no row has a length."""
+        pairs = zip(self._leaves, tensors, strict=True)
+        return min((leaf.room(tensor) for leaf, tensor in pairs if leaf.axis is not None), default=0)
 
     def fits(self, lengths: Integers, tensors: Sequence[Tensor]) -> Mask:
         """Return which lengths [b] are possible and fit into the tensors [b, ...]."""
-        fits = np.ones(len(lengths), dtype=bool)
-        for leaf, tensor in zip(self._leaves, tensors, strict=True):
-            if leaf.axis is not None:
-                fits &= (lengths > 0) & (lengths <= min(leaf.room(tensor), leaf.longest))
-        return fits
+        limits = [leaf.longest for leaf in self._leaves if leaf.axis is not None]
+        if not limits:
+            return np.ones(len(lengths), dtype=bool)
+        return (lengths > 0) & (lengths <= min(*limits, self.room(tensors)))
 
     def check(self, tensors: Sequence[Tensor], num_rows: int) -> None:
         """Raise `StoreError` unless there is a tensor [num_rows, ...] for each leaf."""
@@ -73,43 +62,28 @@ class RowCodec:
             )
 
     def encode(
-        self, positions: Any, rows: Sequence[Tensor], fingerprints: Any, lengths: Any, *, capacity: int
-    ) -> EncodedRows:
-        """Return what of a batch can be stored in so many positions; arguments and errors are those of `Store.write`.
+        self, rows: Sequence[Tensor], lengths: Integers, chosen: Integers
+    ) -> tuple[Integers, list[tuple[memoryview, ...]]]:
+        """Return which of the chosen rows of a batch can be stored [n], and for each the bytes of its leaves.
 
-        Of several rows for one position the last counts.
+        They share memory with the rows where those are kept as they are. Raises `StoreError` if the tensors [b, ...]
+        are not for these rows.
         """
-        places, prints = as_positions(positions), np.asarray(fingerprints, dtype=np.float32)
-        self.check(rows, len(places))
-        if prints.shape != (len(places), 2):
-            raise StoreError(f"Fingerprints must be of shape {(len(places), 2)}, found {prints.shape}.")
-        if lengths is None:
-            pairs = zip(self._leaves, rows, strict=True)
-            lengths = min((leaf.room(tensor) for leaf, tensor in pairs if leaf.axis is not None), default=0)
-        all_lengths = np.broadcast_to(np.asarray(lengths, dtype=np.int64), places.shape)
-        chosen = _last_of_each(places, (places >= 0) & (places < capacity) & self.fits(all_lengths, rows))
-        encoded = [
-            codec.encode(_take(leaf, chosen), all_lengths[chosen])
-            for codec, leaf in zip(self._leaves, rows, strict=True)
-        ]
-        order = np.flatnonzero(np.logical_and.reduce([storable for _, storable in encoded]))
-        order = order[np.argsort(places[chosen[order]], kind="stable")]
-        found = chosen[order]
-        blocks = [tuple(blocks[index] for blocks, _ in encoded) for index in order]
-        return EncodedRows(places[found], prints[found], all_lengths[found], blocks)
+        pairs = zip(self._leaves, rows, strict=True)
+        encoded = [leaf.encode(_take(tensor, chosen), lengths[chosen]) for leaf, tensor in pairs]
+        storable = np.flatnonzero(np.logical_and.reduce([mask for _, mask in encoded]))
+        return chosen[storable], [tuple(blocks[index] for blocks, _ in encoded) for index in storable]
 
-    def decode_into(self, out: Sequence[Tensor], lengths: Integers) -> tuple[list[tuple[memoryview, ...]], Finish]:
+    def decode_into(
+        self, out: Sequence[Tensor], lengths: Integers
+    ) -> tuple[list[tuple[memoryview, ...]], tuple[Finish, ...]]:
         """Return where the bytes of rows of these lengths [b] are to be put, and what then makes rows of them in `out`.
 
         Raises `StoreError` if the tensors [b, ...] are not for these rows.
         """
-        parts = [leaf.decode_into(tensor.detach(), lengths) for leaf, tensor in zip(self._leaves, out, strict=True)]
-
-        def finish(good: Mask) -> None:
-            for _, finish_leaf in parts:
-                finish_leaf(good)
-
-        return list(zip(*(blocks for blocks, _ in parts), strict=True)), finish
+        pairs = zip(self._leaves, out, strict=True)
+        blocks, finishes = zip(*(leaf.decode_into(tensor.detach(), lengths) for leaf, tensor in pairs), strict=True)
+        return list(zip(*blocks, strict=True)), finishes
 
 
 class _LeafCodec:
@@ -177,14 +151,15 @@ class _LeafCodec:
         if self.axis is not None and room < longest:
             raise StoreError(f"Rows of length {longest} need as much room along axis {self.axis}, found {room}.")
 
-    def _pack(self, rows: Tensor) -> tuple[Tensor, Mask]:
+    def _pack(self, rows: Tensor) -> tuple[Tensor, Mask | bool]:
         """Return the bytes [n, size] of rows of one length, and which of them the storage can hold."""
         flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
         if self.storage == "native":
-            return flat.contiguous().view(torch.uint8), np.ones(len(rows), dtype=bool)
+            return flat.contiguous().view(torch.uint8), True
         if self.storage == "fp16":
             halves = flat.to(torch.float16).contiguous()
-            return halves.view(torch.uint8), _are_finite(halves)
+            largest = (halves.view(torch.int16).numpy() & HALF_EXPONENT).max(axis=1, initial=0)
+            return halves.view(torch.uint8), largest < HALF_EXPONENT
         values = flat.float().view(len(rows), _num_scales(tuple(rows.shape[1:])), -1)
         scales = values.abs().amax(dim=2) / LARGEST_INT8
         small = (values / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(2)).round_().to(torch.int8)
@@ -208,10 +183,8 @@ class _LeafCodec:
     def _values(self, packed: Tensor, length: int) -> Tensor:
         """Return rows [n, ...] of one length from their bytes [n, size], in the type nearest to how they are kept."""
         shape = (len(packed), *self.layout.shape_at(length))
-        if self.storage == "native":
-            return packed.view(self.layout.dtype).view(shape)
-        if self.storage == "fp16":
-            return packed.view(torch.float16).view(shape)
+        if self.storage != "int8":
+            return packed.view(torch.float16 if self.storage == "fp16" else self.layout.dtype).view(shape)
         num_scales = _num_scales(shape[1:])
         scales = packed[:, : num_scales * SCALE_BYTES].view(torch.float32)
         values = packed[:, num_scales * SCALE_BYTES :].view(torch.int8).view(len(packed), num_scales, -1)
@@ -230,20 +203,6 @@ class _LeafCodec:
 def _num_scales(shape: tuple[int, ...]) -> int:
     """Return how many scales a row has: one for each index of the first dimension, one alone for a vector."""
     return shape[0] if len(shape) > 1 else 1
-
-
-def _are_finite(halves: Tensor) -> Mask:
-    """Return which rows hold only finite numbers; the others have all bits of an exponent set."""
-    exponent = 0x7C00
-    bits = halves.view(torch.int16).numpy() & exponent
-    return np.asarray(bits.max(axis=1, initial=0) < exponent)
-
-
-def _last_of_each(places: Integers, fits: Mask) -> Integers:
-    """Return which rows to store, in their order: the last for each position, if it fits."""
-    _, from_the_end = np.unique(places[::-1], return_index=True)
-    last = np.sort(len(places) - 1 - from_the_end)
-    return np.asarray(last[fits[last]], dtype=np.int64)
 
 
 def _as_bytes(rows: Tensor) -> Bytes:
@@ -265,4 +224,5 @@ def _clear_padding(memory: Bytes, sizes: Integers, good: Mask) -> None:
 
 
 def _take(rows: Tensor, members: Integers) -> Tensor:
+    """Return some rows [b, ...]; `members` rise, so that as many as there are, are all."""
     return rows if len(members) == len(rows) else rows.index_select(0, torch.from_numpy(members).to(rows.device))

@@ -17,13 +17,12 @@ import shutil
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from egeria.cache.store.base import as_store_error
-from egeria.cache.store.disk import DECIDED, HEADER_BYTES, PRIVATE, DiskStore, bytes_per_position, remove_store
-from egeria.cache.store.rows import RowLayout, StoreError
+from egeria.cache.store.disk import DiskStore
+from egeria.cache.store.file import DECIDED, HEADER_BYTES, PRIVATE, bytes_per_position, remove_store
+from egeria.cache.store.rows import RowLayout, StoreError, as_store_error
 
 try:
     import fcntl
@@ -33,9 +32,9 @@ except ImportError:  # no such locks on Windows
 RUN_NAME = re.compile(r"run-([0-9a-f]{16})")
 STORE_NAME = re.compile(r"generation-\d{4,}")
 LOCK_NAME = "lock"
-LARGEST_NOTE = 4096
 FREE_SHARE = 0.5
 POLL_S = 0.05
+JOIN_TIMEOUT_S = 10.0
 ATTEMPTS = 100
 
 
@@ -48,7 +47,6 @@ class CacheDirectory:
         limit_share: the most a new store may take of the free space. Half leaves room for checkpoints.
         token: of a run that another process of the job began, to join it; None begins one, and
             removes what dead runs left.
-        timeout_s: how long to wait for a run to join.
 
     Raises:
         StoreError: the directory cannot be written or locked, or the run to join is gone.
@@ -61,7 +59,6 @@ class CacheDirectory:
         limit_bytes: int | None = None,
         limit_share: float = FREE_SHARE,
         token: str | None = None,
-        timeout_s: float = 10.0,
     ) -> None:
         root = Path(path).absolute()
         self._limit_bytes, self._limit_share = limit_bytes, limit_share
@@ -71,7 +68,7 @@ class CacheDirectory:
                 sweep(root)
                 self.path, lock = _begin(root)
             else:
-                self.path, lock = _join(root, token, timeout_s)
+                self.path, lock = _join(root, token)
         except OSError as error:
             raise StoreError(f"The cache directory {root} cannot be used: {error}. Give another one.") from error
         self._finalizer = weakref.finalize(self, _leave, self.path, lock, os.getpid())
@@ -96,7 +93,7 @@ class CacheDirectory:
     def create(self, number: int, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
         """Make the store of a generation, by whose number other processes join it.
 
-        Further arguments are those of `Store`. Raises `StoreError` if it goes beyond the limit or the disk is full.
+        Further arguments are those of `DiskStore`. Raises `StoreError` if it goes beyond the limit or the disk is full.
         """
         needed, room = HEADER_BYTES + capacity * bytes_per_position(layouts), self.room_bytes()
         if needed > room:
@@ -163,66 +160,32 @@ def _unlock(lock: int) -> None:
         os.close(lock)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundStore:
-    """One store of a run."""
-
-    path: Path
-    size_bytes: int
-    boundary: str = ""
-    capacity: int = 0
-    num_stored: int = 0
-    num_damaged: int | None = None
-    """Stored rows with a wrong checksum; None where nobody looked."""
-    problem: str = ""
-    """Why it cannot be opened; empty where it can."""
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether something is wrong with it."""
-        return bool(self.problem or self.num_damaged)
+def runs_in(root: Path) -> list[Path]:
+    """Return the directories of runs in a cache directory; a link could lead to anything. Raises `OSError`."""
+    return sorted(path for path in root.iterdir() if RUN_NAME.fullmatch(path.name) and _is_directory(path))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundRun:
-    """What a run keeps in a cache directory, or left there."""
-
-    path: Path
-    is_live: bool
-    size_bytes: int
-    note: dict[str, Any]
-    """Who began it: 'pid' and 'created'; empty where that cannot be read."""
-    stores: tuple[FoundStore, ...]
+def stores_of(run: Path) -> list[Path]:
+    """Return the files of the stores of a run. Raises `OSError`."""
+    found = (path for path in run.iterdir() if STORE_NAME.fullmatch(path.name))
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())
 
 
-def survey(root: Path, *, verify: bool = False) -> list[FoundRun]:
-    """Return the runs in a cache directory; nothing is changed.
-
-    Args:
-        root: the cache directory.
-        verify: whether to read every stored row and compare its checksum.
-
-    Raises:
-        StoreError: the directory cannot be read.
-    """
-    with as_store_error(f"The cache directory {root} cannot be read"):
-        found = _runs(root)
-    return [
-        FoundRun(
-            path=path,
-            is_live=_is_live(path),
-            size_bytes=size_bytes(path),
-            note=_read_note(path),
-            stores=tuple(_found_store(store, verify) for store in sorted(path.iterdir()) if _is_store(store)),
-        )
-        for path in found
-    ]
+def is_live(run: Path) -> bool:
+    """Return whether a process of the run may still live; where that cannot be found out, it may."""
+    try:
+        lock = lock_run(run, alone=True)
+    except OSError:
+        return True
+    if lock is not None:
+        _unlock(lock)
+    return lock is None and run.is_dir()
 
 
 def sweep(root: Path) -> tuple[int, int]:
     """Remove the runs that have no process any more; return how many they were and their bytes. Raises `OSError`."""
     num_runs = num_bytes = 0
-    for path in _runs(root):
+    for path in runs_in(root):
         with contextlib.suppress(OSError):  # somebody else's, or already gone
             if (lock := lock_run(path, alone=True)) is not None:
                 num_runs, num_bytes = num_runs + 1, num_bytes + size_bytes(path)
@@ -240,17 +203,8 @@ def size_bytes(path: Path) -> int:
     return total
 
 
-def _runs(root: Path) -> list[Path]:
-    """Return the directories of runs in a cache directory; a link could lead to anything."""
-    return sorted(path for path in root.iterdir() if RUN_NAME.fullmatch(path.name) and _is_directory(path))
-
-
 def _is_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
-
-
-def _is_store(path: Path) -> bool:
-    return bool(STORE_NAME.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
 
 
 def _begin(root: Path) -> tuple[Path, int]:
@@ -271,8 +225,8 @@ def _begin(root: Path) -> tuple[Path, int]:
     raise OSError("no run could be begun: another process keeps removing it")
 
 
-def _join(root: Path, token: str, timeout_s: float) -> tuple[Path, int]:
-    path, deadline = root / f"run-{token}", time.monotonic() + timeout_s
+def _join(root: Path, token: str) -> tuple[Path, int]:
+    path, deadline = root / f"run-{token}", time.monotonic() + JOIN_TIMEOUT_S
     while RUN_NAME.fullmatch(path.name):
         lock = lock_run(path, alone=False) if path.is_dir() else None
         if lock is not None:
@@ -303,35 +257,3 @@ def _remove_run(path: Path, lock: int) -> None:
         (path / LOCK_NAME).unlink()
         path.rmdir()
     _unlock(lock)
-
-
-def _is_live(directory: Path) -> bool:
-    """Return whether a process of the run may still live; where that cannot be found out, it may."""
-    try:
-        lock = lock_run(directory, alone=True)
-    except OSError:
-        return True
-    if lock is not None:
-        _unlock(lock)
-    return lock is None and directory.is_dir()
-
-
-def _read_note(directory: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError), (directory / LOCK_NAME).open("rb") as file:
-        found = json.loads(file.read(LARGEST_NOTE))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _found_store(path: Path, verify: bool) -> FoundStore:
-    found = FoundStore(path=path, size_bytes=size_bytes(path))
-    try:
-        with contextlib.closing(DiskStore.join(path, read_only=True)) as store:
-            found = replace(found, boundary=store.boundary, capacity=store.capacity, num_stored=store.num_stored)
-            if verify:
-                num_stored, num_damaged = store.verify()
-                found = replace(found, num_stored=num_stored, num_damaged=num_damaged)
-            return found
-    except StoreError as error:
-        # One that is gone by now was removed by its run: no damage.
-        return replace(found, problem=str(error) if path.exists() else "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,15 @@ Floats = NDArray[np.float32]
 
 class StoreError(EgeriaError):
     """The store of activations cannot be made, read or written; training continues without it."""
+
+
+@contextmanager
+def as_store_error(what: str) -> Iterator[None]:
+    """Turn what the operating system reports into a `StoreError`."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what}: {error}.") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +60,7 @@ class RowLayout:
     def shape_at(self, length: int | None) -> tuple[int, ...]:
         """Return the shape of a row of this length, of the longest for None; without a length axis the one there is."""
         axis = self.length_axis
-        if axis is None or length is None:
-            return self.shape
-        return (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        return self.shape if axis is None or length is None else (*self.shape[:axis], length, *self.shape[axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
