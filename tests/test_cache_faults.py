@@ -7,8 +7,10 @@ import os
 import shutil
 import threading
 import time
+from unittest import mock
 
 import pytest
+import torch
 
 from cached import (
     EPOCH,
@@ -21,10 +23,11 @@ from cached import (
     nothing_but_journals,
     plain,
 )
-from egeria.cache import generation, layout
+from egeria.cache import CacheDirectory, StoreError, decision, generation, layout
 from egeria.cache.prefetch import fetcher, writer
 from egeria.cache.store import disk as store
 from egeria.cache.store.file import ENTRY, HEADER_BYTES
+from egeria.cache.store.rows import RowLayout
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 
 
@@ -74,6 +77,35 @@ def test_the_disk_is_full_when_the_store_is_made(tmp_path, monkeypatch):
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "No space left on device")
+
+
+def test_a_store_is_deleted_at_once_where_what_uses_it_cannot_be_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(decision, "Generation", mock.Mock(side_effect=RuntimeError("injected")))
+    with nothing_but_journals(tmp_path):
+        training = Training(tmp_path / "run")
+        training.advance(FILLING)
+        assert list(tmp_path.rglob("generation-*")) == []
+        training.finish()
+        assert_equal(training, plain(tmp_path))
+    assert_turned_off(training, "injected")
+
+
+def test_a_joined_store_is_closed_where_what_follows_fails(tmp_path):
+    directory = CacheDirectory(tmp_path)
+    directory.create(1, [RowLayout(shape=(4,), dtype=torch.float32)], 4, boundary="front")
+    directory.publish(1, opened=True)
+    place = mock.Mock(wraps=directory)
+    joined = place.join.return_value = directory.join(1)
+    layouts = mock.Mock(like=mock.Mock(side_effect=RuntimeError("injected")))
+    arguments = dict.fromkeys(decision.GenerationOpener.__dataclass_fields__) | {"number": 1}
+    with (
+        mock.patch.object(decision.GenerationOpener, "_find_prefix", lambda self: (None, None, layouts)),
+        pytest.raises(RuntimeError, match="injected"),
+    ):
+        decision.GenerationOpener(**arguments).join(place)
+    with pytest.raises(StoreError, match="closed"):
+        joined.advise([0])
+    directory.close()
 
 
 def test_the_disk_is_full_when_the_first_batch_is_written(tmp_path, monkeypatch):

@@ -82,8 +82,8 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
         )
     if "plasticity" not in started.config:
         raise JournalError(
-            f"A replay needs a run that was judged, and the journal in {directory} has no settings of one: that was "
-            f"plain training. Replay a run of `egeria.attach`."
+            f"A replay needs the settings of a run of `egeria.attach`, and the journal in {directory} has none: it is "
+            f"of plain training, which decided nothing. Choose the directory of another run."
         )
     cut = history.last(events.ModulesOrdered) or started
     replayed, num_unused, waiting_since = _feed(_policy(started, cut, config), history, started, config)

@@ -78,13 +78,20 @@ def create_file(path: Path, layouts: Sequence[RowLayout], capacity: int, descrip
 
 
 def create_anonymous_file(layouts: Sequence[RowLayout], capacity: int) -> int:
-    """Return the file of a store without a name: in memory on Linux, else in the folder for temporary files."""
+    """Return the file of a store without a name: in memory on Linux, else in the folder for temporary files.
+
+    Raises `OSError`; nothing is left open then.
+    """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("egeria")
     else:
         with tempfile.TemporaryFile() as unnamed:
             descriptor = os.dup(unnamed.fileno())
-    os.ftruncate(descriptor, HEADER_BYTES + capacity * bytes_per_position(layouts))
+    try:
+        os.ftruncate(descriptor, HEADER_BYTES + capacity * bytes_per_position(layouts))
+    except BaseException:
+        close_file(descriptor)
+        raise
     return descriptor
 
 
