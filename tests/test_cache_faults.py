@@ -293,7 +293,7 @@ def test_a_reader_thread_dies(tmp_path, monkeypatch):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        monkeypatch.setattr(fetcher._Reader, "read", raising(MemoryError("no memory for a batch")))
+        monkeypatch.setattr(fetcher.Reader, "read", raising(MemoryError("no memory for a batch")))
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "no memory for a batch")
@@ -303,7 +303,7 @@ def test_a_reader_thread_ends_without_a_word(tmp_path, monkeypatch):
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance_to(SERVING)
-        monkeypatch.setattr(fetcher._Reader, "read", raising(SystemExit()))
+        monkeypatch.setattr(fetcher.Reader, "read", raising(SystemExit()))
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "SystemExit")

@@ -22,9 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from egeria.cache.prefetch.buffers import BufferPool, LengthGuess
-from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, FetchError
-from egeria.cache.prefetch.writer import ThreadError, Writer
+from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, FetchError, Reader
+from egeria.cache.prefetch.writer import RowsInMemory, ThreadError, Writer
 from egeria.cache.store.rows import RowLayout, Rows, StoreError
 from strays import nothing_left_behind
 
@@ -149,7 +148,7 @@ def eventually(condition):
 def flush(writer):
     """Wait until everything is written; return whether it was."""
     eventually(lambda: not writer.pending())
-    return writer.failure is None
+    return writer.worker.failure is None
 
 
 def threads():
@@ -168,7 +167,7 @@ def test_batches_told_ahead_are_read_ahead_and_come_out_right(fetcher_of):
         assert held.mask.all()
         assert torch.equal(held.rows[0], value(batch(number)[1])[0])
         assert (held.fingerprints == prints(batch(number)[1])).all()
-    assert fetcher.failure is None
+    assert fetcher.worker.failure is None
     assert len(store.reads) == len({tuple(read) for read in store.reads})
 
 
@@ -184,8 +183,8 @@ def test_costs_are_counted(fetcher_of):
     fetcher = fetcher_of(full_store())
     for number in range(10):
         fetcher.take(*batch(number))
-    assert fetcher.num_bytes_read == 40 * WIDTH * 4
-    assert fetcher.cpu_s > 0
+    assert fetcher.reader.num_bytes == 40 * WIDTH * 4
+    assert fetcher.worker.cpu_s > 0
 
 
 def test_reads_no_further_than_the_ring_and_tells_the_system_of_two_more(fetcher_of):
@@ -240,7 +239,7 @@ def test_an_empty_store_costs_neither_reads_nor_buffers(fetcher_of):
         assert not held.mask.any()
         assert len(held.rows) == 0
     assert store.reads == []
-    assert fetcher.failure is None
+    assert fetcher.worker.failure is None
 
 
 def test_a_row_that_changed_between_looking_and_reading_is_not_served(fetcher_of):
@@ -337,7 +336,7 @@ def test_sequences_in_memory_are_padded_and_cut_too(fetcher_of, length, there):
     fetcher = fetcher_of(FakeStore(SEQUENCE))
     rows, lengths = sequences(range(4), 8)
     rows[0] += 100 * (rows[0] == 0)  # a computed row has something in its padding
-    fetcher.keep(0, np.arange(4), rows, prints(range(4)), lengths)
+    fetcher.keep(0, RowsInMemory(np.arange(4), rows, prints(range(4)), lengths))
     held = fetcher.take(1, np.arange(4), length=length)
     assert held.mask.sum() == there
     for index in np.flatnonzero(held.mask):
@@ -349,20 +348,20 @@ def test_sequences_in_memory_are_padded_and_cut_too(fetcher_of, length, there):
 def test_rows_in_memory_without_lengths_are_as_long_as_their_tensor(fetcher_of):
     fetcher = fetcher_of(FakeStore(SEQUENCE))
     rows, _ = sequences(range(4), 8)
-    fetcher.keep(0, np.arange(4), rows, prints(range(4)))
+    fetcher.keep(0, RowsInMemory(np.arange(4), rows, prints(range(4))))
     assert not fetcher.take(1, np.arange(4), length=7).mask.any()
     assert fetcher.take(2, np.arange(4), length=9).lengths.tolist() == [8] * 4
 
 
 def test_the_length_of_the_next_batch_is_guessed_from_the_last_ones():
-    guess = LengthGuess()
-    assert guess.length(11) == 11
-    guess.observe(24)
-    assert guess.length(11) == 16
-    guess.observe(24)
-    assert [guess.length(11), guess.length(25)] == [24, 32]
-    guess.observe(13)
-    assert guess.length(11) == 11
+    reader = Reader(FakeStore(SEQUENCE), None)
+    assert reader.guess_length(11) == 11
+    reader.note_length(24)
+    assert reader.guess_length(11) == 16
+    reader.note_length(24)
+    assert [reader.guess_length(11), reader.guess_length(25)] == [24, 32]
+    reader.note_length(13)
+    assert reader.guess_length(11) == 11
 
 
 # --- the memory of the last five --------------------------------------------------------------------------------
@@ -372,7 +371,7 @@ def test_rows_of_the_last_five_batches_are_served_without_the_store(fetcher_of):
     store = FakeStore()
     fetcher = fetcher_of(store)
     for number in range(7):
-        fetcher.keep(number, batch(number)[1], value(batch(number)[1]), prints(batch(number)[1]))
+        fetcher.keep(number, RowsInMemory(batch(number)[1], value(batch(number)[1]), prints(batch(number)[1])))
     held = fetcher.take(7, np.array([4, 8, 27, 9]))  # of batches 1, 2, 6 and 2
     assert held.mask.tolist() == [False, True, True, True]
     assert torch.equal(held.rows[0][1:], value([8, 27, 9])[0])
@@ -384,7 +383,7 @@ def test_the_same_batch_twice_in_an_iteration_is_not_read_twice(fetcher_of):
     store = full_store()
     fetcher = fetcher_of(store)
     held = fetcher.take(*batch(0))
-    fetcher.keep(0, batch(0)[1], held.rows, held.fingerprints)
+    fetcher.keep(0, RowsInMemory(batch(0)[1], held.rows, held.fingerprints))
     again = fetcher.take(*batch(0))
     assert again.mask.all()
     assert again.waited_s == 0
@@ -398,7 +397,7 @@ def test_gaps_of_a_batch_from_the_store_are_filled_from_memory(fetcher_of):
     del store.kept[2]
     fetcher = fetcher_of(store)
     fetcher.ahead([batch(0)])
-    fetcher.keep(-1, np.array([50, 2]), value([50, 2]), prints([50, 2]))
+    fetcher.keep(-1, RowsInMemory(np.array([50, 2]), value([50, 2]), prints([50, 2])))
     held = fetcher.take(*batch(0))
     assert held.mask.all()
     assert torch.equal(held.rows[0], value(batch(0)[1])[0])
@@ -409,7 +408,7 @@ def test_rows_that_the_model_changed_in_place_or_that_are_stale_are_not_served_a
     fetcher = fetcher_of(store)
     for number in (0, 1):
         held = fetcher.take(*batch(number))
-        fetcher.keep(number, batch(number)[1], held.rows, held.fingerprints)
+        fetcher.keep(number, RowsInMemory(batch(number)[1], held.rows, held.fingerprints))
         if number == 0:
             nn.ReLU(inplace=True)(held.rows[0].sub_(2))
     store.kept.clear()
@@ -422,7 +421,7 @@ def test_rows_that_the_model_changed_in_place_or_that_are_stale_are_not_served_a
 def test_the_memory_does_not_keep_the_graph_of_an_iteration_alive(fetcher_of):
     fetcher = fetcher_of(full_store())
     held = fetcher.take(*batch(0))
-    fetcher.keep(0, batch(0)[1], held.rows, held.fingerprints)
+    fetcher.keep(0, RowsInMemory(batch(0)[1], held.rows, held.fingerprints))
     scale = nn.Parameter(torch.ones(WIDTH))
     activation = scale * 2
     watched = FakeStore()
@@ -441,7 +440,7 @@ def test_rows_that_wait_to_be_written_are_served(made):
     writer = made(Writer, store)
     fetcher = made(Fetcher, store, pending=writer.pending)
     for number in range(3):
-        assert writer.put(batch(number)[1], value(batch(number)[1]), prints(batch(number)[1]))
+        assert writer.put(RowsInMemory(batch(number)[1], value(batch(number)[1]), prints(batch(number)[1])))
     assert store.inside.wait(SOON_S)
     held = fetcher.take(3, np.array([1, 9, 50]))
     assert held.mask.tolist() == [True, True, False]
@@ -464,7 +463,7 @@ def test_what_autograd_saved_is_intact_after_the_ring_went_round(fetcher_of):
     for number in range(20):
         fetcher.ahead([batch(later) for later in range(number, number + 6)])
         held = fetcher.take(*batch(number))
-        fetcher.keep(number, batch(number)[1], held.rows, held.fingerprints)
+        fetcher.keep(number, RowsInMemory(batch(number)[1], held.rows, held.fingerprints))
         losses.append(((held.rows[0] * cached) ** 2).sum())
         del held
     torch.stack(losses).sum().backward()
@@ -479,51 +478,8 @@ def test_an_in_place_model_corrupts_neither_its_own_nor_later_batches(fetcher_of
         fetcher.ahead([batch(later) for later in range(number, number + 4)])
         held = fetcher.take(*batch(number))
         assert torch.equal(held.rows[0], value(batch(number)[1])[0])
-        fetcher.keep(number, batch(number)[1], held.rows, held.fingerprints)
+        fetcher.keep(number, RowsInMemory(batch(number)[1], held.rows, held.fingerprints))
         held.rows[0].sub_(weight).relu_().sum().backward()
-
-
-def test_memory_is_used_again_once_nothing_refers_to_it():
-    pool = BufferPool([RowLayout(shape=(1024,), dtype=torch.bfloat16)])
-    (first,) = pool.make(4)
-    address = first.data_ptr()
-    weight = nn.Parameter(torch.ones(1024, dtype=torch.bfloat16))
-    loss = (first.fill_(2)[1:] * weight).sum()  # autograd saves a view
-    del first
-    other = pool.make(4)[0]
-    assert other.data_ptr() != address
-    loss.backward()
-    assert weight.grad[0] == 6
-    del loss
-    again = pool.make(4)[0]
-    assert again.data_ptr() == address
-    assert (again._version, again._is_view(), again.dtype) == (pool.make(4)[0]._version, False, torch.bfloat16)
-    assert pool.make(3)[0].shape == (3, 1024)
-
-
-def test_a_long_run_needs_few_blocks(fetcher_of):
-    store = full_store()
-    fetcher = Fetcher(store)
-    addresses = set()
-    for step in range(300):
-        number = step % 40
-        fetcher.ahead([batch(later % 40) for later in range(number, number + 6)])
-        held = fetcher.take(*batch(number))
-        addresses.add(held.rows[0].data_ptr())
-        fetcher.keep(step, batch(number)[1], held.rows, held.fingerprints)
-    fetcher.close()
-    assert len(addresses) <= 40, "memory is used over and over"
-
-
-def test_free_memory_is_bounded_and_blocks_much_too_large_are_not_wasted():
-    pool = BufferPool(SEQUENCE, num_free=2)
-    many = [pool.make(4, length) for length in range(1, 17)]
-    del many
-    pool.make(4, 1)
-    assert len(pool._free) <= 4
-    (small, _), (large, _) = pool.make(1, 1), pool.make(64, 16)
-    assert small.untyped_storage().nbytes() <= 2 * WIDTH * 4
-    assert large.untyped_storage().nbytes() == 64 * 16 * WIDTH * 4
 
 
 # --- faults -----------------------------------------------------------------------------------------------------
@@ -552,10 +508,10 @@ def test_a_store_that_hangs_is_given_up_after_the_timeout_once(fetcher_of, told)
     held = fetcher.take(*batch(0))
     assert 0.15 < time.monotonic() - started < SOON_S
     assert not held.mask.any()
-    failure = fetcher.failure
+    failure = fetcher.worker.failure
     assert isinstance(failure, FetchError)
     started = time.monotonic()
-    assert not fetcher.take(*batch(1)).mask.any() and fetcher.failure is failure
+    assert not fetcher.take(*batch(1)).mask.any() and fetcher.worker.failure is failure
     assert time.monotonic() - started < 0.15, "no second wait"
 
 
@@ -570,18 +526,18 @@ def test_an_error_of_the_store_is_a_miss_and_a_failure(fetcher_of, error, told):
     held = fetcher.take(*batch(0))
     assert not held.mask.any()
     assert len(held.rows) == 0
-    assert fetcher.failure is error
+    assert fetcher.worker.failure is error
     assert not fetcher.take(*batch(1)).mask.any()
-    fetcher.keep(1, batch(1)[1], value(batch(1)[1]), prints(batch(1)[1]))
+    fetcher.keep(1, RowsInMemory(batch(1)[1], value(batch(1)[1]), prints(batch(1)[1])))
     fetcher.ahead([batch(2)])
 
 
 def test_an_error_in_the_caller_is_a_failure_not_an_exception(fetcher_of):
     fetcher = fetcher_of(full_store())
-    fetcher.keep(0, np.arange(2), [torch.zeros(2, 99)], prints(range(2)))  # not rows of this store
+    fetcher.keep(0, RowsInMemory(np.arange(2), [torch.zeros(2, 99)], prints(range(2))))  # not rows of this store
     held = fetcher.take(1, np.arange(2))
     assert not held.mask.any()
-    assert isinstance(fetcher.failure, RuntimeError)
+    assert isinstance(fetcher.worker.failure, RuntimeError)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -601,7 +557,7 @@ def test_a_reader_that_dies_is_a_failure_and_soon(fetcher_of, way):
     held = fetcher.take(*batch(0))
     assert time.monotonic() - started < 3
     assert not held.mask.any()
-    assert isinstance(fetcher.failure, ThreadError)
+    assert isinstance(fetcher.worker.failure, ThreadError)
     fetcher.close()
     fetcher.close()
     eventually(lambda: not threads())
@@ -615,9 +571,9 @@ def test_a_system_without_threads_left_is_a_failure(monkeypatch):
     store = full_store()
     fetcher, writer = Fetcher(store), Writer(store)
     fetcher.ahead([batch(0)])
-    assert not fetcher.take(*batch(0)).mask.any() and isinstance(fetcher.failure, RuntimeError)
-    assert not writer.put(*batch(0)[1:], value(batch(0)[1]), prints(batch(0)[1]))
-    assert isinstance(writer.failure, RuntimeError)
+    assert not fetcher.take(*batch(0)).mask.any() and isinstance(fetcher.worker.failure, RuntimeError)
+    assert not writer.put(RowsInMemory(*batch(0)[1:], value(batch(0)[1]), prints(batch(0)[1])))
+    assert isinstance(writer.worker.failure, RuntimeError)
     assert fetcher.close()
     assert writer.close()
 
@@ -634,8 +590,8 @@ def test_closing_ends_the_threads_and_everything_after_it_is_harmless():
     fetcher.ahead([batch(7)])
     held = fetcher.take(*batch(7))
     assert not held.mask.any()
-    assert fetcher.failure is None
-    assert not writer.put(batch(7)[1], value(batch(7)[1]), prints(batch(7)[1]))
+    assert fetcher.worker.failure is None
+    assert not writer.put(RowsInMemory(batch(7)[1], value(batch(7)[1]), prints(batch(7)[1])))
     assert writer.pending() == []
 
 
@@ -672,7 +628,7 @@ def test_threads_end_with_their_owner(busy):
         fetcher = Fetcher(store, pending=writer.pending)
         if busy:
             fetcher.ahead([batch(number) for number in range(5)])
-            writer.put(batch(60)[1], value(batch(60)[1]), prints(batch(60)[1]))
+            writer.put(RowsInMemory(batch(60)[1], value(batch(60)[1]), prints(batch(60)[1])))
         fetcher.cycle = fetcher  # only the collector finds it
         del fetcher, writer
         gc.collect()
@@ -702,7 +658,7 @@ def test_the_interpreter_ends_though_nobody_closed_anything(way):
         fetcher.ahead([batch(0), batch(1), batch(2)])
         if {way!r} == "hanging":
             store.go.clear()
-            writer.put(batch(60)[1], value(batch(60)[1]), prints(batch(60)[1]))
+            writer.put(RowsInMemory(batch(60)[1], value(batch(60)[1]), prints(batch(60)[1])))
             fetcher.ahead([batch(9)])
         if {way!r} == "idle":
             fetcher.take(*batch(0))
@@ -718,7 +674,7 @@ def test_a_forked_child_neither_uses_nor_ends_the_threads(made, fetcher_of):
     store = full_store()
     fetcher, writer = fetcher_of(store), made(Writer, store)
     fetcher.take(*batch(0))
-    locks = [fetcher._worker._changed, writer._worker._changed]
+    locks = [fetcher.worker._changed, writer.worker._changed]
     free = threading.Event()
 
     def hold():
@@ -745,18 +701,18 @@ def test_a_forked_child_neither_uses_nor_ends_the_threads(made, fetcher_of):
         os.waitpid(child, 0)
     assert status == (child, 0), "the child hangs or failed"
     assert fetcher.take(*batch(1)).mask.all()
-    assert writer.put(batch(1)[1], value(batch(1)[1]), prints(batch(1)[1]))
+    assert writer.put(RowsInMemory(batch(1)[1], value(batch(1)[1]), prints(batch(1)[1])))
 
 
 def _everything_in_a_child(fetcher, writer):
     try:
         fetcher.ahead([batch(3)])
         assert not fetcher.take(*batch(3)).mask.any()
-        fetcher.keep(3, batch(3)[1], value(batch(3)[1]), prints(batch(3)[1]))
+        fetcher.keep(3, RowsInMemory(batch(3)[1], value(batch(3)[1]), prints(batch(3)[1])))
         fetcher.invalidate(batch(3)[1])
-        assert not writer.put(batch(3)[1], value(batch(3)[1]), prints(batch(3)[1]))
+        assert not writer.put(RowsInMemory(batch(3)[1], value(batch(3)[1]), prints(batch(3)[1])))
         assert writer.pending() == []
-        assert fetcher.failure is writer.failure is None
+        assert fetcher.worker.failure is writer.worker.failure is None
         fetcher.close()
         writer.close()
     except BaseException:
@@ -768,7 +724,7 @@ def _everything_in_a_child(fetcher, writer):
 
 
 def put(writer, number):
-    return writer.put(batch(number)[1], value(batch(number)[1]), prints(batch(number)[1]))
+    return writer.put(RowsInMemory(batch(number)[1], value(batch(number)[1]), prints(batch(number)[1])))
 
 
 def test_rows_are_written_in_the_background(made):
@@ -780,8 +736,8 @@ def test_rows_are_written_in_the_background(made):
     assert sorted(store.kept) == list(range(8))
     assert writer.num_bytes_written == 8 * WIDTH * 4
     assert writer.num_dropped == 0
-    assert writer.failure is None
-    eventually(lambda: writer.cpu_s > 0)
+    assert writer.worker.failure is None
+    eventually(lambda: writer.worker.cpu_s > 0)
 
 
 def test_a_full_queue_drops_and_counts_and_never_waits(made):
@@ -808,7 +764,7 @@ def test_a_store_that_fails_ends_the_writing(made, error):
     store.error = error
     put(writer, 0)
     assert not flush(writer)
-    assert writer.failure is error or isinstance(writer.failure, ThreadError)
+    assert writer.worker.failure is error or isinstance(writer.worker.failure, ThreadError)
     assert not put(writer, 1)
     assert writer.pending() == []
     assert writer.close()
@@ -820,17 +776,17 @@ def test_rows_that_are_changed_while_they_are_written_end_the_writing(made):
     store.go.clear()
     writer = made(Writer, store)
     rows = value(batch(0)[1])
-    writer.put(batch(0)[1], rows, prints(batch(0)[1]))
+    writer.put(RowsInMemory(batch(0)[1], rows, prints(batch(0)[1])))
     assert store.inside.wait(SOON_S)
     rows[0].zero_()
     store.go.set()
     assert not flush(writer)
-    assert isinstance(writer.failure, StoreError)
+    assert isinstance(writer.worker.failure, StoreError)
 
 
-def test_rows_that_do_not_belong_together_are_refused_at_once(made):
+def test_rows_that_do_not_belong_together_are_refused_at_once():
     with pytest.raises(StoreError, match="of one batch"):
-        made(Writer, FakeStore()).put(np.arange(3), value(range(2)), prints(range(3)))
+        RowsInMemory(np.arange(3), value(range(2)), prints(range(3)))
 
 
 def test_closing_gives_up_what_waits():

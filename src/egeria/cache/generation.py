@@ -16,7 +16,7 @@ from egeria.cache.forward_modes import PaybackCheck, StaleError, UserForward
 from egeria.cache.layout import BatchKeys, Layouts
 from egeria.cache.loader import SampleFeed
 from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, PrefetchedBatch
-from egeria.cache.prefetch.writer import Writer
+from egeria.cache.prefetch.writer import RowsInMemory, Writer
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.rows import Integers, Mask
@@ -137,12 +137,12 @@ class Generation:
             generation=self._number,
             **asdict(self.use),
             stall_s=self.fetcher.waited_s,
-            bytes_read=self.fetcher.num_bytes_read,
+            bytes_read=self.fetcher.reader.num_bytes,
             bytes_written=self.writer.num_bytes_written,
             size_bytes=self.store.size_bytes,
             damaged=self.store.num_damaged,
             dropped_writes=self.writer.num_dropped,
-            thread_cpu_s=self.fetcher.cpu_s + self.writer.cpu_s,
+            thread_cpu_s=self.fetcher.worker.cpu_s + self.writer.worker.cpu_s,
         )
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class Generation:
             self._store_rows(keys.take(missing), computed)
         elif self._until_check <= 0:
             self._check_rows(batch, self._prefix.compute(batch), held.rows, keys.lengths)
-        self.fetcher.keep(keys.number, keys.positions, held.rows, keys.prints, keys.lengths)
+        self.fetcher.keep(keys.number, RowsInMemory(keys.positions, held.rows, keys.prints, keys.lengths))
         return self._prefix.replaying(self._layouts.from_store(held.rows), batch)
 
     def _record(self, call: UserForward, batch: Batch, keys: BatchKeys) -> Any:
@@ -197,15 +197,16 @@ class Generation:
         try:
             rows = self._layouts.to_store(self._prefix.recorded(trial))
             if self._layouts.fits_store(rows):
-                self._store_rows(keys, rows)
-                self.fetcher.keep(keys.number, keys.positions, rows, keys.prints, keys.lengths)
+                self.fetcher.keep(keys.number, self._store_rows(keys, rows))
         except Exception as error:  # the forward is done and right; the next one will not be recorded
             self._failure = error
         return output
 
-    def _store_rows(self, keys: BatchKeys, rows: Sequence[Tensor]) -> None:
+    def _store_rows(self, keys: BatchKeys, rows: Sequence[Tensor]) -> RowsInMemory:
+        memory = RowsInMemory(keys.positions, rows, keys.prints, keys.lengths)
         self.fetcher.invalidate(keys.positions)
-        self.writer.put(keys.positions, rows, keys.prints, keys.lengths)
+        self.writer.put(memory)
+        return memory
 
     def _check_rows(
         self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Integers | None
@@ -222,7 +223,7 @@ class Generation:
 
     def _check(self) -> None:
         """Raise what has failed since the last forward, in a thread or behind a recorded forward."""
-        failure = self._failure or self.fetcher.failure or self.writer.failure
+        failure = self._failure or self.fetcher.worker.failure or self.writer.worker.failure
         if failure is not None:
             raise failure if isinstance(failure, EgeriaError) else StaleError(str(failure)) from failure
         if self._sources.have_changed:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from egeria.cache.prefetch.buffers import BufferPool, LengthGuess
 from egeria.cache.prefetch.writer import DaemonWorker, RowsInMemory
 from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.rows import Floats, Integers, Mask, RowLayout, Rows, as_positions
+from egeria.cache.store.rows import Floats, Integers, Mask, RowLayout, as_positions
 from egeria.errors import EgeriaError
+from egeria.skipping.rows import cut_padding
 
 DEPTH = 3
 """Batches read ahead: one is used, one is ready, one is being read."""
@@ -25,6 +25,8 @@ NUM_ADVISED = 2
 """Batches beyond them that the operating system is asked to fetch."""
 NUM_KEPT = 5
 """Mini-batches that stay in memory (paper §4.3)."""
+LENGTH_STEP = 8
+"""Padding to a multiple, where a tokenizer does that, is to a multiple of this."""
 TIMEOUT_S = 5.0
 """A disk this late is broken: the gate has measured it before, and found it fast enough."""
 
@@ -68,21 +70,20 @@ class PrefetchedBatch:
 
     def fill_from(self, memory: RowsInMemory, here: Integers, there: Integers, layouts: Sequence[RowLayout]) -> None:
         """Copy rows from memory, with zeros behind their true lengths; those too long for this batch are left out."""
-        lengths = _lengths_of(memory, layouts)
-        if lengths is not None:
-            axes = [(layout.length_axis, target) for layout, target in zip(layouts, self.rows, strict=True)]
-            room = min(target.shape[axis + 1] for axis, target in axes if axis is not None)
-            fits = lengths[there] <= room
+        if any(layout.length_axis is not None for layout in layouts):
+            longest = _room(memory.rows, layouts)
+            lengths = (
+                np.full(len(there), longest) if memory.lengths is None else memory.lengths[there].clip(max=longest)
+            )
+            fits = lengths <= _room(self.rows, layouts)
             here, there = here[fits], there[fits]
-            self.lengths[here] = lengths[there]
+            self.lengths[here] = lengths[fits]
         for layout, target, kept in zip(layouts, self.rows, memory.rows, strict=True):
-            if layout.length_axis is None or lengths is None:
-                chosen = kept.index_select(0, from_numpy(there).to(kept.device)).to(target.device)
-                target.index_copy_(0, from_numpy(here).to(target.device), chosen)
-                continue
-            for place, row in zip(here.tolist(), there.tolist(), strict=True):
-                own = kept[row].narrow(layout.length_axis, 0, int(lengths[row]))
-                target[place].zero_().narrow(layout.length_axis, 0, int(lengths[row])).copy_(own)
+            chosen = kept.index_select(0, from_numpy(there).to(kept.device))
+            if layout.length_axis is not None:
+                fitted = _fit(chosen, layout.length_axis, target.shape[layout.length_axis + 1])
+                chosen = cut_padding(fitted, layout.length_axis, self.lengths[here].tolist())
+            target.index_copy_(0, from_numpy(here).to(target.device), chosen.to(target.device))
         self.mask[here] = True
         self.fingerprints[here] = memory.fingerprints[there]
 
@@ -91,9 +92,8 @@ class Fetcher:
     """Reads batches ahead in a thread of its own, and keeps the last mini-batches.
 
     One thread of the caller's uses it: the one that trains. That thread changes rows in place if anyone does, so what
-    is found intact stays so while it is copied. What fails, fails here: only `keep` raises, for rows that are not
-    of one batch. Nothing waits longer than the timeout. After a failure every batch comes back without rows; there
-    is no second try.
+    is found intact stays so while it is copied. What fails, fails here, and `worker.failure` says why. Nothing
+    waits longer than the timeout. After a failure every batch comes back without rows; there is no second try.
 
     Args:
         store: what to read from. It is not closed here, and must stay open until this is closed.
@@ -113,31 +113,16 @@ class Fetcher:
         self.waited_s = 0.0
         """Seconds that `take` had to wait, of all batches."""
         self._store = store
-        self._reader = _Reader(store, device)
+        self.reader = Reader(store, device)
         self._listed: list[BatchKey] = []
         self._advised: set[BatchKey] = set()
         self._reads: dict[BatchKey, futures.Future[PrefetchedBatch]] = {}
         self._last: int | None = None
         self._pending = pending
         self._kept: dict[int, RowsInMemory] = {}
-        self._worker = DaemonWorker("egeria-cache-reader")
+        self.worker = DaemonWorker("egeria-cache-reader")
         self._timeout_s = timeout_s
-        self._finalizer = weakref.finalize(self, self._worker.close)  # also at exit: threads must not outlive it
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why no row comes any more; None while all is well."""
-        return self._worker.failure
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor seconds of the reader thread."""
-        return self._worker.cpu_s
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes of the rows that came from the store, as tensors, whether they were used or not."""
-        return self._reader.num_bytes
+        self._finalizer = weakref.finalize(self, self.worker.close)  # also at exit: threads must not outlive it
 
     def ahead(self, batches: Iterable[tuple[int, Integers]]) -> None:
         """Have the next batches read, in order: (number, positions [b]) each. Never waits for a disk.
@@ -145,7 +130,7 @@ class Fetcher:
         They replace those expected before; the batch taken last is not expected again. So call it after `take`, or
         with the batch that is about to be taken.
         """
-        if not self._worker.is_alive:
+        if not self.worker.is_alive:
             return
         numbered: dict[int, Integers] = {}
         for number, positions in batches:
@@ -155,13 +140,13 @@ class Fetcher:
         self._listed = list(listed)
         self._drop([key for key in self._reads if key not in listed])
         for key in [key for key in self._listed if key not in self._reads][: DEPTH - len(self._reads)]:
-            job = partial(self._reader.read, listed[key], advise=key not in self._advised)
-            self._reads[key] = self._worker.submit(job)
+            job = partial(self.reader.read, listed[key], advise=key not in self._advised)
+            self._reads[key] = self.worker.submit(job)
         known = self._advised.union(self._reads)
         soon = [key for key in self._listed[: DEPTH + NUM_ADVISED] if key not in known]
         self._advised = self._advised.intersection(listed).union(soon)
         for key in soon:
-            self._worker.submit(partial(self._store.advise, listed[key]))
+            self.worker.submit(partial(self._store.advise, listed[key]))
 
     def take(self, number: int, positions: Integers, length: int | None = None) -> PrefetchedBatch:
         """Return what there is of a batch, which is needed now.
@@ -173,31 +158,23 @@ class Fetcher:
         """
         positions, waited_s = as_positions(positions), self.waited_s
         result = PrefetchedBatch.empty(len(positions))
-        if self._worker.is_alive:
+        if self.worker.is_alive:
             try:
                 result = self._completed(self._read(number, positions, length), positions, length)
             except Exception as error:  # such as an accelerator without memory: the training must not end here
-                self._worker.fail(error)
+                self.worker.fail(error)
         result.waited_s = self.waited_s - waited_s
         return result
 
-    def keep(
-        self,
-        number: int,
-        positions: Integers,
-        rows: Sequence[Tensor],
-        fingerprints: Floats,
-        lengths: Integers | None = None,
-    ) -> None:
+    def keep(self, number: int, rows: RowsInMemory) -> None:
         """Keep the complete rows of a batch among the last mini-batches, without a copy.
 
         Call it before the model is given the rows: rows that it changes in place are then not served again. And
-        after `invalidate`, which forgets them. Arguments and errors are those of `Writer.put`.
+        after `invalidate`, which forgets them.
         """
-        # Of inference tensors nobody could find out whether they were changed.
-        if self._worker.is_alive and not any(tensor.is_inference() for tensor in rows):
+        if self.worker.is_alive:
             self._kept.pop(number, None)
-            self._kept[number] = RowsInMemory(positions, rows, fingerprints, lengths)
+            self._kept[number] = rows
             for old in list(self._kept)[:-NUM_KEPT]:
                 del self._kept[old]
 
@@ -211,7 +188,7 @@ class Fetcher:
         self._finalizer.detach()  # a thread that hangs is not waited for twice
         self._kept.clear()
         self._reads.clear()
-        return self._worker.close(timeout_s)
+        return self.worker.close(timeout_s)
 
     def _read(self, number: int, positions: Integers, length: int | None) -> PrefetchedBatch:
         """Return what was read of a batch, or is read now where there is need to.
@@ -227,8 +204,8 @@ class Fetcher:
         found = sum(len(here) for _, here, _ in self._find(positions))
         if found == len(positions) or not self._store.lookup(positions).valid.any():
             return PrefetchedBatch.empty(len(positions))
-        job = partial(self._reader.read, positions, length=length, advise=True)
-        return self._wait(self._worker.submit(job, first=True))
+        job = partial(self.reader.read, positions, length=length, advise=True)
+        return self._wait(self.worker.submit(job, first=True))
 
     def _wait(self, future: futures.Future[PrefetchedBatch]) -> PrefetchedBatch:
         if future.done():  # nothing was waited for
@@ -244,16 +221,16 @@ class Fetcher:
     def _completed(self, batch: PrefetchedBatch, positions: Integers, length: int | None) -> PrefetchedBatch:
         """Return what was read, cut or padded to the batch, with rows from memory where none was read."""
         layouts = self._store.layouts
-        self._reader.receive(batch.rows)
-        if batch.rows and length is not None and self._reader.has_length:
-            self._reader.lengths.observe(length)
+        self.reader.receive(batch.rows)
+        if batch.rows and length is not None and self.reader.has_length:
+            self.reader.note_length(length)
             batch.mask &= batch.lengths <= length
             pairs = zip(batch.rows, layouts, strict=True)
             batch.rows = [_fit(tensor, layout.length_axis, length) for tensor, layout in pairs]
         missing = np.flatnonzero(~batch.mask)
         sources = self._find(positions[missing])
         if sources and not batch.rows:
-            batch.rows = self._reader.empty(len(positions), length)
+            batch.rows = self.reader.empty(len(positions), length)
         for memory, here, there in sources:
             batch.fill_from(memory, missing[here], there, layouts)
         if not batch.mask.any():
@@ -280,20 +257,21 @@ class Fetcher:
             self._reads.pop(key).cancel()
 
 
-class _Reader:
-    """Reads batches into fresh buffers, and brings them to the device: what the reader thread does.
+class Reader:
+    """Reads batches into memory of their own, and brings them to the device: what the reader thread does.
 
     To a CUDA device on a stream of its own, beside the computing.
     """
 
     def __init__(self, store: DiskStore, device: torch.device | None) -> None:
-        self.lengths = LengthGuess()
         self.has_length = any(layout.length_axis is not None for layout in store.layouts)
         self.num_bytes = 0
+        """Of the rows that came from the store, as tensors, whether they were used or not."""
         self._store = store
         self._device = device if device is not None and device.type == "cuda" else None
-        self._buffers = BufferPool(store.layouts, pinned=self._device is not None)
         self._stream = torch.cuda.Stream(self._device) if self._device is not None else None  # type: ignore[no-untyped-call]
+        self._last_length: int | None = None
+        self._is_constant, self._is_rounded = False, True
 
     def read(self, positions: Integers, *, length: int | None = None, advise: bool = False) -> PrefetchedBatch:
         """Return what the store has of the positions [b], padded to a length or a guess of it.
@@ -305,7 +283,9 @@ class _Reader:
         known = self._store.lookup(positions)
         if not known.valid.any():
             return PrefetchedBatch.empty(len(positions))
-        rows = self._buffers.make(len(positions), self._length(known, length))
+        if self.has_length and length is None:
+            length = self.guess_length(int(known.lengths[known.valid].max()))
+        rows = self._empty(len(positions), length, device=None)
         mask = self._store.read(positions, rows, known)
         self.num_bytes += int(sum(tensor.nbytes for tensor in rows) * mask.mean())
         return PrefetchedBatch(mask, self._send(rows), known.fingerprints, known.lengths)
@@ -318,13 +298,35 @@ class _Reader:
 
     def empty(self, num_rows: int, length: int | None) -> list[Tensor]:
         """Return tensors on the device for the rows of a batch, with undefined contents."""
-        rows = self._buffers.make(num_rows, length)
-        return [tensor if self._device is None else torch.empty_like(tensor, device=self._device) for tensor in rows]
+        return self._empty(num_rows, length, device=self._device)
 
-    def _length(self, known: Rows, length: int | None) -> int | None:
-        if not self.has_length or length is not None:
-            return length
-        return self.lengths.length(int(known.lengths[known.valid].max()))
+    def note_length(self, length: int) -> None:
+        """Take note of the length that a batch turned out to have."""
+        self._is_constant = length == self._last_length
+        self._is_rounded = self._is_rounded and length % LENGTH_STEP == 0
+        self._last_length = length
+
+    def guess_length(self, longest: int) -> int:
+        """Return the length to expect for a batch whose longest row is `longest`; a wrong guess costs a copy."""
+        if self._last_length is None:
+            return longest
+        if self._is_constant and self._last_length >= longest:
+            return self._last_length
+        return -(-longest // LENGTH_STEP) * LENGTH_STEP if self._is_rounded else longest
+
+    def _empty(self, num_rows: int, length: int | None, *, device: torch.device | None) -> list[Tensor]:
+        """Return uninitialized tensors on a device, or in memory from which copies to ours can overlap with computing.
+
+        Memory of their own, not a ring of it: autograd may hold on to them until a backward pass that comes much later
+        (gradient accumulation), and a model may change them in place.
+        """
+        is_pinned = device is None and self._device is not None
+        return [
+            torch.empty(
+                (num_rows, *layout.shape_at(length)), dtype=layout.dtype, device=device or "cpu", pin_memory=is_pinned
+            )
+            for layout in self._store.layouts
+        ]
 
     def _send(self, rows: list[Tensor]) -> list[Tensor]:
         """Return rows on the device, there already: the memory they came from is free for the next batch.
@@ -345,13 +347,10 @@ def _key(number: int, positions: Integers) -> BatchKey:
     return number, positions.tobytes()
 
 
-def _lengths_of(memory: RowsInMemory, layouts: Sequence[RowLayout]) -> Integers | None:
-    """Return the lengths [b] of rows in memory, as long as their tensors if unknown; None if rows have no length."""
-    for layout, tensor in zip(layouts, memory.rows, strict=True):
-        if layout.length_axis is not None:
-            whole = np.full(len(memory.positions), tensor.shape[layout.length_axis + 1], dtype=np.int64)
-            return whole if memory.lengths is None else np.minimum(memory.lengths, whole)
-    return None
+def _room(rows: Sequence[Tensor], layouts: Sequence[RowLayout]) -> int:
+    """Return the length that all of the tensors [b, ...] have room for, where rows have lengths."""
+    axes = [(tensor, layout.length_axis) for tensor, layout in zip(rows, layouts, strict=True)]
+    return min(tensor.shape[axis + 1] for tensor, axis in axes if axis is not None)
 
 
 def _fit(tensor: Tensor, row_axis: int | None, length: int) -> Tensor:

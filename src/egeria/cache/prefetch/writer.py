@@ -123,11 +123,18 @@ class DaemonWorker:
 class RowsInMemory:
     """Rows of some positions, shared with whoever handed them in, and what they were like then.
 
-    Arguments and errors are those of `Writer.put`.
+    Args:
+        positions: [b]
+        rows: a tensor [b, ...] for each leaf, on any device; not copied.
+        fingerprints: [b, 2] of the input they were computed from.
+        lengths: [b] true lengths, where rows have lengths.
+
+    Raises:
+        StoreError: these are not rows of one batch.
     """
 
     def __init__(
-        self, positions: Integers, rows: Sequence[Tensor], fingerprints: Floats, lengths: Integers | None
+        self, positions: Integers, rows: Sequence[Tensor], fingerprints: Floats, lengths: Integers | None = None
     ) -> None:
         self.positions, self.fingerprints, self.lengths = as_positions(positions).copy(), fingerprints, lengths
         counts = {len(self.positions), len(fingerprints), *(len(tensor) for tensor in rows)}
@@ -137,14 +144,18 @@ class RowsInMemory:
             raise StoreError(f"positions, rows, fingerprints and lengths must be of one batch, found {counts} rows")
         # Detached tensors share memory and version, but not the graph that an in-place operation would bring.
         self.rows = tuple(tensor.detach() for tensor in rows)
-        self._versions = [tensor._version for tensor in self.rows]
+        self._versions = [None if tensor.is_inference() else tensor._version for tensor in self.rows]
         last = len(self.positions) - 1  # of several rows for one position the first counts
         self._places = {position: last - place for place, position in enumerate(reversed(self.positions.tolist()))}
 
     @property
     def is_intact(self) -> bool:
-        """Whether nobody changed the rows in place, as models may; they are good for nothing then."""
-        return [tensor._version for tensor in self.rows] == self._versions
+        """Whether nobody changed the rows in place, as models may; they are good for nothing then.
+
+        Of inference tensors nobody could find that out.
+        """
+        pairs = zip(self.rows, self._versions, strict=True)
+        return all(version is not None and tensor._version == version for tensor, version in pairs)
 
     def find(self, positions: Integers) -> Integers:
         """Return the place of each position [b] among the rows, -1 where it is not there."""
@@ -160,7 +171,7 @@ class Writer:
     """Stores the rows of batches in a thread of its own.
 
     A queue that is full refuses: the rows are computed and offered again when their samples come next.
-    A store that fails ends the writing for good, and `failure` says why.
+    A store that fails ends the writing for good, and `worker.failure` says why.
 
     The store is not closed here, and must stay open until this is closed.
     """
@@ -169,20 +180,10 @@ class Writer:
         self.num_dropped = 0
         """Batches that the queue had no room for."""
         self._store = store
-        self._worker = DaemonWorker("egeria-cache-writer")
+        self.worker = DaemonWorker("egeria-cache-writer")
         self._pending: deque[tuple[RowsInMemory, Future[int]]] = deque()
         self._num_bytes = 0
-        self._finalizer = weakref.finalize(self, self._worker.close)  # also at exit: threads must not outlive it
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why nothing is written any more; None while all is well."""
-        return self._worker.failure
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor seconds of the thread."""
-        return self._worker.cpu_s
+        self._finalizer = weakref.finalize(self, self.worker.close)  # also at exit: threads must not outlive it
 
     @property
     def num_bytes_written(self) -> int:
@@ -190,37 +191,21 @@ class Writer:
         self._forget_written()
         return self._num_bytes
 
-    def put(
-        self, positions: Integers, rows: Sequence[Tensor], fingerprints: Floats, lengths: Integers | None = None
-    ) -> bool:
-        """Have rows written; they are not copied and must not be changed any more.
-
-        Args:
-            positions: [b]
-            rows: a tensor [b, ...] for each leaf, on any device.
-            fingerprints: [b, 2] of the input they were computed from.
-            lengths: [b] true lengths, where rows have lengths.
-
-        Returns:
-            False if they are not: the queue is full, or writing has ended.
-
-        Raises:
-            StoreError: these are not rows of one batch.
-        """
-        if not self._worker.is_alive:
+    def put(self, memory: RowsInMemory) -> bool:
+        """Have rows written, which must not be changed any more; False where the queue is full or writing has ended."""
+        if not self.worker.is_alive:
             return False
-        memory = RowsInMemory(positions, rows, fingerprints, lengths)
         self._forget_written()
         if sum(not future.running() for _, future in self._pending) >= QUEUE_LENGTH:
             self.num_dropped += 1
             return False
         job = partial(_write, self._store, memory, _computed(memory.rows))
-        self._pending.append((memory, self._worker.submit(job)))
+        self._pending.append((memory, self.worker.submit(job)))
         return True
 
     def pending(self) -> list[RowsInMemory]:
         """Return what is not written yet, newest first."""
-        if not self._worker.is_alive:
+        if not self.worker.is_alive:
             return []
         self._forget_written()
         return [memory for memory, _ in reversed(self._pending)]
@@ -228,7 +213,7 @@ class Writer:
     def close(self, timeout_s: float = 2.0) -> bool:
         """Give up what waits; return whether the thread has ended, else it hangs in the store. May be repeated."""
         self._finalizer.detach()  # a thread that hangs is not waited for twice
-        return self._worker.close(timeout_s)
+        return self.worker.close(timeout_s)
 
     def _forget_written(self) -> None:
         while self._pending and self._pending[0][1].done():
