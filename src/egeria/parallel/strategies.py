@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -11,39 +11,52 @@ from torch.nn.parallel import DistributedDataParallel
 
 from egeria import dist
 from egeria.layers.shards import choose_dtypes_again, is_sharded, reshard, without_wrapper
-from egeria.parallel.rebuild import rebuild
 from egeria.parallel.refusals import refuse_model, refuse_options, refuse_shards, refuse_wrapper
 
+FIRST_ITERATIONS = 2
+"""Iterations after which buckets are laid out for good: they are ordered again after the first backward pass."""
 
-class ParallelStrategy(Protocol):
-    """What changes when several processes train one model.
+
+class ParallelStrategy:
+    """What changes when several processes train one model; by itself nothing.
 
     All of them make the same calls, in the same order.
     """
 
-    rank: int
-    """Which of the processes this is; 0 evaluates, keeps the journal and leads."""
-    num_ranks: int
+    def __init__(self) -> None:
+        self.rank = 0
+        """Which of the processes this is; 0 evaluates, keeps the journal and leads."""
+        self.num_ranks = 1
+        self._group: Any = None
+        """What the processes exchange numbers of the CPU in; None where there is one only."""
+        self._called: nn.Module = nn.Module()
+        self._model = self._called
+        """The model itself, without any wrapper."""
 
     def take(self, model: nn.Module) -> nn.Module:
         """Take over what was given to `attach`; return the model itself, without any wrapper."""
-        ...
+        self._called, self._model = model, without_wrapper(model)
+        return self._model
 
     def refusal(self) -> str | None:
         """Return why nothing can be frozen under the strategy, with the way out; None if it can."""
-        ...
+        return refuse_model(self._model)
 
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the rows of all processes, by rank; they have the same length.
 
         Raises:
-            RuntimeError: a process did not answer within the time that the job allows.
+            RuntimeError: a process did not answer within the timeout of the process group.
         """
-        ...
+        if self._group is None:
+            return [list(row)]
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        distributed.all_gather(rows, mine, group=self._group)
+        return [entry.tolist() for entry in rows]
 
     def settle(self) -> None:
         """Put parameters into the form in which what trains can be changed."""
-        ...
 
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
         """Return what the loop is to call, now that gradients may have been switched on or off.
@@ -51,7 +64,7 @@ class ParallelStrategy(Protocol):
         Args:
             frozen: names of the submodules that are frozen now.
         """
-        ...
+        return self._called
 
 
 def choose_parallel(model: nn.Module) -> ParallelStrategy:
@@ -59,53 +72,33 @@ def choose_parallel(model: nn.Module) -> ParallelStrategy:
 
     A bare model in a job of several processes is one replica of it, and `attach` wraps it.
     """
-    refused = refuse_wrapper(model)
-    if refused is None and is_sharded(model):
-        refused = refuse_shards(model)
-        if refused is None:
-            return Sharded()
+    refused = refuse_wrapper(model) or (refuse_shards(model) if is_sharded(model) else None)
     if refused is not None:
         return SingleProcess(refused)
+    if is_sharded(model):
+        return Sharded()
     if isinstance(without_wrapper(model), DistributedDataParallel) or dist.world_size() > 1:
         return Replicas()
     return SingleProcess()
 
 
-class SingleProcess:
+class SingleProcess(ParallelStrategy):
     """Decides for itself and calls the model as it is.
 
     Args:
         refused: why nothing is frozen, where the model trains in a way that cannot be followed.
     """
 
-    rank, num_ranks = 0, 1
-
     def __init__(self, refused: str | None = None) -> None:
+        super().__init__()
         self._refused = refused
-        self._called: nn.Module = nn.Module()
-
-    def take(self, model: nn.Module) -> nn.Module:
-        """Return the model, without what `torch.compile` put around it."""
-        self._called = model
-        return without_wrapper(model)
 
     def refusal(self) -> str | None:
         """Refuse what this strategy was made to refuse, and models whose layers cannot be watched."""
-        return self._refused or refuse_model(without_wrapper(self._called))
-
-    def exchange(self, row: Sequence[float]) -> list[list[float]]:
-        """Return the one row."""
-        return [list(row)]
-
-    def settle(self) -> None:
-        """Nothing is in another form."""
-
-    def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
-        """Return what was given to `take`."""
-        return self._called
+        return self._refused or super().refusal()
 
 
-class Replicas:
+class Replicas(ParallelStrategy):
     """Replicas of the model under `DistributedDataParallel`: what is frozen drops out of the reduction of gradients.
 
     The wrapper stays the same object, so that the loop continues to call it; the buckets in it are rebuilt whenever
@@ -116,11 +109,9 @@ class Replicas:
     """
 
     def __init__(self, **options: Any) -> None:
-        self.rank, self.num_ranks = 0, 1
+        super().__init__()
         self._options = options
-        self._called: nn.Module = nn.Module()
         self._wrapper: Any = None
-        self._group: Any = None
         self._trained: tuple[str, ...] = ()
         """Names of the parameters that are reduced."""
         self._idle: frozenset[str] = frozenset()
@@ -131,32 +122,22 @@ class Replicas:
         wrapper: Any = without_wrapper(model)
         if not isinstance(wrapper, DistributedDataParallel):
             model = wrapper = DistributedDataParallel(model, **{**_device(model), **self._options})
-        self._called, self._wrapper, group = model, wrapper, wrapper.process_group
+        self._called, self._wrapper, self._model = model, wrapper, without_wrapper(wrapper.module)
+        group = wrapper.process_group
         self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
         self._group = _group_on_the_cpu(group)
         self._trained = self._trainable()
-        return without_wrapper(wrapper.module)
+        return self._model
 
     def refusal(self) -> str | None:
         """Refuse what cannot be watched, and options that fix at the first iteration what is reduced."""
-        return refuse_model(without_wrapper(self._wrapper.module)) or refuse_options(self._wrapper)
-
-    def exchange(self, row: Sequence[float]) -> list[list[float]]:
-        """Return the rows of all processes, by rank.
-
-        Raises:
-            RuntimeError: a process did not answer within the timeout of the process group.
-        """
-        return _all_gather(row, self._group)
-
-    def settle(self) -> None:
-        """Nothing is in another form."""
+        return super().refusal() or refuse_options(self._wrapper)
 
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
         """Return the wrapper, its buckets rebuilt if other parameters train than before."""
         trained, idle = self._trainable(), frozenset(_buffers_of(self._wrapper.module, frozen))
         if (trained, idle) != (self._trained, self._idle):
-            rebuild(self._wrapper, idle_before=self._idle, idle=idle)
+            _rebuild(self._wrapper, idle_before=self._idle, idle=idle)
             self._trained, self._idle = trained, idle
         return self._called
 
@@ -165,7 +146,7 @@ class Replicas:
         return tuple(name for name, parameter in named if parameter.requires_grad)
 
 
-class Sharded:
+class Sharded(ParallelStrategy):
     """Processes that hold a part of each parameter (`fully_shard`, FSDP2) and gather them for each pass.
 
     A parameter without a gradient has none to reduce, and behind the frozen front nothing is gathered a second time,
@@ -173,44 +154,29 @@ class Sharded:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
-        self._called: nn.Module = nn.Module()
         self._group = _group_on_the_cpu(distributed.group.WORLD)
 
     def take(self, model: nn.Module) -> nn.Module:
         """Return the model, its parameters in parts."""
-        self._called, bare = model, without_wrapper(model)
+        bare = super().take(model)
         reshard(bare)
         return bare
 
     def refusal(self) -> str | None:
         """Refuse what cannot be watched, and what is in parts of another kind."""
-        return refuse_model(without_wrapper(self._called)) or refuse_shards(self._called)
-
-    def exchange(self, row: Sequence[float]) -> list[list[float]]:
-        """Return the rows of all processes, by rank.
-
-        Raises:
-            RuntimeError: a process did not answer within the timeout of the process group.
-        """
-        return _all_gather(row, self._group)
+        return super().refusal() or refuse_shards(self._called)
 
     def settle(self) -> None:
         """Put parameters in parts, where an evaluation of the loop's own has left whole ones: no change would stick."""
-        reshard(without_wrapper(self._called))
+        reshard(self._model)
 
     def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
         """Return what was given to `take`, ready for what trains now."""
-        for module in without_wrapper(self._called).modules():
+        for module in self._model.modules():
             choose_dtypes_again(module)
         return self._called
-
-
-def _all_gather(row: Sequence[float], group: Any) -> list[list[float]]:
-    mine = torch.tensor(row, dtype=torch.float64)
-    rows = [torch.empty_like(mine) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(rows, mine, group=group)
-    return [entry.tolist() for entry in rows]
 
 
 def _group_on_the_cpu(group: Any) -> Any:
@@ -247,3 +213,41 @@ def _buffers_of(model: nn.Module, frozen: Collection[str]) -> list[str]:
         for name in frozen
         for buffer, _ in bare.get_submodule(name).named_buffers()
     ]
+
+
+def _rebuild(wrapper: DistributedDataParallel, *, idle_before: frozenset[str], idle: frozenset[str]) -> None:
+    """Reduce from now on what needs a gradient now.
+
+    Does what unpickling a wrapper does, without its checks across processes, which take most of the time: that
+    all ranks train the same parameters is for the caller to see to. The old buckets go first, so that there is
+    never more than one set of them.
+
+    Args:
+        wrapper: the wrapper.
+        idle_before: names of buffers that were left out of the broadcast so far.
+        idle: names of those to leave out from now on. New ones are made equal to those of the first rank once
+            more, if the wrapper did that before every forward pass.
+    """
+    held: Any = wrapper
+    if not hasattr(held, "buffer_hook"):  # one of the user's own wants to see all buffers
+        if idle - idle_before and held.broadcast_buffers:
+            held._sync_buffers()
+        held.parameters_to_ignore = (set(held.parameters_to_ignore) - idle_before) | idle
+    hooks, held._comm_hooks = list(held._comm_hooks), []
+    del held.reducer, held.logger
+    parameters, expects_sparse = held._build_params_for_reducer()
+    names = held._build_debug_param_to_name_mapping(parameters)
+    held._has_rebuilt_buckets = False
+    held._ddp_init_helper(parameters, expects_sparse, names, False)
+    for hook, state in hooks:
+        _forget_buckets(state)
+        wrapper.register_comm_hook(state, hook)
+
+
+def _forget_buckets(state: Any) -> None:
+    """Restart PowerSGD where the buckets are others: it keeps errors and factors by bucket."""
+    if not hasattr(state, "start_powerSGD_iter"):
+        return
+    for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+        getattr(state, name, {}).clear()
+    state.start_powerSGD_iter = max(state.start_powerSGD_iter, state.iter + FIRST_ITERATIONS)

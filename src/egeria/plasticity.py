@@ -1,5 +1,6 @@
-"""The metrics: callables of the training and the reference activation, [B, ...] each, to one scalar.
+"""How far a layer module's activations have moved from the reference's: one number per evaluation.
 
+A metric is a callable of the training and the reference activation, [B, ...] each, to one scalar.
 Every metric is 0 for equal activations and grows with the difference; all arithmetic is float32. One that compares
 samples with each other raises ValueError for fewer than two, and each does for batches that differ in size.
 
