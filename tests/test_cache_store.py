@@ -234,7 +234,7 @@ def test_a_store_in_memory_takes_what_its_rows_take():
     layout = RowLayout(shape=(256, 256), dtype=torch.float32)
     store = DiskStore.in_memory([layout], 10_000)  # 2.6 GB, if it were full
     store.write([9_999], [torch.ones(1, 256, 256)], prints([1]))
-    assert os.fstat(store._descriptor).st_blocks * 512 < 2**21
+    assert os.fstat(store.descriptor).st_blocks * 512 < 2**21
     assert read(store, [9_999])[0].all()
     store.close()
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from egeria.cache.fingerprint import fingerprints
-from egeria.cache.forward_modes import TimedForward
+from egeria.cache.forward_modes import PaybackCheck, TimedForward
 from egeria.cache.gate import Prospects, judge
 from egeria.cache.generation import Generation
 from egeria.cache.layout import Layouts
@@ -242,29 +242,25 @@ class GenerationOpener:
 
     def _generation(self, prefix: Prefix, layouts: Layouts, store: DiskStore) -> Generation:
         return Generation(
-            prefix,
-            layouts,
-            store,
-            self.feed,
+            prefix=prefix,
+            layouts=layouts,
+            store=store,
+            feed=self.feed,
             number=self.number,
             verify_batches=self.settings.verify_batches,
-            iteration_s=self.timed.iteration_s,
-            device=next(prefix.model.parameters()).device,
+            payback=PaybackCheck(self.timed.iteration_s),
         )
 
 
+@dataclass(kw_only=True, slots=True)
 class Share:
-    """The processes of a host that train one model, seen from one of them. Nobody ever waits for another.
+    """The processes of a host that train one model, seen from one of them. Nobody ever waits for another."""
 
-    Args:
-        is_alone: whether there is nobody to share with.
-        leads: whether this process decides and makes the stores, and others join them.
-    """
-
-    def __init__(self, *, is_alone: bool = True, leads: bool = True) -> None:
-        self.is_alone = is_alone
-        self.leads = leads
-        self._num_asked = 0
+    is_alone: bool = True
+    """Whether there is nobody to share with."""
+    leads: bool = True
+    """Whether this process decides and makes the stores, and others join them."""
+    _num_asked: int = 0
 
     def number_at(self, number: int) -> int:
         """Return the number of the newest generation, now that the boundary has moved.

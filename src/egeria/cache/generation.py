@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -54,42 +54,30 @@ class Use:
     largest_error: float = 0.0
 
 
+@dataclass(kw_only=True, eq=False)
 class Generation:
-    """Serves training forwards from a store, and fills it.
+    """Serves training forwards from a store, and fills it."""
 
-    Args:
-        prefix: the frozen front.
-        layouts: how what it puts out is laid out in the store.
-        store: the rows; closed with the generation.
-        feed: knows the samples of the next batches.
-        number: of the generation.
-        verify_batches: batches from the store between two checks.
-        iteration_s: what an iteration took before; 0 where that is not known.
-        device: of the model.
-    """
+    prefix: Prefix
+    """The frozen front."""
+    layouts: Layouts
+    """How what it puts out is laid out in the store."""
+    store: DiskStore
+    """The rows; closed with the generation."""
+    feed: SampleFeed
+    """Knows the samples of the next batches."""
+    number: int
+    verify_batches: int
+    """Batches from the store between two checks."""
+    payback: PaybackCheck
+    name: ClassVar[str] = "stored"
 
-    name = "stored"
-
-    def __init__(
-        self,
-        prefix: Prefix,
-        layouts: Layouts,
-        store: DiskStore,
-        feed: SampleFeed,
-        *,
-        number: int,
-        verify_batches: int,
-        iteration_s: float,
-        device: torch.device,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.use = Use()
-        self.store = store
-        self.payback = PaybackCheck(iteration_s)
-        self.writer = Writer(store)
-        self.fetcher = Fetcher(store, device=device, pending=self.writer.pending)
-        self._prefix, self._layouts, self._feed = prefix, layouts, feed
-        self._number, self._verify_batches, self._device = number, verify_batches, device
-        self._sources = FrozenTensors(prefix.weights(), num_compared=NUM_COMPARED)
+        self.writer = Writer(self.store)
+        self._device = next(self.prefix.model.parameters()).device
+        self.fetcher = Fetcher(self.store, device=self._device, pending=self.writer.pending)
+        self._sources = FrozenTensors(self.prefix.weights(), num_compared=NUM_COMPARED)
         self._failure: Exception | None = None
         self._until_check = 0
         self._strange_in_a_row = 0
@@ -108,11 +96,11 @@ class Generation:
         self._check()
         if indices is None or indices.viewed != self.store.is_viewed:
             return call(plain=True)
-        keys = BatchKeys.of(batch, indices, self.positions(indices), has_length=self._layouts.has_length)
+        keys = BatchKeys.of(batch, indices, self.positions(indices), has_length=self.layouts.has_length)
         if keys is None:  # the model is called with something else than the batch
             return call(plain=True)
         held = self.fetcher.take(keys.number, keys.positions, keys.padded_length)
-        self.fetcher.ahead([(entry.number, self.positions(entry)) for entry in self._feed.upcoming(DEPTH + 2)])
+        self.fetcher.ahead([(entry.number, self.positions(entry)) for entry in self.feed.upcoming(DEPTH + 2)])
         hits = self._judge(held, keys)
         fits = bool(hits.any()) and self._can_replay(batch, held, hits)
         self.payback.note(fits and bool(hits.all()))
@@ -134,7 +122,7 @@ class Generation:
         return CacheUsed(
             step=step,
             boundary=self.store.boundary,
-            generation=self._number,
+            generation=self.number,
             **asdict(self.use),
             stall_s=self.fetcher.waited_s,
             bytes_read=self.fetcher.reader.num_bytes,
@@ -167,11 +155,11 @@ class Generation:
 
     def _can_replay(self, batch: Batch, held: PrefetchedBatch, hits: Mask) -> bool:
         """Return whether the rows fit this batch, and missing ones can be computed."""
-        if not hits.all() and not self._prefix.can_split:
+        if not hits.all() and not self.prefix.can_split:
             return False
-        if not self._prefix.knows(batch):
-            self._prefix.learn(batch)
-        return self._prefix.fits(batch, self._layouts.from_store(held.rows))
+        if not self.prefix.knows(batch):
+            self.prefix.learn(batch)
+        return self.prefix.fits(batch, self.layouts.from_store(held.rows))
 
     def _prepare(
         self, batch: Batch, held: PrefetchedBatch, hits: Mask, keys: BatchKeys
@@ -180,23 +168,23 @@ class Generation:
         missing = np.flatnonzero(~hits)
         if len(missing):
             padded = np.resize(missing, max(len(missing), min(len(hits), LEAST_ROWS)))  # repeats them
-            found = self._prefix.compute(batch, torch.from_numpy(padded))
-            computed = self._layouts.to_store([leaf[: len(missing)] for leaf in found])
+            found = self.prefix.compute(batch, torch.from_numpy(padded))
+            computed = self.layouts.to_store([leaf[: len(missing)] for leaf in found])
             held.fill(missing, computed)
             self._store_rows(keys.take(missing), computed)
         elif self._until_check <= 0:
-            self._check_rows(batch, self._prefix.compute(batch), held.rows, keys.lengths)
+            self._check_rows(batch, self.prefix.compute(batch), held.rows, keys.lengths)
         self.fetcher.keep(keys.number, RowsInMemory(keys.positions, held.rows, keys.prints, keys.lengths))
-        return self._prefix.replaying(self._layouts.from_store(held.rows), batch)
+        return self.prefix.replaying(self.layouts.from_store(held.rows), batch)
 
     def _record(self, call: UserForward, batch: Batch, keys: BatchKeys) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
         self.use.misses += len(keys.positions)
-        with self._prefix.recording() as trial:
+        with self.prefix.recording() as trial:
             output = call(plain=True)
         try:
-            rows = self._layouts.to_store(self._prefix.recorded(trial))
-            if self._layouts.fits_store(rows):
+            rows = self.layouts.to_store(self.prefix.recorded(trial))
+            if self.layouts.fits_store(rows):
                 self.fetcher.keep(keys.number, self._store_rows(keys, rows))
         except Exception as error:  # the forward is done and right; the next one will not be recorded
             self._failure = error
@@ -212,12 +200,12 @@ class Generation:
         self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Integers | None
     ) -> None:
         """Compare rows from the store with computed ones, as is done now and then."""
-        self._until_check = self._verify_batches
+        self._until_check = self.verify_batches
         known = None if lengths is None else lengths.tolist()
-        error = self._prefix.error(computed, self._layouts.from_store(rows), known)
+        error = self.prefix.error(computed, self.layouts.from_store(rows), known)
         self.use.checks += 1
         self.use.largest_error = max(self.use.largest_error, error)
-        limit = tolerance(batch, self._device) + max(ROUNDING[layout.storage] for layout in self._layouts.stored)
+        limit = tolerance(batch, self._device) + max(ROUNDING[layout.storage] for layout in self.layouts.stored)
         if not error <= limit:
             raise StaleError(f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}")
 
@@ -228,5 +216,5 @@ class Generation:
             raise failure if isinstance(failure, EgeriaError) else StaleError(str(failure)) from failure
         if self._sources.have_changed:
             raise StaleError("the weights of the frozen layers were changed, or train again")
-        if self._prefix.is_hooked():
+        if self.prefix.is_hooked():
             raise StaleError("a forward hook was put on a frozen layer, and would not be called where that is skipped")

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ VERIFIED_ROWS = 256
 """Rows that `verify` reads at a time."""
 
 
+@dataclass(eq=False)
 class DiskStore:
     """Rows by position. Get one from `create` or `join`.
 
@@ -39,50 +41,45 @@ class DiskStore:
     never wait for each other, writers take turns, and a row that is read while it is written is not served. All entries
     are held in memory, so that `lookup` never waits for a disk. Processes of one host may share the file; what others
     wrote is seen after `advise`.
-
-    Args:
-        path: of the file.
-        descriptor: the open file.
-        layouts: of the leaves of a row.
-        capacity: positions it has room for.
-        boundary: name of the last frozen layer module.
-        num_views: augmentation variants of a sample, side by side.
-        is_viewed: whether augmentation is fixed: what is stored for other inputs is of no use.
-        front: checksum of the weights and statistics of the frozen layers.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        descriptor: int,
-        layouts: Sequence[RowLayout],
-        capacity: int,
-        *,
-        boundary: str,
-        num_views: int,
-        is_viewed: bool,
-        front: int,
-    ) -> None:
-        self.path, self.layouts, self.capacity = path, tuple(layouts), capacity
-        self.boundary, self.front = boundary, front
-        self.num_views, self.is_viewed = num_views, is_viewed
+    path: Path
+    """Of the file."""
+    descriptor: int
+    """The open file."""
+    layouts: Sequence[RowLayout]
+    """Of the leaves of a row."""
+    capacity: int
+    """Positions it has room for."""
+    _: KW_ONLY
+    boundary: str
+    """Name of the last frozen layer module."""
+    num_views: int
+    """Augmentation variants of a sample, side by side."""
+    is_viewed: bool
+    """Whether augmentation is fixed: what is stored for other inputs is of no use."""
+    front: int
+    """Checksum of the weights and statistics of the frozen layers."""
+
+    def __post_init__(self) -> None:
+        self.layouts = tuple(self.layouts)
         self.num_damaged = 0
         """Rows found with a wrong checksum and forgotten."""
         self._codec = RowCodec(self.layouts)
         self.row_bytes = self._codec.row_bytes
         """What the values of a row take."""
-        self._slots_offset = HEADER_BYTES + capacity * ENTRY.itemsize
-        self.size_bytes = self._slots_offset + capacity * self.row_bytes
+        self._slots_offset = HEADER_BYTES + self.capacity * ENTRY.itemsize
+        self.size_bytes = self._slots_offset + self.capacity * self.row_bytes
         """What the store takes."""
-        self._descriptor, self._pid = descriptor, os.getpid()
+        self._pid = os.getpid()
         self._own = self._is_shared = self._is_closed = False
-        self._entries = np.zeros(capacity, dtype=ENTRY)
+        self._entries = np.zeros(self.capacity, dtype=ENTRY)
         self._entries_lock = threading.Lock()  # never held while waiting for a disk
         self._file_lock, self._write_lock = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._num_inside = 0
-        advise_kernel(descriptor, 0, 0, "RANDOM")
-        self._finalizer = weakref.finalize(self, file.close_file, descriptor)
+        advise_kernel(self.descriptor, 0, 0, "RANDOM")
+        self._finalizer = weakref.finalize(self, file.close_file, self.descriptor)
         self._finalizer.atexit = False  # a thread may still be reading then
 
     @classmethod
@@ -147,7 +144,7 @@ class DiskStore:
             places = as_positions(positions)
             if not self._is_shared:
                 flag = memoryview(bytearray(4))
-                self._is_shared = fully(os.preadv, self._descriptor, [flag], SHARED_OFFSET) and any(flag)
+                self._is_shared = fully(os.preadv, self.descriptor, [flag], SHARED_OFFSET) and any(flag)
             if self._is_shared:
                 self._refresh(places)
             entries = self._look(places)
@@ -237,8 +234,8 @@ class DiskStore:
     def drop_pages(self) -> None:
         """Have the next read come from the disk itself, to see how fast that is. Raises `StoreError`."""
         with self._using("written"):
-            os.fsync(self._descriptor)
-            advise_kernel(self._descriptor, 0, 0, "DONTNEED")
+            os.fsync(self.descriptor)
+            advise_kernel(self.descriptor, 0, 0, "DONTNEED")
 
     def close(self) -> None:
         """Wait for those inside and close the file; whoever made the store deletes it. More than once is no error.
@@ -266,7 +263,7 @@ class DiskStore:
         self._set(positions, np.zeros(len(positions), dtype=ENTRY))
         offsets = (self._slots_offset + positions * self.row_bytes).tolist()
         for index, seal in enumerate(file.seals(positions, entries)):
-            fully(os.pwritev, self._descriptor, blocks[index], offsets[index])
+            fully(os.pwritev, self.descriptor, blocks[index], offsets[index])
             entries["checksum"][index] = file.checksum(blocks[index], seal)
         self._set(positions, entries)
 
@@ -279,7 +276,7 @@ class DiskStore:
         good = np.zeros(len(places), dtype=bool)
         offsets = (self._slots_offset + places * self.row_bytes).tolist()
         for index, seal in zip(order.tolist(), file.seals(places[order], entries[order]), strict=True):
-            if fully(os.preadv, self._descriptor, blocks[index], offsets[index]):
+            if fully(os.preadv, self.descriptor, blocks[index], offsets[index]):
                 good[index] = file.checksum(blocks[index], seal) == entries["checksum"][index]
         for finish in finishes:
             finish(good)
@@ -311,7 +308,7 @@ class DiskStore:
         fresh = np.zeros(len(positions), dtype=ENTRY)
         with self._file_lock:
             for block, offset in file.stretches(fresh, positions):
-                if not fully(os.preadv, self._descriptor, [block], offset):
+                if not fully(os.preadv, self.descriptor, [block], offset):
                     block[:] = bytes(len(block))
             with self._entries_lock:
                 self._entries[positions] = fresh
@@ -320,7 +317,7 @@ class DiskStore:
         """Set the entries of positions that are inside, sorted and each there once."""
         with self._file_lock:
             for block, offset in file.stretches(entries, positions):
-                fully(os.pwritev, self._descriptor, [block], offset)
+                fully(os.pwritev, self.descriptor, [block], offset)
             with self._entries_lock:
                 self._entries[positions] = entries
 
@@ -328,7 +325,7 @@ class DiskStore:
         """Ask the kernel to fetch rows in the background."""
         offsets = (self._slots_offset + positions * self.row_bytes).tolist()
         for offset, size_bytes in zip(offsets, self._codec.sizes(lengths).tolist(), strict=True):
-            advise_kernel(self._descriptor, offset, size_bytes, "WILLNEED")
+            advise_kernel(self.descriptor, offset, size_bytes, "WILLNEED")
 
     @contextmanager
     def _using(self, purpose: str) -> Iterator[None]:
