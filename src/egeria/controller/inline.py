@@ -168,24 +168,3 @@ class InlineController:
 
     def _metric(self, first: Tensor, second: Tensor) -> Tensor:
         return torch.tensor(self._plan.compare(self._plan.reduce(first), second))
-
-
-class AbsentController:
-    """The controller of a policy that reads no plasticity: evaluates nothing."""
-
-    def refresh(self, *_args: Any, **_kwargs: Any) -> bool:
-        """Take no weights."""
-        return False
-
-    def submit(self, request: Request) -> None:
-        """Ignore the request."""
-
-    def poll(self) -> ControllerStatus:
-        """Return nothing."""
-        return ControllerStatus()
-
-    close = poll
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}

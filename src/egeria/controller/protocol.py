@@ -72,7 +72,10 @@ class ControllerStatus:
 
 
 class Controller(Protocol):
-    """Evaluates plasticity. No call blocks for longer than the evaluation it makes itself."""
+    """Evaluates plasticity. No call blocks for longer than the evaluation it makes itself.
+
+    What a subclass leaves out, all but `submit`, does nothing.
+    """
 
     def refresh(
         self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
@@ -88,20 +91,26 @@ class Controller(Protocol):
         Returns:
             Whether the reference model can be compared with from here on. If not, refresh again.
         """
-        ...
+        return False
 
     def submit(self, request: Request) -> None:
         """Ask for one evaluation."""
-        ...
 
     def poll(self) -> ControllerStatus:
         """Return what happened since the last call; start what takes time to start."""
-        ...
+        return ControllerStatus()
 
     def close(self) -> ControllerStatus:
         """Release everything held, for good; return what was not polled yet, and what is lost now."""
-        ...
+        return self.poll()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to read the same values."""
-        ...
+        return {}
+
+
+class AbsentController(Controller):
+    """The controller of a policy that reads no plasticity: evaluates nothing."""
+
+    def submit(self, request: Request) -> None:
+        """Ignore the request."""

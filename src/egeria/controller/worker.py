@@ -195,15 +195,10 @@ class LoadGate:
             self._sampled_at = now
             # Once closed it takes a little less load to open, so that it does not flutter.
             self._is_open = self._load() <= (self._limit if self._is_open else self._limit - HYSTERESIS)
-        if self._is_open:
-            self._waiting_since = None
-            return True
-        if self._waiting_since is None:
-            self._waiting_since = now
-        if now - self._waiting_since < self._patience_s:
-            return False
-        self._waiting_since = None
-        return True
+        since = now if self._waiting_since is None else self._waiting_since
+        lets_through = self._is_open or now - since >= self._patience_s
+        self._waiting_since = None if lets_through else since
+        return lets_through
 
 
 def load_of_others(process: psutil.Process) -> float:

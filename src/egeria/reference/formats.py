@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,11 +67,14 @@ class NumberFormat:
         self._autocast = in_fp32(inputs.device_type)
         self.found: dict[str, Any] = {"parts": {part.name: part.form for part in folded.parts} if folded else {}}
         """What the build has found out, for `FormatInputs.built`."""
+        self._updates: list[Callable[[], Any]] = [fold.update for fold in folded.folds] if folded else []
+        """Each makes weights of the model anew from those of the snapshot; what it shares with that needs none."""
 
     def update(self) -> None:
-        """Take over the weights of the snapshot as they are now."""
-        if self._folded is not None:
-            self._folded.update()
+        """Take over the weights of the snapshot as they are now; graphs and ranges stay."""
+        with self._kernels(), torch.no_grad():
+            for update in self._updates:
+                update()
 
     def readings(self, batch: Batch) -> Readings:
         """Return the activations at all taps."""
@@ -135,27 +139,21 @@ class BFloat16(NumberFormat):
     def __init__(self, inputs: FormatInputs) -> None:
         inputs.require_float32()
         folded = inputs.fold()
-        self._pairs = _in_bf16(folded)
+        rounding = _in_bf16(folded)
         super().__init__(inputs, folded)
+        self._updates += rounding
         self._autocast = replace(self._autocast, enabled=True)
 
-    def update(self) -> None:
-        """Round the weights of the snapshot again."""
-        super().update()
-        with torch.no_grad():
-            for mine, theirs in self._pairs:
-                mine.copy_(theirs)
 
-
-def _in_bf16(folded: FoldedModel) -> list[tuple[Tensor, Tensor]]:
-    """Replace parameters by copies in bf16; return those that are rounded from the snapshot as they are.
+def _in_bf16(folded: FoldedModel) -> list[Callable[[], Any]]:
+    """Replace parameters by copies in bf16; return what rounds those again that the snapshot has as they are.
 
     Norms keep float32, since a residual stream may be either. So do weights that are computed from
     others, or used by a `forward` of the instance: such arithmetic may know nothing of autocast.
     """
     owned = {id(fold.folded) for fold in folded.folds}
     copies: dict[int, nn.Parameter] = {}
-    pairs: list[tuple[Tensor, Tensor]] = []
+    rounding: list[Callable[[], Any]] = []
     for module in folded.model.modules():
         if isinstance(module, _KEPT_IN_FLOAT32) or not _is_ordinary(module):
             continue
@@ -165,9 +163,9 @@ def _in_bf16(folded: FoldedModel) -> list[tuple[Tensor, Tensor]]:
             if id(parameter) not in copies:
                 copies[id(parameter)] = nn.Parameter(parameter.detach().bfloat16(), requires_grad=False)
                 if id(module) not in owned:
-                    pairs.append((copies[id(parameter)].detach(), parameter))
+                    rounding.append(partial(copies[id(parameter)].detach().copy_, parameter))
             module._parameters[name] = copies[id(parameter)]
-    return pairs
+    return rounding
 
 
 def _is_ordinary(module: nn.Module) -> bool:
@@ -190,35 +188,31 @@ class StaticInt8(NumberFormat):
         if not folded.parts:
             raise ValueError("no part of the model can be traced")
         with quantization.kernels():
-            self._parts = {part.name: quantization.StaticPart(part.graph, inputs.machine.vnni) for part in folded.parts}
-            folded.replace_parts({name: part.module for name, part in self._parts.items()})
-            ranges = inputs.built.get("ranges") or self._observe(inputs, folded.model)
-            for name, part in self._parts.items():
+            parts = {part.name: quantization.StaticPart(part.graph, inputs.machine.vnni) for part in folded.parts}
+            folded.replace_parts({name: part.module for name, part in parts.items()})
+            ranges = inputs.built.get("ranges") or _observe(inputs, folded.model, parts)
+            for name, part in parts.items():
                 part.convert(ranges[name])
-            folded.replace_parts({name: part.module for name, part in self._parts.items()}, dequantize=True)
-        sources = [source for part in self._parts.values() for _, source in part.layers]
+            folded.replace_parts({name: part.module for name, part in parts.items()}, dequantize=True)
+        sources = [source for part in parts.values() for _, source in part.layers]
         self.detail = _describe("static", sources, inputs.snapshot)
         super().__init__(inputs, folded)
         self.found["ranges"] = ranges
+        self._updates += [part.update for part in parts.values()]
 
-    def _observe(self, inputs: FormatInputs, model: nn.Module) -> dict[str, Any]:
-        if inputs.survey is None or inputs.batch is None:
-            raise ValueError("there is no batch to find the ranges of activations on")
-        # One float32 pass is most of a build: a ResNet-50 at 224 pixels gets 4 images, a CIFAR net 32.
-        rows = int(_CALIBRATION_PRODUCTS / max(inputs.survey.products_per_row, 1))
-        batch = inputs.batch.first_rows(min(max(rows, 4), 32))
-        # Ranges need no more digits than bf16 has, and the pass takes half the time where bf16 is fast.
-        autocast = replace(in_fp32("cpu"), enabled=inputs.machine.fast_bf16)
-        with undisturbed(model), autocast.context():
-            model(*batch.args, **batch.kwargs)
-            return {name: part.ranges() for name, part in self._parts.items()}
 
-    def update(self) -> None:
-        """Quantise the weights of the snapshot again; graph and ranges stay."""
-        super().update()
-        with quantization.kernels():
-            for part in self._parts.values():
-                part.update()
+def _observe(inputs: FormatInputs, model: nn.Module, parts: Mapping[str, quantization.StaticPart]) -> dict[str, Any]:
+    """Return the ranges of activations, by part, on a batch."""
+    if inputs.survey is None or inputs.batch is None:
+        raise ValueError("there is no batch to find the ranges of activations on")
+    # One float32 pass is most of a build: a ResNet-50 at 224 pixels gets 4 images, a CIFAR net 32.
+    rows = int(_CALIBRATION_PRODUCTS / max(inputs.survey.products_per_row, 1))
+    batch = inputs.batch.first_rows(min(max(rows, 4), 32))
+    # Ranges need no more digits than bf16 has, and the pass takes half the time where bf16 is fast.
+    autocast = replace(in_fp32("cpu"), enabled=inputs.machine.fast_bf16)
+    with undisturbed(model), autocast.context():
+        model(*batch.args, **batch.kwargs)
+        return {name: part.ranges() for name, part in parts.items()}  # here: observers keep them in buffers
 
 
 class DynamicInt8(NumberFormat):
@@ -232,20 +226,15 @@ class DynamicInt8(NumberFormat):
         quantization.load_toolkit()
         super().__init__(inputs, None)
         self._model, self.found = sharing_copy(inputs.snapshot), {}
-        self._layers: dict[nn.Linear, quantization.DynamicLinear] = {}
+        layers: dict[nn.Linear, quantization.DynamicLinear] = {}
         with quantization.kernels():
             for name, module in list(self._model.named_modules(remove_duplicate=False)):
                 if name and isinstance(module, nn.Linear) and is_plain(module, (nn.Linear,)):
-                    if module not in self._layers:
-                        self._layers[module] = quantization.DynamicLinear(module, inputs.machine.vnni)
-                    self._model.set_submodule(name, self._layers[module])
-        self.detail = _describe("dynamic", list(self._layers), inputs.snapshot)
-
-    def update(self) -> None:
-        """Quantise the weights of the snapshot again."""
-        with quantization.kernels():
-            for source, layer in self._layers.items():
-                layer.update(source)
+                    if module not in layers:
+                        layers[module] = quantization.DynamicLinear(module, inputs.machine.vnni)
+                    self._model.set_submodule(name, layers[module])
+        self.detail = _describe("dynamic", list(layers), inputs.snapshot)
+        self._updates = [partial(layer.update, source) for source, layer in layers.items()]
 
 
 def _describe(kind: str, quantized: list[Any], model: nn.Module) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def survey_model(model: nn.Module, taps: Sequence[str], batch: Batch) -> Survey:
     """Run the model once on a few rows; on all of them where that costs little, or it cannot do with fewer."""
     batch = replace(batch, autocast=in_fp32(batch.autocast.device_type))
     # Two rows, or one where a sample is as large as an image of 224 pixels and takes as long.
-    sizes = [tensor[0].numel() for tensor in _inputs(batch) if tensor.dim() and len(tensor)]
+    sizes = [tensor[0].numel() for tensor in tree.leaves(batch.arguments) if tensor.dim() and len(tensor)]
     few = batch.first_rows(1 if max(sizes, default=0) > _LARGE_ROW else 2)
     try:
         survey = _survey(model, taps, few)
@@ -112,12 +113,8 @@ def _survey(model: nn.Module, taps: Sequence[str], batch: Batch) -> Survey:
     return Survey(batch, workload, sum(products.values()) / max(_count_rows(batch), 1), readings)
 
 
-def _inputs(batch: Batch) -> list[Tensor]:
-    return list(tree.leaves((batch.args, dict(batch.kwargs))))
-
-
 def _count_rows(batch: Batch) -> int:
-    return next((tensor.shape[0] for tensor in _inputs(batch) if tensor.dim()), 1)
+    return next((tensor.shape[0] for tensor in tree.leaves(batch.arguments) if tensor.dim()), 1)
 
 
 def read_taps(
@@ -126,19 +123,16 @@ def read_taps(
     """Return what every tap gives in one forward pass, which runs to the end only for other `hooks`."""
     readings: dict[str, Tensor | None] = dict.fromkeys(taps)
 
-    def keeper(tap: str) -> Any:
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            activation = tree.first_activation(output)
-            if activation is not None and readings[tap] is None:
-                readings[tap] = activation.detach().clone()
-                if not hooks and all(reading is not None for reading in readings.values()):
-                    raise TapReachedError
-
-        return keep
+    def keep(tap: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        activation = tree.first_activation(output)
+        if activation is not None and readings[tap] is None:
+            readings[tap] = activation.detach().clone()
+            if not hooks and all(reading is not None for reading in readings.values()):
+                raise TapReachedError
 
     batch = batch.first_rows(None)
     with undisturbed(model), ExitStack() as handles, batch.autocast.context(), suppress(TapReachedError):
-        for module, hook in (*hooks, *((model.get_submodule(path), keeper(tap)) for tap, path in taps.items())):
+        for module, hook in (*hooks, *((model.get_submodule(path), partial(keep, tap)) for tap, path in taps.items())):
             handles.enter_context(module.register_forward_hook(hook))
         model(*batch.args, **batch.kwargs)
     return readings

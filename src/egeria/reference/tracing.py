@@ -79,7 +79,7 @@ class FoldedModel:
                 self.parts = [TracedPart(name, *_trace(self.model, name, taps), form) for name, form in forms.items()]
             else:
                 assert batch is not None
-                self.parts = _find_parts(self.model, "", taps, (batch.args, dict(batch.kwargs)))
+                self.parts = _find_parts(self.model, "", taps, batch.arguments)
         self.folds = [fold for part in self.parts for fold in _fold_norms(part.graph)]
         self.replace_parts({part.name: part.graph for part in self.parts})
 
@@ -99,11 +99,6 @@ class FoldedModel:
                 self.model.set_submodule(part.name, graph)
             else:
                 self.model = graph
-
-    def update(self) -> None:
-        """Fold again; all other tensors are the snapshot's."""
-        for fold in self.folds:
-            fold.update()
 
 
 class _Outlet(nn.Module):
