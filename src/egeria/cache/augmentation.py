@@ -11,6 +11,7 @@ import random
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
@@ -131,16 +132,16 @@ def _itself(dataset: Any) -> Any:
     return dataset
 
 
+@dataclass(eq=False)
 class ViewMaker:
     """Makes views of the samples of a data set, in one process."""
 
-    def __init__(self, dataset: Any, base_seed: int, batch_kind: BatchKind) -> None:
-        self.dataset = dataset
-        self.base_seed = base_seed
-        self.batch_kind = batch_kind
-        self.has_made_views = False
-        self._is_examined = False
-        self._sources: dict[str, Any] = {}
+    dataset: Any
+    base_seed: int
+    batch_kind: BatchKind
+    has_made_views: bool = False
+    _is_examined: bool = False
+    _sources: dict[str, Any] = field(default_factory=dict)
 
     @property
     def makes_batches(self) -> bool:

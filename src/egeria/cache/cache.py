@@ -232,9 +232,11 @@ class ActivationCache:
 
     def _fall_back(self, error: Exception) -> None:
         """Give up on the present forward mode, and say why."""
-        failed, inputs_changed = self.mode, isinstance(error, ChangedInputsError)
+        failed = self.mode
         self._switch_to(PlainForward())
-        if inputs_changed and self._can_still_fix_views():
+        can_fix_views = self.feed is not None and not self.feed.views_refusal and self.settings.views is None
+        if isinstance(error, ChangedInputsError) and can_fix_views and self._repeats.verdict is not False:
+            # Random augmentation, not noticed before, may be why inputs have changed.
             self._repeats.note_random()
             self._switch_to(self._timed_forward())
             self._record("computed", f"{error}; in case they are augmented at random, that is fixed next")
@@ -246,11 +248,6 @@ class ActivationCache:
         if isinstance(failed, (Generation, TimedForward)):
             self.refusal = f"it was turned off: {error}"
         self._record("computed", str(error))
-
-    def _can_still_fix_views(self) -> bool:
-        """Return whether random augmentation, not noticed before, may be why inputs have changed."""
-        free = self.feed is not None and not self.feed.views_refusal and self._repeats.verdict is not False
-        return free and self.settings.views is None
 
     def _timed_forward(self) -> TimedForward:
         names = [name for module in self._modules for name in module.submodules]

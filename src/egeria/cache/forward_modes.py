@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,23 +29,19 @@ class StaleError(EgeriaError):
     """What was prepared does not fit the training any more; the message is the reason."""
 
 
+@dataclass(slots=True)
 class UserForward:
-    """The user's forward of the model, and whether it ran with something of ours in the model.
+    """The user's forward of the model, and whether it ran with something of ours in the model."""
 
-    Args:
-        function: makes it.
-    """
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self.was_called = False
-        self.was_plain = False
-        """Whether the last call ran the model as it is."""
+    function: Callable[[], Any]
+    was_called: bool = False
+    was_plain: bool = False
+    """Whether the last call ran the model as it is."""
 
     def __call__(self, *, plain: bool = False) -> Any:
         """Make the forward."""
         self.was_called, self.was_plain = True, plain
-        return self._function()
+        return self.function()
 
 
 class Rollback:
@@ -92,21 +89,18 @@ class PlainForward:
         """Nothing is held."""
 
 
+@dataclass(eq=False)
 class TimedForward(PlainForward):
-    """The forward pass as it is, timed until there is enough to decide by.
+    """The forward pass as it is, timed until there is enough to decide by."""
 
-    Args:
-        roots: the submodules of the frozen front.
-        enough: forwards to watch.
-    """
-
-    def __init__(self, roots: Sequence[nn.Module] = (), enough: int = WATCHED_FORWARDS) -> None:
-        self._roots = tuple(roots)
-        self._enough = enough
-        self._num_seen = 0
-        self._last: float | None = None
-        self._durations: list[float] = []
-        self._spans: list[float] = []
+    roots: Sequence[nn.Module] = ()
+    """The submodules of the frozen front."""
+    enough: int = WATCHED_FORWARDS
+    """Forwards to watch."""
+    _num_seen: int = 0
+    _last: float | None = None
+    _durations: list[float] = field(default_factory=list)
+    _spans: list[float] = field(default_factory=list)
 
     @property
     def iteration_s(self) -> float:
@@ -125,13 +119,13 @@ class TimedForward(PlainForward):
             self._durations.append(now - self._last)
         self._last, seen = now, self._num_seen
         self._num_seen += 1
-        return seen >= self._enough and (knows_samples or seen >= PATIENCE * max(1, self._enough))
+        return seen >= self.enough and (knows_samples or seen >= PATIENCE * max(1, self.enough))
 
     def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
         """Call the model, and time the frozen front in it."""
         moments: list[float] = []
-        handles = [root.register_forward_pre_hook(partial(_note_time, moments)) for root in self._roots]
-        handles += [root.register_forward_hook(partial(_note_time, moments)) for root in self._roots]
+        handles = [root.register_forward_pre_hook(partial(_note_time, moments)) for root in self.roots]
+        handles += [root.register_forward_hook(partial(_note_time, moments)) for root in self.roots]
         try:
             return call(plain=True)
         finally:
@@ -141,17 +135,14 @@ class TimedForward(PlainForward):
                 self._spans.append(moments[-1] - moments[0])
 
 
+@dataclass(slots=True)
 class PaybackCheck:
-    """Whether iterations with batches from the store are shorter than those before, once there are enough of them.
+    """Whether iterations with batches from the store are shorter than those before, once there are enough of them."""
 
-    Args:
-        iteration_s: of the iterations before; 0 where that is not known, and then nothing is said.
-    """
-
-    def __init__(self, iteration_s: float) -> None:
-        self._iteration_s = iteration_s
-        self._last: float | None = None
-        self._durations: list[float] = []
+    iteration_s: float
+    """Of the iterations before; 0 where that is not known, and then nothing is said."""
+    _last: float | None = None
+    _durations: list[float] = field(default_factory=list)
 
     def note(self, is_served: bool) -> None:
         """Note a forward that begins; only those between two that were served whole count."""
@@ -162,14 +153,14 @@ class PaybackCheck:
 
     def complaint(self) -> str:
         """Return, once in so many batches, that they are no shorter; empty if they are."""
-        if self._iteration_s <= 0 or len(self._durations) < REVIEWED_BATCHES:
+        if self.iteration_s <= 0 or len(self._durations) < REVIEWED_BATCHES:
             return ""
         found, self._durations = statistics.median(self._durations), []
-        if found < self._iteration_s:
+        if found < self.iteration_s:
             return ""
         return (
             f"an iteration with stored activations takes {1e3 * found:.1f} ms, "
-            f"and took {1e3 * self._iteration_s:.1f} ms with computed ones"
+            f"and took {1e3 * self.iteration_s:.1f} ms with computed ones"
         )
 
 

@@ -8,7 +8,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -106,16 +106,18 @@ class Passes:
         return BatchIndices(number=next(self.numbers), samples=samples, views=np.zeros_like(samples))
 
 
+@dataclass(eq=False)
 class RecordingBatchSampler:
-    """Draws what a loader's batch sampler draws; `can_view`: the data set behind it understands a `ViewedIndex`."""
+    """Draws what a loader's batch sampler draws."""
 
-    def __init__(self, sampler: Any, passes: Passes, *, can_view: bool) -> None:
-        self.sampler = sampler
-        self._passes = passes
-        self._can_view = can_view
+    sampler: Any
+    passes: Passes
+    _: KW_ONLY
+    can_view: bool
+    """Whether the data set behind it understands a `ViewedIndex`."""
 
     def __iter__(self) -> EpochIterator:
-        return EpochIterator(self.sampler, self._passes, can_view=self._can_view)
+        return EpochIterator(self.sampler, self.passes, can_view=self.can_view)
 
     def __len__(self) -> int:
         return len(self.sampler)

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import numpy as np
@@ -88,40 +88,35 @@ class PrefetchedBatch:
         self.fingerprints[here] = memory.fingerprints[there]
 
 
+@dataclass(eq=False)
 class Fetcher:
     """Reads batches ahead in a thread of its own, and keeps the last mini-batches.
 
     One thread of the caller's uses it: the one that trains. That thread changes rows in place if anyone does, so what
     is found intact stays so while it is copied. What fails, fails here, and `worker.failure` says why. Nothing
     waits longer than the timeout. After a failure every batch comes back without rows; there is no second try.
-
-    Args:
-        store: what to read from. It is not closed here, and must stay open until this is closed.
-        device: of the model; rows arrive there.
-        pending: returns rows that wait to be written, newest first: they are as good as stored.
-        timeout_s: longest wait for one batch.
     """
 
-    def __init__(
-        self,
-        store: DiskStore,
-        *,
-        device: torch.device | None = None,
-        pending: Callable[[], Sequence[RowsInMemory]] = tuple,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
+    store: DiskStore
+    """What to read from. It is not closed here, and must stay open until this is closed."""
+    _: KW_ONLY
+    device: torch.device | None = None
+    """Of the model; rows arrive there."""
+    pending: Callable[[], Sequence[RowsInMemory]] = tuple
+    """Returns rows that wait to be written, newest first: they are as good as stored."""
+    timeout_s: float = TIMEOUT_S
+    """Longest wait for one batch."""
+
+    def __post_init__(self) -> None:
         self.waited_s = 0.0
         """Seconds that `take` had to wait, of all batches."""
-        self._store = store
-        self.reader = Reader(store, device)
+        self.reader = Reader(self.store, self.device)
         self._listed: list[BatchKey] = []
         self._advised: set[BatchKey] = set()
         self._reads: dict[BatchKey, futures.Future[PrefetchedBatch]] = {}
         self._last: int | None = None
-        self._pending = pending
         self._kept: dict[int, RowsInMemory] = {}
         self.worker = DaemonWorker("egeria-cache-reader")
-        self._timeout_s = timeout_s
         self._finalizer = weakref.finalize(self, self.worker.close)  # also at exit: threads must not outlive it
 
     def ahead(self, batches: Iterable[tuple[int, Integers]]) -> None:
@@ -146,7 +141,7 @@ class Fetcher:
         soon = [key for key in self._listed[: DEPTH + NUM_ADVISED] if key not in known]
         self._advised = self._advised.intersection(listed).union(soon)
         for key in soon:
-            self.worker.submit(partial(self._store.advise, listed[key]))
+            self.worker.submit(partial(self.store.advise, listed[key]))
 
     def take(self, number: int, positions: Integers, length: int | None = None) -> PrefetchedBatch:
         """Return what there is of a batch, which is needed now.
@@ -202,7 +197,7 @@ class Fetcher:
         if wanted in self._reads:
             return self._wait(self._reads.pop(wanted))
         found = sum(len(here) for _, here, _ in self._find(positions))
-        if found == len(positions) or not self._store.lookup(positions).valid.any():
+        if found == len(positions) or not self.store.lookup(positions).valid.any():
             return PrefetchedBatch.empty(len(positions))
         job = partial(self.reader.read, positions, length=length, advise=True)
         return self._wait(self.worker.submit(job, first=True))
@@ -212,15 +207,15 @@ class Fetcher:
             return future.result()
         started = time.monotonic()
         try:
-            return future.result(self._timeout_s)
+            return future.result(self.timeout_s)
         except futures.TimeoutError as error:
-            raise FetchError(f"stored activations must come within {self._timeout_s:g} s, and did not") from error
+            raise FetchError(f"stored activations must come within {self.timeout_s:g} s, and did not") from error
         finally:
             self.waited_s += time.monotonic() - started
 
     def _completed(self, batch: PrefetchedBatch, positions: Integers, length: int | None) -> PrefetchedBatch:
         """Return what was read, cut or padded to the batch, with rows from memory where none was read."""
-        layouts = self._store.layouts
+        layouts = self.store.layouts
         self.reader.receive(batch.rows)
         if batch.rows and length is not None and self.reader.has_length:
             self.reader.note_length(length)
@@ -244,7 +239,7 @@ class Fetcher:
         """
         self._kept = {number: rows for number, rows in self._kept.items() if rows.is_intact}
         sources, missing = [], np.arange(len(positions))
-        for memory in (*reversed(self._kept.values()), *self._pending()):
+        for memory in (*reversed(self._kept.values()), *self.pending()):
             places = memory.find(positions[missing])
             found = places >= 0
             if found.any() and memory.is_intact:

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -120,30 +121,31 @@ class DaemonWorker:
         return True
 
 
+@dataclass(eq=False)
 class RowsInMemory:
     """Rows of some positions, shared with whoever handed them in, and what they were like then.
 
-    Args:
-        positions: [b]
-        rows: a tensor [b, ...] for each leaf, on any device; not copied.
-        fingerprints: [b, 2] of the input they were computed from.
-        lengths: [b] true lengths, where rows have lengths.
-
-    Raises:
-        StoreError: these are not rows of one batch.
+    Raises `StoreError` where these are not rows of one batch.
     """
 
-    def __init__(
-        self, positions: Integers, rows: Sequence[Tensor], fingerprints: Floats, lengths: Integers | None = None
-    ) -> None:
-        self.positions, self.fingerprints, self.lengths = as_positions(positions).copy(), fingerprints, lengths
-        counts = {len(self.positions), len(fingerprints), *(len(tensor) for tensor in rows)}
-        if lengths is not None:
-            counts.add(len(lengths))
+    positions: Integers
+    """[b]"""
+    rows: Sequence[Tensor]
+    """A tensor [b, ...] for each leaf, on any device; not copied."""
+    fingerprints: Floats
+    """[b, 2] of the input they were computed from."""
+    lengths: Integers | None = None
+    """[b] true lengths, where rows have lengths."""
+
+    def __post_init__(self) -> None:
+        self.positions = as_positions(self.positions).copy()
+        counts = {len(self.positions), len(self.fingerprints), *map(len, self.rows)}
+        if self.lengths is not None:
+            counts.add(len(self.lengths))
         if len(counts) != 1:
             raise StoreError(f"positions, rows, fingerprints and lengths must be of one batch, found {counts} rows")
         # Detached tensors share memory and version, but not the graph that an in-place operation would bring.
-        self.rows = tuple(tensor.detach() for tensor in rows)
+        self.rows = tuple(tensor.detach() for tensor in self.rows)
         self._versions = [None if tensor.is_inference() else tensor._version for tensor in self.rows]
         last = len(self.positions) - 1  # of several rows for one position the first counts
         self._places = {position: last - place for place, position in enumerate(reversed(self.positions.tolist()))}
