@@ -83,7 +83,7 @@ def lent(started, patient, monkeypatch):
         started._plan, started._precision, started._shapes = plan, plan.precision, None
         return started
 
-    monkeypatch.setattr("egeria.controller.process.ProcessController", lend)
+    monkeypatch.setattr("egeria.session.checks.ProcessController", lend)
     monkeypatch.setattr(started, "close", started.poll)
 
 

@@ -1,7 +1,7 @@
 """Who evaluates: takes activations of the training model, gives back plasticity readings."""
 
-from egeria.controller.inline import EvaluationPlan
-from egeria.controller.process import ControllerChoice, choose, spare_cores
+from egeria.controller.inline import EvaluationPlan, InlineController
+from egeria.controller.process import ControllerChoice, ProcessController, choose, spare_cores
 from egeria.controller.protocol import (
     AbsentController,
     Controller,
@@ -19,6 +19,8 @@ __all__ = [
     "ControllerStatus",
     "EvaluationFailed",
     "EvaluationPlan",
+    "InlineController",
+    "ProcessController",
     "Report",
     "Request",
     "Ticket",

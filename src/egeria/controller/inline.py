@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket
+from egeria.controller.protocol import Controller, ControllerStatus, Report, Request, Ticket
 from egeria.errors import brief
 from egeria.events import Declined, FidelityChecked, ReferenceRefreshed
 from egeria.layers.batch import Batch
@@ -60,7 +60,7 @@ class EvaluationPlan:
             return float(metric(training.tensor, reference.tensor.to(training.tensor.device)))
 
 
-class InlineController:
+class InlineController(Controller):
     """Runs the reference model inside `submit`; the controller process does so in `evaluate`.
 
     Once in the life of a snapshot, after the first readings of a tap, the error of the reference is measured: the
@@ -128,8 +128,6 @@ class InlineController:
         """Return what happened since the last call."""
         reports, self._reports = self._reports, []
         return ControllerStatus(reports=reports)
-
-    close = poll
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference's state and the readings of this snapshot."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from egeria.config import ControllerConfig
 from egeria.controller.child import Child, Freed, TakeEvaluation, TakeSnapshot, Unusable
 from egeria.controller.inline import EvaluationPlan, InlineController
-from egeria.controller.protocol import Controller, ControllerStatus, Report, Request, Ticket
+from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket
 from egeria.controller.shared_memory import Segment, SharedQueue, pack
 from egeria.errors import ControllerError, brief
 from egeria.events import ControllerRestarted, Declined, FaultCaught, ReadingDropped, RungTaken
@@ -254,15 +254,6 @@ class ControllerChoice:
     kind: str
     device: str
     reason: str
-
-    def make(self, plan: EvaluationPlan, config: ControllerConfig) -> Controller:
-        """Return a controller of this kind.
-
-        Args:
-            plan: how to evaluate.
-            config: what a controller process may take.
-        """
-        return InlineController(plan) if self.kind == "inline" else ProcessController(plan, config)
 
 
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:

@@ -33,14 +33,7 @@ from egeria.policy.protocol import (
     Reading,
     Thaw,
 )
-from egeria.policy.schedules import (
-    RULES,
-    Moment,
-    UnfreezeAction,
-    UnfreezeRule,
-    find_rule,
-    rule_for_schedule,
-)
+from egeria.policy.schedules import RULES, Moment, UnfreezeAction, UnfreezeRule, find_rule, rule_for_schedule
 
 __all__ = [
     "BOOTSTRAPPING",

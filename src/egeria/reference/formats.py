@@ -39,10 +39,8 @@ class FormatInputs:
 
     def fold(self) -> FoldedModel:
         """Return a copy with batch norm folded; raise where there is nothing to check it with."""
-        forms = self.built.get("parts")
-        if self.survey is None and forms is None:
-            raise ValueError("there is no batch to try it on")
-        return FoldedModel(self.snapshot, self.taps, None if self.survey is None else self.survey.batch, forms)
+        batch = None if self.survey is None else self.survey.batch
+        return FoldedModel(self.snapshot, self.taps, batch, self.built.get("parts"))
 
     def require_float32(self) -> None:
         """Raise where weights are not float32: converting them would change what is compared."""

@@ -77,8 +77,9 @@ class FoldedModel:
         with undisturbed(self.model):
             if forms is not None:
                 self.parts = [TracedPart(name, *_trace(self.model, name, taps), form) for name, form in forms.items()]
+            elif batch is None:
+                raise ValueError("there is no batch to try it on")
             else:
-                assert batch is not None
                 self.parts = _find_parts(self.model, "", taps, batch.arguments)
         self.folds = [fold for part in self.parts for fold in _fold_norms(part.graph)]
         self.replace_parts({part.name: part.graph for part in self.parts})

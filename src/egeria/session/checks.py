@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
-from egeria.controller import Controller, ControllerChoice, EvaluationPlan, choose
+from egeria.controller import Controller, ControllerChoice, EvaluationPlan, InlineController, ProcessController, choose
 from egeria.errors import ConfigError
 from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
@@ -136,7 +136,7 @@ def choose_controller(
             fidelity_share=config.reference.fidelity_share,
             harmless_error=harmless_error(config),
         )
-        return choice.make(plan, settings)
+        return InlineController(plan) if choice.kind == "inline" else ProcessController(plan, settings)
 
     return choice, make
 
