@@ -152,7 +152,7 @@ class Applier:
         if not self.compiling.is_on:
             return None
         reason = self.compiling.reason_to_wait(saved_s)
-        [does_wait] = self.ranks.from_leader(Subject.GATE, [float(reason is not None)])
+        does_wait = self.ranks.from_leader(Subject.GATE, reason is not None)
         return (reason or "the first process waits") if does_wait else None
 
     def _check_before_forward(self) -> None:

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from egeria.session.loop import CutParts, Session
 from egeria.session.measuring import Foresight, Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.packed import Packed
-from egeria.session.ranks import Ranks, Subject
+from egeria.session.ranks import Ranks
 from egeria.session.skipping import begin_skipping
 from egeria.session.timing import Budget, IntervalClock, IterationTimer, Stopwatch
 
@@ -311,7 +310,7 @@ def _make_session(maker: _PartsMaker, cut: Cut | None, interval_steps: int, load
     parts = maker.make(cut) if cut else None
     # What the first process measures holds for all; where each has a part of the parameters, each measures that.
     needs = parts.policy.needs if parts and (ranks.leads or training.is_sharded) else ()
-    add_up = partial(ranks.sums, Subject.MEASURES) if training.is_sharded else list
+    add_up = ranks.sums if training.is_sharded else list
     foresight = Foresight(scheduler, training.total_steps)
     measures = Measures(training, needs, foresight, add_up, recorder, timer.take_out)
     return Session(

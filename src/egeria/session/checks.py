@@ -18,7 +18,7 @@ from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
 from egeria.policy import UnfreezeRule, find_policy, find_rule, harmless_error, rule_for_schedule, with_metric_of_policy
 from egeria.session.following import Cut, ModelHandle, Training
-from egeria.session.ranks import Ranks, Subject, fingerprint
+from egeria.session.ranks import Ranks, Subject
 
 DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "freezing", "unfreezing")
 """Groups of settings that decisions depend on."""
@@ -156,25 +156,18 @@ def agree_on_the_run(
     settings = {
         name: {key: value for key, value in config[name].items() if not str(value).startswith("<")} for name in DECIDING
     }
-    row = (
-        -1.0 if total_steps is None else float(total_steps),
-        fingerprint(str(settings)),
-        fingerprint(" ".join(module.name for module in modules)),
-        float(interval_steps),
-        float(is_apart),
-        float(len(modules)),
-    )
-    rows = ranks.gather(Subject.ATTACHING, row)
+    names = [module.name for module in modules]
+    rows = ranks.gather(Subject.ATTACHING, (total_steps or -1, str(settings), names, interval_steps, is_apart))
     for column, what in enumerate(("total_steps", "settings")):
         apart = [rank for rank, found in enumerate(rows) if found[column] != rows[0][column]]
         if apart:
-            found = f", found {[int(row[0]) for row in rows]}" if what == "total_steps" else ""
+            found = f", found {[row[0] for row in rows]}" if what == "total_steps" else ""
             raise ConfigError(
                 f"All processes of a job attach with the same {what}; rank {apart[0]} has others than rank 0{found}. "
                 f"Give attach the same on every rank; with loaders of different lengths, the number of the first."
             )
-    ranks.leader_is_apart = bool(rows[0][4])
-    if any(found[5] == 0 for found in rows):
+    ranks.leader_is_apart = rows[0][4]
+    if not all(found[2] for found in rows):
         return "the model of another process of the job cannot be frozen"
     if any(found[2:4] != rows[0][2:4] for found in rows):
         return "the processes of the job cut their models into other layer modules"

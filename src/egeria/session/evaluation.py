@@ -162,7 +162,7 @@ class Evaluation:
         watch, leads, age = Stopwatch(), self.ranks.leads, self._evaluations_since_refresh
         is_due = leads and (age is None or age >= period) and not self.has_given_up
         if self.training.is_sharded:  # all processes gather the parameters together
-            is_due = bool(self.ranks.from_leader(Subject.REFRESH, [float(is_due)])[0])
+            is_due = self.ranks.from_leader(Subject.REFRESH, is_due)
         if not is_due:
             return
         model = gather(self.training.model, keeps=leads)

@@ -17,12 +17,11 @@ from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.session.measuring import Measures
-from egeria.session.ranks import Ranks, Subject, fingerprint, from_number, to_number
+from egeria.session.ranks import Ranks, Subject, fingerprint
 from egeria.session.timing import IntervalClock, IterationTimer
 
-_NUMBERS = ("way_ahead", "last_rate")
 _LISTS = ("gradients", "weight_changes", "noise")
-"""What is measured, once and for each layer module."""
+"""What is measured for each layer module."""
 _ADDED = ("gradients", "noise")
 """What processes that have a part of the parameters each add up: these are sums over parameters."""
 
@@ -76,7 +75,7 @@ class IntervalMeter:
         if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
-            rate, measured = self._share(rate, measured, len(modules))
+            rate, measured = self._share(rate, measured)
         self.recorder.write(
             IntervalMeasured(
                 step=clock.step,
@@ -112,27 +111,12 @@ class IntervalMeter:
         numbers = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(numbers) if isinstance(value, Tensor) else value for value in self._losses]
 
-    def _share(self, rate: float, measured: dict[str, Any], num_modules: int) -> tuple[float, dict[str, Any]]:
+    def _share(self, rate: float, measured: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         """Return the leader's rate and measures; where each process has measured a part, they are added up first."""
         if self.measures.in_parts:
-            measured = measured | {name: self._added_up(measured[name], num_modules) for name in _ADDED}
-        numbers = [rate, *(to_number(measured[name]) for name in _NUMBERS)]
-        for name in _LISTS:
-            values = measured[name] or [None] * num_modules
-            numbers += [float(measured[name] is not None), *map(to_number, values)]
-        shared = iter(self.ranks.from_leader(Subject.MEASURES, numbers))
-        rate = next(shared)
-        found: dict[str, Any] = {name: from_number(next(shared)) for name in _NUMBERS}
-        for name in _LISTS:
-            is_there, values = next(shared), [from_number(next(shared)) for _ in range(num_modules)]
-            found[name] = values if is_there else None
-        return rate, found
-
-    def _added_up(self, values: list[float | None] | None, num_modules: int) -> list[float | None] | None:
-        """Return the sums over all processes; None where one of them has no value."""
-        row = [to_number(value) for value in values or [None] * num_modules]
-        is_missing, *sums = self.ranks.sums(Subject.MEASURES, [float(values is None), *row])
-        return None if is_missing else [from_number(value) for value in sums]
+            measured = measured | {name: self.ranks.sums(measured[name]) for name in _ADDED}
+        rate, measured = self.ranks.from_leader(Subject.MEASURES, (rate, measured))
+        return rate, measured
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 import statistics
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 from egeria.parallel import ParallelStrategy
 from egeria.policy import Reading
 
-ROW = 64
-"""Numbers that are exchanged at once."""
-HEAD = 3
-"""Numbers of a row in front of what it says: the subject, the step, and how many follow."""
+WORDS = 61
+"""Words of text that are exchanged at once; in front of them stand the subject, the step, and the bytes to come."""
+WORD_BYTES = 6
+"""A float holds a whole number of so many exactly."""
 SHARED = ("step", "evaluation", "module", "value", "age", "work_share")
 """What is exchanged of a reading: all that a policy may decide by."""
 
@@ -55,6 +56,8 @@ class Ranks:
 
     def __init__(self, parallel: ParallelStrategy) -> None:
         self._parallel = parallel
+        self.rank = parallel.rank
+        """Which of the processes this is."""
         self._step = 0
         self.meets = False
         """Whether a meeting is under way."""
@@ -76,11 +79,6 @@ class Ranks:
         return self.meets and not self.is_alone
 
     @property
-    def rank(self) -> int:
-        """Which of the processes this is."""
-        return self._parallel.rank
-
-    @property
     def leads(self) -> bool:
         """Return whether this is the process that evaluates and keeps the journal."""
         return self.rank == 0
@@ -99,48 +97,44 @@ class Ranks:
         if self.are_meeting:
             self.gather(Subject.LEAVING, ())
 
-    def gather(self, subject: Subject, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all processes, by rank."""
+    def gather(self, subject: Subject, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank: each is what JSON can hold, tuples as lists."""
         if self.is_alone:
-            return [list(values)]
-        rows = self._exchange(Subject.LEAVING if self._leaves else subject, values)
-        leaving = [rank for rank, found in enumerate(rows) if found[0] == Subject.LEAVING]
-        apart = [rank for rank, found in enumerate(rows) if found[:HEAD] != rows[0][:HEAD]]
-        if leaving or apart:
-            self.meets = False
-            raise OutOfStepError(_why(leaving, apart))
-        return [found[HEAD : HEAD + len(values)] for found in rows]
+            return [value]
+        text = json.dumps(value).encode()
+        found, sizes = [b"" for _ in range(self._parallel.num_ranks)], [1.0]
+        while max(sizes) > 0:
+            rows = self._exchange(Subject.LEAVING if self._leaves else subject, text)
+            leaving = [rank for rank, row in enumerate(rows) if row[0] == Subject.LEAVING]
+            apart = [rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2]]
+            if leaving or apart:
+                self.meets = False
+                raise OutOfStepError(_why(leaving, apart))
+            found = [part + _to_bytes(words) for part, (_, _, _, *words) in zip(found, rows, strict=True)]
+            text = text[WORDS * WORD_BYTES :]
+            sizes = [row[2] - WORDS * WORD_BYTES for row in rows]
+        return [json.loads(entry.rstrip(b"\0")) for entry in found]
 
-    def from_leader(self, subject: Subject, values: Sequence[float]) -> list[float]:
-        """Return the leader's values in place of one's own; there must be as many."""
-        return [value for rows in self._gather_all(subject, values) for value in rows[0]]
+    def from_leader(self, subject: Subject, value: Any) -> Any:
+        """Return the leader's value in place of one's own."""
+        return self.gather(subject, value if self.leads or self.is_alone else None)[0]
 
-    def text_from_leader(self, subject: Subject, text: str) -> str:
-        """Return the leader's text in place of one's own."""
-        encoded = text.encode()
-        [size] = self.from_leader(subject, [float(len(encoded))])
-        own = [float(byte) for byte in encoded] if self.leads else [0.0] * int(size)
-        return bytes(map(int, self.from_leader(subject, own))).decode()
+    def sums(self, values: Sequence[float | None] | None) -> Any:
+        """Return the sums of what all processes have measured; None where one of them has no value."""
+        rows = self.gather(Subject.MEASURES, values)
+        return None if None in rows else [None if None in column else sum(column) for column in zip(*rows, strict=True)]
 
-    def sums(self, subject: Subject, values: Sequence[float]) -> list[float]:
-        """Return the sums of what all processes have; each must have as many."""
-        return [sum(column) for rows in self._gather_all(subject, values) for column in zip(*rows, strict=True)]
-
-    def mean_loss(self, cut: float, loss: float | None, num_bad: int) -> tuple[float | None, int]:
+    def mean_loss(self, cut: str, loss: float | None, num_bad: int) -> tuple[float | None, int]:
         """Return the mean training loss of all processes that have one, and how many losses were none."""
-        rows = self.gather(Subject.INTERVAL, (cut, math.nan if loss is None else loss, num_bad))
+        rows = self.gather(Subject.INTERVAL, (cut, loss, num_bad))
         self._check_same(rows)
-        losses = [found for _, found, _ in rows if not math.isnan(found)]
-        return (statistics.fmean(losses) if losses else None), int(sum(bad for _, _, bad in rows))
+        losses = [found for _, found, _ in rows if found is not None]
+        return (statistics.fmean(losses) if losses else None), sum(bad for _, _, bad in rows)
 
     def readings(self, own: Sequence[Reading]) -> list[Reading]:
         """Return the readings that the leader has."""
-        [count] = self.from_leader(Subject.READINGS, [float(len(own))])
-        fields = [getattr(reading, name) for reading in own for name in SHARED]
-        numbers = list(map(to_number, fields)) if self.leads else []
-        width = len(SHARED)
-        shared = self.from_leader(Subject.READINGS, numbers or [0.0] * (width * int(count)))
-        return [_to_reading(shared[begin : begin + width]) for begin in range(0, len(shared), width)]
+        fields = [{name: getattr(reading, name) for name in SHARED} for reading in own]
+        return [Reading(**entry) for entry in self.from_leader(Subject.READINGS, fields)]
 
     def close(self, state: str, interval_steps: int) -> int:
         """End a meeting, to which all come with the same `state` of what is frozen; return the leader's `n`."""
@@ -149,22 +143,17 @@ class Ranks:
         self.meets = False
         return int(rows[0][1])
 
-    def _exchange(self, subject: Subject, values: Sequence[float]) -> list[list[float]]:
-        row = [float(subject), float(self._step), float(len(values)), *values]
-        assert len(row) <= ROW, "what is longer goes in parts"
+    def _exchange(self, subject: Subject, text: bytes) -> list[list[float]]:
+        """Return what all processes say next of a text: one row of each, all of the same length."""
+        words = [int.from_bytes(text[WORD_BYTES * at : WORD_BYTES * (at + 1)], "little") for at in range(WORDS)]
         try:
             self._parallel.settle()
-            return self._parallel.exchange([*row, *[0.0] * (ROW - len(row))])
+            return self._parallel.exchange([float(number) for number in (subject, self._step, len(text), *words)])
         except Exception as error:
             self.meets, self.is_lost = False, True
             raise LostError(f"the processes of the job could not reach each other ({error})") from error
 
-    def _gather_all(self, subject: Subject, values: Sequence[float]) -> list[list[list[float]]]:
-        """Return the values of all processes, however many: in parts, and in each by rank."""
-        size = ROW - HEAD
-        return [self.gather(subject, values[begin : begin + size]) for begin in range(0, len(values), size)]
-
-    def _check_same(self, rows: Sequence[Sequence[float]]) -> None:
+    def _check_same(self, rows: Sequence[Sequence[Any]]) -> None:
         """Check that all say the same in the first place."""
         apart = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
         if apart:
@@ -172,26 +161,13 @@ class Ranks:
             raise OutOfStepError(_why((), apart))
 
 
-def to_number(value: float | None) -> float:
-    """Return a number for what may be none."""
-    return math.nan if value is None else float(value)
+def _to_bytes(words: Sequence[float]) -> bytes:
+    return b"".join(int(word).to_bytes(WORD_BYTES, "little") for word in words)
 
 
-def from_number(value: float) -> float | None:
-    """Return what `to_number` was given."""
-    return None if math.isnan(value) else value
-
-
-def _to_reading(numbers: Sequence[float]) -> Reading:
-    step, evaluation, module = map(int, numbers[:3])
-    age = None if math.isnan(numbers[4]) else int(numbers[4])
-    work_share = from_number(numbers[5])
-    return Reading(step=step, evaluation=evaluation, module=module, value=numbers[3], age=age, work_share=work_share)
-
-
-def fingerprint(text: str) -> float:
-    """Return a whole number that stands for a text and that a float holds exactly."""
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
+def fingerprint(text: str) -> str:
+    """Return a short text that stands for a long one."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _why(leaving: Sequence[int], apart: Sequence[int]) -> str:

@@ -28,12 +28,11 @@ from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Foreseeing, Policy
 from egeria.session.following import Training
-from egeria.session.ranks import Ranks, Subject, fingerprint
+from egeria.session.ranks import Ranks, Subject
 from egeria.session.timing import IntervalClock
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SUBDIRECTORY = "cache"
-HALF = 2**32
 WHAT = "skipping the frozen forward pass"
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
 SHARDED = (
@@ -106,7 +105,7 @@ def begin_skipping(
     cache = ActivationCache(
         model=training.model,
         feed=feed,
-        make_directory=lambda: _make_directory(config, recorder) if host is None else host.directory,
+        make_directory=lambda: _make_directory(config, place_of(config, recorder)) if host is None else host.directory,
         settings=config.cache,
         recorder=recorder,
         spend=spend,
@@ -155,10 +154,9 @@ def _deals_out_one_dataset(loader: Any) -> bool:
     return any(isinstance(entry, dealing) or type(entry).__name__ == "BatchSamplerShard" for entry in samplers)
 
 
-def _make_directory(config: Config, recorder: Recorder) -> CacheDirectory:
+def _make_directory(config: Config, place: Path, token: str | None = None) -> CacheDirectory:
     settings = config.cache
-    place = place_of(config, recorder)
-    return CacheDirectory(place, limit_bytes=settings.limit_bytes, limit_share=settings.limit_share)
+    return CacheDirectory(place, token=token, limit_bytes=settings.limit_bytes, limit_share=settings.limit_share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,37 +183,33 @@ def share_directory(ranks: Ranks, config: Config, recorder: Recorder) -> tuple[H
     Returns:
         What this process is part of, or None and why it is part of nothing.
     """
-    rows = ranks.gather(Subject.ATTACHING, (fingerprint(_machine()), float(config.cache.enabled)))
-    if not any(enabled for _, enabled in rows):
+    place = place_of(config, recorder).absolute()
+    rows = ranks.gather(Subject.ATTACHING, (_machine(), config.cache.enabled, str(place)))
+    if not any(enabled for _, enabled, _ in rows):
         return None, ""
-    place = Path(ranks.text_from_leader(Subject.ATTACHING, str(place_of(config, recorder).absolute())))
-    if config.cache.directory:
-        place = Path(config.cache.directory)  # of its own on each host, if it likes
-    is_on = all(enabled for _, enabled in rows)
-    machines = [machine for machine, _ in rows]
+    if not all(enabled for _, enabled, _ in rows):
+        return None, "cache.enabled is not set in all processes of the job"
+    if not config.cache.directory:  # of its own on each host, if it likes
+        place = Path(rows[0][2])
+    machines = [machine for machine, _, _ in rows]
     first = machines.index(machines[ranks.rank])
     num_hosts = len(set(machines))
     if num_hosts > 1:
         place /= f"host-{first}"  # where hosts share a disk, each clears up after its own runs alone
     leads, directory, reason = first == ranks.rank, None, ""
-    settings = config.cache
-    limits = {"limit_bytes": settings.limit_bytes, "limit_share": settings.limit_share}
-    if is_on and leads:
-        directory, reason = _enter(place, None, limits)
-    token = int(directory.token, 16) if directory else 0
-    tokens = ranks.gather(Subject.ATTACHING, (float(directory is not None), float(token // HALF), float(token % HALF)))
-    is_there, high, low = tokens[first]
-    if is_on and not leads and is_there:
-        directory, reason = _enter(place, f"{int(high) * HALF + int(low):016x}", limits)
+    if leads:
+        directory, reason = _enter(config, place)
+    token = ranks.gather(Subject.ATTACHING, directory and directory.token)[first]
+    if token and not leads:
+        directory, reason = _enter(config, place, token)
     if directory is None:
-        fallback = "the first process of this host cannot use its directory"
-        return None, (reason or fallback) if is_on else "cache.enabled is not set in all processes of the job"
+        return None, reason or "the first process of this host cannot use its directory"
     return Host(directory=directory, leads=leads, num_hosts=num_hosts), ""
 
 
-def _enter(place: Path, token: str | None, limits: dict[str, float | None]) -> tuple[CacheDirectory | None, str]:
+def _enter(config: Config, place: Path, token: str | None = None) -> tuple[CacheDirectory | None, str]:
     try:
-        return CacheDirectory(place, token=token, **limits), ""  # type: ignore[arg-type]
+        return _make_directory(config, place, token), ""
     except StoreError as error:
         return None, str(error)
 
