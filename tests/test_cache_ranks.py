@@ -28,9 +28,9 @@ from loops import FAST, differences
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-NUM_SAMPLES = 160
+NUM_SAMPLES = 128
 BATCH_SIZE = 8
-EPOCHS = 8
+EPOCHS = 5
 
 
 class OwnSampler(RandomSampler):

@@ -127,7 +127,9 @@ def gradient_error(model, alone, step, width, depth):
     return float(torch.stack(found).max())
 
 
-@pytest.mark.parametrize(("hook", "tolerance"), [("none", 1e-4), ("fp16", 2e-2), ("powersgd", None)])
+@pytest.mark.parametrize(
+    ("hook", "tolerance"), [("none", 1e-4), ("fp16", 2e-2), pytest.param("powersgd", None, marks=pytest.mark.slow)]
+)
 def test_a_hundred_cycles_leave_no_memory_no_hook_and_right_gradients(hook, tolerance):
     first, second = run_ranks(hundred_cycles, hook)
     assert all(torch.equal(*pair) for pair in zip(first[3], second[3], strict=True)), "ranks differ"
