@@ -51,8 +51,8 @@ class Layouts:
 
     def like(self, stored: Sequence[RowLayout]) -> Layouts | None:
         """Return the same in the rows of a store that another process made; None where those are of another kind."""
-        fits = len(stored) == len(self.stored) and all(map(_differ_in_length_only, self.stored, stored))
-        return Layouts(tuple(stored), self.orders) if fits else None
+        ours, theirs = ([replace(one, shape=one.shape_at(0)) for one in layouts] for layouts in (self.stored, stored))
+        return Layouts(tuple(stored), self.orders) if ours == theirs else None
 
     @property
     def has_length(self) -> bool:
@@ -61,7 +61,7 @@ class Layouts:
 
     def fits_store(self, rows: Sequence[Tensor]) -> bool:
         """Tell whether rows [B, ...] in the order of the store are of these layouts, but for their length."""
-        return len(rows) == len(self.stored) and all(map(_fits, self.stored, rows))
+        return len(rows) == len(self.stored) and all(map(RowLayout.is_of, self.stored, rows))
 
     def to_store(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Return views of rows [B, ...] in the order of the store."""
@@ -117,17 +117,3 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions by falling stride, the batch first."""
     strides = tensor.stride()
     return (0, *sorted(range(1, tensor.dim()), key=lambda dimension: -strides[dimension]))
-
-
-def _fits(layout: RowLayout, tensor: Tensor) -> bool:
-    shape = list(tensor.shape[1:])
-    if layout.length_axis is not None and len(shape) > layout.length_axis:
-        shape[layout.length_axis] = layout.shape[layout.length_axis]
-    return tensor.dtype == layout.dtype and tuple(shape) == layout.shape
-
-
-def _differ_in_length_only(ours: RowLayout, theirs: RowLayout) -> bool:
-    axis = ours.length_axis
-    if axis is None or axis != theirs.length_axis or len(ours.shape) != len(theirs.shape):
-        return ours == theirs
-    return replace(ours, shape=(*ours.shape[:axis], theirs.shape[axis], *ours.shape[axis + 1 :])) == theirs

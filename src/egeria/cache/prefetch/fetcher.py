@@ -71,11 +71,17 @@ class PrefetchedBatch:
     def fill_from(self, memory: RowsInMemory, here: Integers, there: Integers, layouts: Sequence[RowLayout]) -> None:
         """Copy rows from memory, with zeros behind their true lengths; those too long for this batch are left out."""
         if any(layout.length_axis is not None for layout in layouts):
-            longest = _room(memory.rows, layouts)
-            lengths = (
-                np.full(len(there), longest) if memory.lengths is None else memory.lengths[there].clip(max=longest)
+            room, longest = (
+                min(
+                    layout.room(leaf)
+                    for layout, leaf in zip(layouts, rows, strict=True)
+                    if layout.length_axis is not None
+                )
+                for rows in (self.rows, memory.rows)
             )
-            fits = lengths <= _room(self.rows, layouts)
+            given = np.full(len(memory.positions), longest) if memory.lengths is None else memory.lengths
+            lengths = given[there].clip(max=longest)
+            fits = lengths <= room
             here, there = here[fits], there[fits]
             self.lengths[here] = lengths[fits]
         for layout, target, kept in zip(layouts, self.rows, memory.rows, strict=True):
@@ -340,12 +346,6 @@ class Reader:
 
 def _key(number: int, positions: Integers) -> BatchKey:
     return number, positions.tobytes()
-
-
-def _room(rows: Sequence[Tensor], layouts: Sequence[RowLayout]) -> int:
-    """Return the length that all of the tensors [b, ...] have room for, where rows have lengths."""
-    axes = [(tensor, layout.length_axis) for tensor, layout in zip(rows, layouts, strict=True)]
-    return min(tensor.shape[axis + 1] for tensor, axis in axes if axis is not None)
 
 
 def _fit(tensor: Tensor, row_axis: int | None, length: int) -> Tensor:

@@ -44,7 +44,7 @@ class RowCodec:
     def room(self, tensors: Sequence[Tensor]) -> int:
         """Return the greatest length that all of the tensors [b, ...] have room for; 0 if no row has a length."""
         pairs = zip(self._leaves, tensors, strict=True)
-        return min((leaf.room(tensor) for leaf, tensor in pairs if leaf.axis is not None), default=0)
+        return min((leaf.layout.room(tensor) for leaf, tensor in pairs if leaf.axis is not None), default=0)
 
     def fits(self, lengths: Integers, tensors: Sequence[Tensor]) -> Mask:
         """Return which lengths [b] are possible and fit into the tensors [b, ...]."""
@@ -107,10 +107,6 @@ class _LeafCodec:
         """Return the sizes of rows of these lengths [b]; they grow linearly."""
         return self._size(0) + lengths.astype(np.int64) * (self._size(1) - self._size(0))
 
-    def room(self, rows: Tensor) -> int:
-        """Return the greatest length that rows [b, ...] have room for; 0 without a length axis."""
-        return rows.shape[self.axis + 1] if self.axis is not None and rows.dim() > self.axis + 1 else 0
-
     def encode(self, rows: Tensor, lengths: Integers) -> tuple[list[memoryview], Mask]:
         """Return the bytes [b] of rows [b, ...] up to their lengths [b], and which rows can be stored."""
         self._check(rows, lengths)
@@ -141,8 +137,8 @@ class _LeafCodec:
 
     def _check(self, rows: Tensor, lengths: Integers) -> None:
         """Raise `StoreError` unless the tensor [b, ...] is of this leaf and has room for rows of these lengths."""
-        room, longest = self.room(rows), int(lengths.max(initial=0))
-        if rows.dtype != self.layout.dtype or tuple(rows.shape[1:]) != self.layout.shape_at(room):
+        room, longest = self.layout.room(rows), int(lengths.max(initial=0))
+        if not self.layout.is_of(rows):
             raise StoreError(
                 f"Rows must be {self.layout.dtype} of shape {self.layout.shape}"
                 f"{'' if self.axis is None else f' with any length along axis {self.axis}'}, found {rows.dtype} of "

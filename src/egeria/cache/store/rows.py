@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from egeria.errors import EgeriaError
 
@@ -61,6 +62,15 @@ class RowLayout:
         """Return the shape of a row of this length, of the longest for None; without a length axis the one there is."""
         axis = self.length_axis
         return self.shape if axis is None or length is None else (*self.shape[:axis], length, *self.shape[axis + 1 :])
+
+    def room(self, rows: Tensor) -> int:
+        """Return the greatest length that rows [b, ...] have room for; 0 without a length axis."""
+        axis = self.length_axis
+        return 0 if axis is None or rows.dim() <= axis + 1 else rows.shape[axis + 1]
+
+    def is_of(self, rows: Tensor) -> bool:
+        """Return whether rows [b, ...] are of this leaf, of whatever length."""
+        return rows.dtype == self.dtype and tuple(rows.shape[1:]) == self.shape_at(self.room(rows))
 
 
 @dataclass(frozen=True, slots=True)
