@@ -27,17 +27,20 @@ class ParallelStrategy:
     """What changes when several processes train one model; by itself nothing.
 
     All of them make the same calls, in the same order.
+
+    Args:
+        refused: why nothing is frozen, where the model trains in a way that cannot be followed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refused: str | None = None) -> None:
+        self._refused = refused
         self.rank = 0
         """Which of the processes this is; 0 evaluates, keeps the journal and leads."""
         self.num_ranks = 1
         self._group: Any = None
         """What the processes exchange numbers of the CPU in; None where there is one only."""
-        self._called: nn.Module = nn.Module()
-        self._model = self._called
-        """The model itself, without any wrapper."""
+        self._called = self._model = nn.Module()
+        """What the loop calls, and the model itself, without any wrapper."""
 
     def take(self, model: nn.Module) -> nn.Module:
         """Take over what was given to `attach`; return the model itself, without any wrapper."""
@@ -46,7 +49,7 @@ class ParallelStrategy:
 
     def refusal(self) -> str | None:
         """Return why nothing can be frozen under the strategy, with the way out; None if it can."""
-        return _refuse_model(self._model)
+        return self._refused or _refuse_model(self._model)
 
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the rows of all processes, by rank; they have the same length.
@@ -79,29 +82,14 @@ def choose_parallel(model: nn.Module) -> ParallelStrategy:
     A bare model in a job of several processes is one replica of it, and `attach` wraps it.
     """
     refused = _refuse_wrapper(model) or (_refuse_shards(model) if is_sharded(model) else None)
-    if refused is not None:
-        return SingleProcess(refused)
-    if is_sharded(model):
+    if refused is None and is_sharded(model):
         return Sharded()
-    if isinstance(without_wrapper(model), DistributedDataParallel) or dist.world_size() > 1:
-        return Replicas()
-    return SingleProcess()
+    is_replica = isinstance(without_wrapper(model), DistributedDataParallel) or dist.world_size() > 1
+    return Replicas() if refused is None and is_replica else SingleProcess(refused)
 
 
 class SingleProcess(ParallelStrategy):
-    """Decides for itself and calls the model as it is.
-
-    Args:
-        refused: why nothing is frozen, where the model trains in a way that cannot be followed.
-    """
-
-    def __init__(self, refused: str | None = None) -> None:
-        super().__init__()
-        self._refused = refused
-
-    def refusal(self) -> str | None:
-        """Refuse what this strategy was made to refuse, and models whose layers cannot be watched."""
-        return self._refused or super().refusal()
+    """Decides for itself and calls the model as it is."""
 
 
 class Replicas(ParallelStrategy):

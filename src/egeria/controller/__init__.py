@@ -1,16 +1,8 @@
 """Who evaluates: takes activations of the training model, gives back plasticity readings."""
 
-from egeria.controller.inline import EvaluationPlan, InlineController
+from egeria.controller.inline import AbsentController, EvaluationPlan, InlineController
 from egeria.controller.process import ControllerChoice, ProcessController, choose, spare_cores
-from egeria.controller.protocol import (
-    AbsentController,
-    Controller,
-    ControllerStatus,
-    EvaluationFailed,
-    Report,
-    Request,
-    Ticket,
-)
+from egeria.controller.protocol import Controller, ControllerStatus, EvaluationFailed, Report, Request, Ticket
 
 __all__ = [
     "AbsentController",

@@ -166,3 +166,10 @@ class InlineController(Controller):
 
     def _metric(self, first: Tensor, second: Tensor) -> Tensor:
         return torch.tensor(self._plan.compare(self._plan.reduce(first), second))
+
+
+class AbsentController(Controller):
+    """The controller of a policy that reads no plasticity: evaluates nothing."""
+
+    def submit(self, request: Request) -> None:
+        """Ignore the request."""

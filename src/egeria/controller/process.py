@@ -16,7 +16,7 @@ from egeria.config import ControllerConfig
 from egeria.controller.child import Child, Freed, TakeEvaluation, TakeSnapshot, Unusable
 from egeria.controller.inline import EvaluationPlan, InlineController
 from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket
-from egeria.controller.shared_memory import Segment, SharedQueue, pack
+from egeria.controller.shared_memory import SharedQueue, pack
 from egeria.errors import ControllerError, brief
 from egeria.events import ControllerRestarted, Declined, FaultCaught, ReadingDropped, RungTaken
 from egeria.layers.batch import Batch
@@ -44,8 +44,9 @@ class ProcessController:
     def __init__(self, plan: EvaluationPlan, config: ControllerConfig) -> None:
         self._plan, self._config = plan, config
         # Of two snapshots the process works from one, and the other is on its way.
-        self._queues = {"evaluation": SharedQueue(config.queue_length), "snapshot": SharedQueue(2)}
-        self._model, self._model_bytes = Segment(), 0
+        lengths = {"model": 1, "evaluation": config.queue_length, "snapshot": 2}
+        self._queues = {name: SharedQueue(length) for name, length in lengths.items()}
+        self._model_bytes = 0
         self._child: Child | None = None
         self._inline: InlineController | None = None
         self._newest: tuple[int, weakref.ref[nn.Module], Batch | None] | None = None
@@ -129,9 +130,8 @@ class ProcessController:
         )
 
     def _start(self) -> Child:
-        segments = {"model": [self._model], **{name: queue.segments for name, queue in self._queues.items()}}
         settings = {
-            "memory": {name: [each.descriptor for each in entries] for name, entries in segments.items()},
+            "memory": {name: [each.descriptor for each in queue.segments] for name, queue in self._queues.items()},
             "load_limit": self._config.load_limit,
             "patience_s": self._config.patience_s,
             "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
@@ -151,8 +151,10 @@ class ProcessController:
         if not queue.free or (is_new and len(queue.free) < len(queue.segments)):
             return False
         try:
-            if is_new:
-                self._model_bytes = self._pack_model(model, tensors)
+            if is_new:  # how the model is built; its weights follow with the snapshot
+                self._model_bytes = pack((self._plan, model), self._queues["model"].segments[0], without_values=tensors)
+                if self._model_bytes > max(LARGEST_SKELETON_BYTES, sum(tensor.nbytes for tensor in tensors)):
+                    raise ValueError(f"its classes and attributes carry {self._model_bytes / 2**20:.0f} MiB along")
             slot = queue.put((tensors, batch))
         except Exception as error:
             raise ControllerError(f"the model cannot be sent to the controller process ({brief(error)})") from error
@@ -161,13 +163,6 @@ class ProcessController:
         self._snapshot = TakeSnapshot(evaluation, slot, self._model_bytes if is_new else None, self._precision)
         child.send(self._snapshot)
         return True
-
-    def _pack_model(self, model: nn.Module, weights: list[Tensor]) -> int:
-        """Pack how the model is built; its weights follow with the snapshot."""
-        size_bytes = pack((self._plan, model), self._model, without_values=weights)
-        if size_bytes > max(LARGEST_SKELETON_BYTES, sum(tensor.nbytes for tensor in weights)):
-            raise ValueError(f"its classes and attributes carry {size_bytes / 2**20:.0f} MiB along")
-        return size_bytes
 
     def _receive(self, child: Child) -> None:
         messages, fault = child.receive()
@@ -244,7 +239,6 @@ class ProcessController:
         self._end_child()
         for queue in self._queues.values():
             queue.close()
-        self._model.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

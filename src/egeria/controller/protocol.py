@@ -107,10 +107,3 @@ class Controller(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to read the same values."""
         return {}
-
-
-class AbsentController(Controller):
-    """The controller of a policy that reads no plasticity: evaluates nothing."""
-
-    def submit(self, request: Request) -> None:
-        """Ignore the request."""
