@@ -75,7 +75,7 @@ def parse_modules(
         target_share: share of all parameters that a layer module aims at. Vocabularies do not count:
             next to those of a multilingual model every stage would look small.
         minimum_share: share of them under which a stage joins its neighbour.
-        order: names of submodules in execution order, from `OrderRecorder.order`; what is not in it
+        order: names of submodules in execution order, from `CallOrder.order`; what is not in it
             did not run and is no block of its own. None takes the order of definition.
 
     Returns:

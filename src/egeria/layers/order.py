@@ -15,11 +15,62 @@ from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import undisturbed
 
 
+@dataclass(slots=True)
+class CallOrder:
+    """Which submodules one forward pass called, and in which order; knows no recorder, which may be abandoned."""
+
+    returned_to: set[str] = field(default_factory=set)
+    """The names called again after another one was: the forward pass is no chain there."""
+    without_grad: set[str] = field(default_factory=set)
+    """The names of what learns, yet ran without gradient in a pass with one: reentrant checkpointing."""
+    _names: dict[str, None] = field(default_factory=dict)
+    _last: str = ""
+    _has_grad: bool = False
+    _is_complete: bool = False
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The names called so far, in the order of their first call.
+
+        Submodules without parameters stand where they were called last: a dropout layer that a model
+        uses at both ends may be switched off only when everything that it serves is frozen.
+        """
+        return tuple(self._names)
+
+    # Hooks are methods, not closures: a watched model must still pickle and deepcopy.
+
+    def begin(self, _model: nn.Module, _inputs: object) -> None:
+        """Forget a pass that was not completed."""
+        if not self._is_complete:
+            for noted in (self._names, self.returned_to, self.without_grad):
+                noted.clear()
+            self._has_grad = torch.is_grad_enabled()
+
+    def complete(self, _model: nn.Module, _inputs: object, _output: object) -> None:
+        """Note no more calls."""
+        self._is_complete = True
+
+    def note(self, name: str, module: nn.Module, _inputs: object) -> None:
+        """Note the call of a submodule."""
+        if self._is_complete:
+            return
+        parameters = list(module.parameters())
+        if not parameters:
+            self._names.pop(name, None)
+        else:
+            if name in self._names and self._last != name:
+                self.returned_to.add(name)
+            if self._has_grad and not torch.is_grad_enabled() and any(entry.requires_grad for entry in parameters):
+                self.without_grad.add(name)
+            self._last = name
+        self._names[name] = None
+
+
 class OrderRecorder:
     """Notes which submodules one forward pass calls, and in which order.
 
-    Works beside the user's own training loop; also a context manager. The first call of the model that
-    completes is what counts: one that fails is forgotten, and what comes later is not looked at. Where
+    Works beside the user's own training loop; also a context manager, which gives the `CallOrder`. The first call of
+    the model that completes is what counts: one that fails is forgotten, and what comes later is not looked at. Where
     the model itself is never called, every call of its submodules counts.
 
     The hooks go when the recorder is closed or collected, whichever comes first.
@@ -30,44 +81,22 @@ class OrderRecorder:
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._log = log = _Log()
+        self._calls = calls = CallOrder()
         submodules = {name: model.get_submodule(name) for name in names}
-        handles = [model.register_forward_pre_hook(partial(_begin, log))]
-        handles.append(model.register_forward_hook(partial(_complete, log)))
-        for name, submodule in submodules.items():
-            note = _note_call if any(True for _ in submodule.parameters()) else _note_last_call
-            handles.append(submodule.register_forward_pre_hook(partial(note, log, name)))
+        handles = [model.register_forward_pre_hook(calls.begin), model.register_forward_hook(calls.complete)]
+        handles += [sub.register_forward_pre_hook(partial(calls.note, name)) for name, sub in submodules.items()]
         self.close = weakref.finalize(self, _remove, handles)
         """Removes the hooks; what was recorded stays readable. Closing twice is fine."""
 
-    @property
-    def order(self) -> tuple[str, ...]:
-        """The names called so far, in the order of their first call.
-
-        Submodules without parameters stand where they were called last: a dropout layer that a model
-        uses at both ends may be switched off only when everything that it serves is frozen.
-        """
-        return tuple(self._log.order)
-
-    @property
-    def returned_to(self) -> frozenset[str]:
-        """The names called again after another one was: the forward pass is no chain there."""
-        return frozenset(self._log.returned_to)
-
-    @property
-    def without_grad(self) -> frozenset[str]:
-        """The names of what learns, yet ran without gradient in a pass with one: reentrant checkpointing."""
-        return frozenset(self._log.without_grad)
-
-    def record(self) -> OrderRecorder | None:
-        """Return what was recorded, closed; None if there was no forward pass yet."""
-        if not self.order:
+    def record(self) -> CallOrder | None:
+        """Return what was recorded, and close; None if there was no forward pass yet."""
+        if not self._calls.order:
             return None
         self.close()
-        return self
+        return self._calls
 
-    def __enter__(self) -> OrderRecorder:
-        return self
+    def __enter__(self) -> CallOrder:
+        return self._calls
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -86,18 +115,18 @@ class OrderOfBatch:
         self._batch: Batch | None = None
         keep_next(self._keep)
 
-    def record(self) -> OrderRecorder | None:
-        """Return what was recorded, closed; None if there was no training forward yet."""
+    def record(self) -> CallOrder | None:
+        """Return what was recorded; None if there was no training forward yet."""
         if self._batch is None:
             return None
         batch, self._batch = self._batch.first_rows(None), None
         with (
             undisturbed(self._model, gradients=True),
-            OrderRecorder(self._model, self._names) as recorder,
+            OrderRecorder(self._model, self._names) as calls,
             batch.autocast.context(),
         ):
             self._model(*batch.args, **batch.kwargs)
-        return recorder
+        return calls
 
     def close(self) -> None:
         """Let go of the batch."""
@@ -116,50 +145,6 @@ def merge_order(names: Sequence[str], called: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         keys[name] = rank = ranks.get(name, rank)
     return tuple(sorted(names, key=lambda name: (keys[name], name not in ranks)))
-
-
-@dataclass(slots=True)
-class _Log:
-    """What the hooks write; it knows no recorder, so that an abandoned recorder can be collected."""
-
-    order: dict[str, None] = field(default_factory=dict)
-    last: str = ""
-    returned_to: set[str] = field(default_factory=set)
-    has_grad: bool = False
-    without_grad: set[str] = field(default_factory=set)
-    complete: bool = False
-
-
-# Hooks are functions of this file, not closures: a watched model must still pickle and deepcopy.
-
-
-def _begin(log: _Log, _model: nn.Module, _inputs: object) -> None:
-    if not log.complete:
-        log.order.clear()
-        log.returned_to.clear()
-        log.without_grad.clear()
-        log.has_grad = torch.is_grad_enabled()
-
-
-def _complete(log: _Log, _model: nn.Module, _inputs: object, _output: object) -> None:
-    log.complete = True
-
-
-def _note_call(log: _Log, name: str, module: nn.Module, _inputs: object) -> None:
-    if not log.complete:
-        if name in log.order and log.last != name:
-            log.returned_to.add(name)
-        learns = any(parameter.requires_grad for parameter in module.parameters())
-        if learns and log.has_grad and not torch.is_grad_enabled():
-            log.without_grad.add(name)
-        log.last = name
-        log.order[name] = None
-
-
-def _note_last_call(log: _Log, name: str, _module: nn.Module, _inputs: object) -> None:
-    if not log.complete:
-        log.order.pop(name, None)
-        log.order[name] = None
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

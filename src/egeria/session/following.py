@@ -17,7 +17,7 @@ from egeria.errors import StateError
 from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule, parse_modules
-from egeria.layers.order import OrderOfBatch, OrderRecorder
+from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, without_wrapper
 
 
@@ -228,7 +228,7 @@ class Cut:
         )
 
     @classmethod
-    def in_order(cls, training: Training, seen: OrderRecorder, recorder: Recorder) -> Cut:
+    def in_order(cls, training: Training, seen: CallOrder, recorder: Recorder) -> Cut:
         """Return the cut in the order in which layers were seen to run.
 
         Raises:
