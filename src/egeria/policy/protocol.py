@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 from egeria.config import Config
+from egeria.events import IntervalMeasured
 from egeria.policy.schedules import UnfreezeRule
 
 BOOTSTRAPPING = "bootstrapping"
 KNOWLEDGE_GUIDED = "knowledge-guided"
+_IN_JOURNAL = {"remaining_rate_sum": "way_ahead"}
+"""What has another name there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,13 @@ class Interval:
     """Sum of the learning rate over the steps still to come; None where it is unknown."""
     last_rate: float | None = None
     """The learning rate of the last step; None like `remaining_rate_sum`."""
+
+    @classmethod
+    def of(cls, event: IntervalMeasured) -> Interval:
+        """Return what the journal has of it."""
+        found = {field.name: getattr(event, _IN_JOURNAL.get(field.name, field.name)) for field in fields(cls)}
+        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

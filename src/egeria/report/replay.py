@@ -110,7 +110,7 @@ def _feed(
         if isinstance(event, events.IntervalMeasured):
             if waiting_since is None and (unread > most_unread or _lacks(policy, event, measured)):
                 waiting_since = event.step
-            replayed += _decisions(event.step, policy.observe_interval(_interval(event)))
+            replayed += _decisions(event.step, policy.observe_interval(Interval.of(event)))
             unread = 0 if PLASTICITY not in policy.needs or policy.monitored is None else unread + 1
         elif isinstance(event, events.PlasticityRead):
             unread = 0
@@ -160,19 +160,6 @@ def _lacks(policy: Policy, event: events.IntervalMeasured, measured: frozenset[s
     wanted = policy.needs if policy.monitored is not None else policy.needs - {PLASTICITY}
     here = {GRADIENTS: event.gradients, WEIGHTS: event.weight_changes}
     return not wanted <= measured | {need for need, found in here.items() if found is not None}
-
-
-def _interval(event: events.IntervalMeasured) -> Interval:
-    numbers = {name: getattr(event, name) for name in ("gradients", "weight_changes", "noise")}
-    return Interval(
-        step=event.step,
-        evaluation=event.evaluation,
-        loss=event.loss,
-        learning_rate=event.learning_rate,
-        remaining_rate_sum=event.way_ahead,
-        last_rate=event.last_rate,
-        **{name: None if values is None else tuple(values) for name, values in numbers.items()},
-    )
 
 
 def _reading(event: events.PlasticityRead) -> Reading:

@@ -20,8 +20,6 @@ from egeria.session.measuring import Measures
 from egeria.session.ranks import Ranks, Subject, fingerprint
 from egeria.session.timing import IntervalClock, IterationTimer
 
-_LISTS = ("gradients", "weight_changes", "noise")
-"""What is measured for each layer module."""
 _ADDED = ("gradients", "noise")
 """What processes that have a part of the parameters each add up: these are sums over parameters."""
 
@@ -76,32 +74,23 @@ class IntervalMeter:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
             rate, measured = self._share(rate, measured)
-        self.recorder.write(
-            IntervalMeasured(
-                step=clock.step,
-                evaluation=clock.evaluation,
-                loss=loss,
-                num_steps=clock.interval_steps,
-                num_bad_losses=num_bad,
-                learning_rate=rate,
-                frozen=num_frozen,
-                iteration_wall_s=wall_s,
-                iteration_cpu_s=cpu_s,
-                **measured,
-            )
-        )
-        if loss is None:
-            reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
-            self.recorder.decline("freezing while the loss is not finite", reason)
-        return Interval(
+        event = IntervalMeasured(
             step=clock.step,
             evaluation=clock.evaluation,
             loss=loss,
+            num_steps=clock.interval_steps,
+            num_bad_losses=num_bad,
             learning_rate=rate,
-            remaining_rate_sum=measured["way_ahead"],
-            last_rate=measured["last_rate"],
-            **{name: None if measured[name] is None else tuple(measured[name]) for name in _LISTS},
+            frozen=num_frozen,
+            iteration_wall_s=wall_s,
+            iteration_cpu_s=cpu_s,
+            **measured,
         )
+        self.recorder.write(event)
+        if loss is None:
+            reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
+            self.recorder.decline("freezing while the loss is not finite", reason)
+        return Interval.of(event)
 
     def _read_losses(self) -> list[float]:
         """Return the losses so far as numbers; synchronises the device."""
