@@ -52,7 +52,7 @@ GRADIENT = torch.tensor([[3.0, 4.0]])
 )
 def test_it_is_the_rate_times_what_the_step_did_along_its_own_gradient(make_optimizer, expected):
     noise, _, _ = one_step(make_optimizer, torch.ones(1, 2), GRADIENT)
-    assert noise.take([Whole], 0) == [pytest.approx(expected, rel=1e-4)]
+    assert noise.take([Whole]) == [pytest.approx(expected, rel=1e-4)]
 
 
 def test_it_is_the_loss_above_the_floor_of_a_bowl_that_sgd_trembles_in():
@@ -68,7 +68,7 @@ def test_it_is_the_loss_above_the_floor_of_a_bowl_that_sgd_trembles_in():
         noise.before(optimizer)
         optimizer.step()
         noise.after(optimizer)
-        (value,) = noise.take([Whole], 0)
+        (value,) = noise.take([Whole])
         if step >= 200:
             measured.append(value)
             losses.append(height * float(model.weight.detach().square().sum()) / 2)
@@ -81,18 +81,18 @@ def test_only_the_first_step_of_an_interval_is_measured():
     noise.before(optimizer)
     optimizer.step()
     noise.after(optimizer)
-    assert noise.take([Whole], 0) == [pytest.approx(0.1 * 25 / 4)]
+    assert noise.take([Whole]) == [pytest.approx(0.1 * 25 / 4)]
     noise.before(optimizer)
     optimizer.step()
     noise.after(optimizer)
-    assert noise.take([Whole], 0) == [pytest.approx(100 * 0.1 * 25 / 4)]
+    assert noise.take([Whole]) == [pytest.approx(100 * 0.1 * 25 / 4)]
 
 
 def test_of_a_large_parameter_rows_stand_for_the_whole():
     torch.manual_seed(0)
     gradient = torch.randn(4 * MOST_ELEMENTS // 64 + 1, 64)
     noise, _, _ = one_step(lambda own: torch.optim.SGD(own, lr=0.1), torch.zeros_like(gradient), gradient)
-    assert noise.take([Whole], 0) == [pytest.approx(0.1 * float(gradient.square().sum()) / 4, rel=0.01)]
+    assert noise.take([Whole]) == [pytest.approx(0.1 * float(gradient.square().sum()) / 4, rel=0.01)]
 
 
 def test_an_interval_that_was_measured_before_a_resume_is_not_measured_again():
@@ -103,7 +103,7 @@ def test_an_interval_that_was_measured_before_a_resume_is_not_measured_again():
     resumed.before(optimizer)
     optimizer.step()
     resumed.after(optimizer)
-    assert resumed.take([Whole], 0) == noise.take([Whole], 0)
+    assert resumed.take([Whole]) == noise.take([Whole])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -118,18 +118,18 @@ def test_gradients_that_are_scaled_for_half_precision_measure_the_same(fused):
         optimizer.register_step_post_hook(lambda own, *_, noise=noise: noise.after(own))
         scaler.scale(model(torch.ones(8, 4)).square().mean()).backward()
         scaler.step(optimizer)
-        found += noise.take([Whole], 0)
+        found += noise.take([Whole])
     assert found[0] > 0 and found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_are_no_measure(bad):
     noise, _, _ = one_step(lambda own: torch.optim.SGD(own, lr=0.1), torch.ones(1, 2), GRADIENT * bad)
-    assert noise.take([Whole], 0) == [None]
+    assert noise.take([Whole]) == [None]
 
 
 def test_without_a_step_there_is_no_measure():
-    assert StepNoise(nn.Linear(2, 2)).take([Whole], 0) == [None]
+    assert StepNoise(nn.Linear(2, 2)).take([Whole]) == [None]
 
 
 def hooked(recorder, **arguments):

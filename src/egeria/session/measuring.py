@@ -6,8 +6,9 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,10 @@ from torch.optim import Optimizer
 
 from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import element_shares, own_part
+from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
 from egeria.session.following import Training
-from egeria.session.optimizer_steps import OptimizerHooks, StepNoise
+from egeria.session.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
 
 MOST_CALLS = 1_000_000
 """A longer schedule is not played forward; at 3 to 10 µs a call this one takes seconds."""
@@ -66,12 +67,11 @@ class Measures:
         for hooks in self._hooks.values():
             if hooks.is_closed:
                 hooks.close()
-        found = {
-            field_name: self._parts[name].take(modules, num_frozen)
-            if name in self._parts and not (name in self._hooks and self._hooks[name].is_closed)
-            else None
-            for name, field_name in ((GRADIENTS, "gradients"), (WEIGHTS, "weight_changes"), (NOISE, "noise"))
-        }
+        found: dict[str, Any] = {"gradients": None, "weight_changes": None, "noise": None}
+        for name, field_name in zip((GRADIENTS, WEIGHTS, NOISE), found, strict=True):
+            if name in self._parts and not (name in self._hooks and self._hooks[name].is_closed):
+                values = self._parts[name].take(modules)
+                found[field_name] = [None if index < num_frozen else value for index, value in enumerate(values)]
         ahead = self._parts[FORESIGHT].ahead(step, rate) if FORESIGHT in self._parts else None
         way, last_rate = (None, None) if ahead is None else ahead
         return {**found, "way_ahead": way, "last_rate": last_rate}
@@ -97,7 +97,7 @@ class Measures:
         return not self.in_parts or name == FORESIGHT
 
 
-class GradientSums:
+class GradientSums(ByParameter):
     """Adds up the gradient of each parameter, one for each optimizer step, on its own device.
 
     Gradients are taken just before the step, because a loop may clear them before it calls `run.step`. They are what
@@ -107,52 +107,30 @@ class GradientSums:
     parameters in training.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._counted = element_shares(model)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._sums: dict[str, Tensor] = {}
-
     @torch.no_grad()
     def take_in(self, optimizer: Optimizer) -> None:
         """Add the gradients that an optimizer is about to use."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is None or parameter.grad is None:
-                    continue
-                if name not in self._sums:
-                    is_half = parameter.dtype in (torch.float16, torch.bfloat16)
-                    wide = torch.float32 if is_half else parameter.dtype
-                    self._sums[name] = torch.zeros_like(own_part(parameter), dtype=wide)
-                self._sums[name].add_(own_part(parameter.grad))
+        for name, parameter, _ in self._own(optimizer):
+            if parameter.grad is None:
+                continue
+            if name not in self._found:
+                is_half = parameter.dtype in (torch.float16, torch.bfloat16)
+                wide = torch.float32 if is_half else parameter.dtype
+                self._found[name] = torch.zeros_like(own_part(parameter), dtype=wide)
+            self._found[name].add_(own_part(parameter.grad))
 
     @torch.no_grad()
-    def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
-        """Return the L1 norm of each layer module, None for the frozen ones, and reset it; synchronises the device.
+    def take(self, modules: Sequence[LayerModule]) -> list[float]:
+        """Return the L1 norm of each layer module, and reset it; synchronises the device.
 
         A module whose parameters had no gradient has 0. Of parameters in parts it is that of this process' part.
         """
-        sums, self._sums = self._sums, {}
-        tensors = [total.abs().sum() * self._counted[name] for name, total in sums.items()]
-        if len({tensor.device for tensor in tensors}) > 1:
-            tensors = [tensor.cpu() for tensor in tensors]
-        norms = dict(zip(sums, torch.stack(tensors).tolist() if tensors else [], strict=True))
-        sizes = [sum(norms.get(name, 0.0) for name in module.parameters) for module in modules]
-        return [None if index < num_frozen else size for index, size in enumerate(sizes)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far."""
-        return {name: total.clone() for name, total in self._sums.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved sums."""
-        self._sums = {
-            name: total.to(self._model.get_parameter(name).device, copy=True) for name, total in state.items()
-        }
+        found, self._found = self._found, {}
+        norms = {name: total.abs().sum() * self._counted[name] for name, total in found.items()}
+        return [sum(values, 0.0) for values in by_module(norms, modules)]
 
 
-class WeightChanges:
+class WeightChanges(ByParameter):
     """Compares the weights with those at the end of the interval before: `||w_now - w_then|| / ||w_then||`.
 
     Takes memory for one more copy of the parameters that were in training when it was made. Where each process has a
@@ -160,43 +138,26 @@ class WeightChanges:
     """
 
     def __init__(self, model: nn.Module, add_up: Callable[[Sequence[float]], Sequence[float]] = list) -> None:
-        self._model = model
+        super().__init__(model)
         self._add_up = add_up
-        self._counted = element_shares(model)
-        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._then: dict[str, Tensor] = {}
+        self._trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     @torch.no_grad()
-    def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
-        """Return the change of each layer module and reset it; synchronises the device.
-
-        None for the frozen ones, and for all at the first call.
-        """
-        squares = [self._squares(name) for name in self._then]
-        table = torch.stack([entry.to(squares[0].device) for entry in squares]).tolist() if squares else []
-        numbers = dict(zip(self._then, table, strict=True))
-        self._then = {name: self._now(name).clone() for name in self._names}
-        if not numbers:
+    def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
+        """Return the change of each layer module, None at the first call, and reset it; synchronises the device."""
+        then, self._found = self._found, {name: self._now(name).clone() for name in self._trained}
+        if not then:
             return [None for _ in modules]
-        pairs = [[numbers[name] for name in module.parameters if name in numbers] for module in modules]
+        pairs = by_module({name: self._squares(name, weights) for name, weights in then.items()}, modules)
         totals = self._add_up([sum(pair[side] for pair in entry) for entry in pairs for side in (0, 1)])
-        changes = [_change(*totals[2 * index : 2 * index + 2]) for index in range(len(modules))]
-        return [None if index < num_frozen else change for index, change in enumerate(changes)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the weights that the next change is against."""
-        return {name: weight.clone() for name, weight in self._then.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved weights."""
-        self._then = {name: old.to(self._now(name).device, copy=True) for name, old in state.items()}
+        return [_change(*totals[2 * index : 2 * index + 2]) for index in range(len(modules))]
 
     def _now(self, name: str) -> Tensor:
         return own_part(self._model.get_parameter(name).detach())
 
-    def _squares(self, name: str) -> Tensor:
+    def _squares(self, name: str, then: Tensor) -> Tensor:
         """Return the squared norms of the difference and of the weight before [2]."""
-        now, then = self._now(name), self._then[name]
+        now = self._now(name)
         wide = torch.promote_types(now.dtype, torch.float32)
         difference = now.to(wide) - then.to(wide)
         squares = [values.abs().square().sum() for values in (difference, then.to(wide))]
@@ -208,17 +169,6 @@ def _change(moved: float, size: float) -> float:
     if moved == 0:
         return 0.0
     return math.sqrt(moved) / math.sqrt(size) if size else math.inf
-
-
-@dataclass
-class StandIn:
-    """What the copy of a scheduler takes for its optimizer: groups without parameters."""
-
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any] = field(default_factory=dict)
-
-    def step(self) -> None:
-        """Train nothing; some schedulers look for the method."""
 
 
 class Ahead(NamedTuple):
@@ -331,7 +281,8 @@ def play(scheduler: Any, num_calls: int, fitting: Sequence[int]) -> list[float]:
         {"params": [], **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}}
         for group in optimizer.param_groups
     ]
-    stand_in = StandIn(groups, dict(optimizer.defaults))
+    # Some schedulers look for the method.
+    stand_in = SimpleNamespace(param_groups=groups, defaults=dict(optimizer.defaults), step=lambda: None)
     twin = copy.deepcopy(scheduler, {id(optimizer): stand_in})
     rates = []
     with warnings.catch_warnings():

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from egeria.errors import ConfigError
@@ -17,6 +16,7 @@ from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.session.measuring import Measures
+from egeria.session.optimizer_steps import to_numbers
 from egeria.session.ranks import Ranks, Subject, fingerprint
 from egeria.session.timing import IntervalClock, IterationTimer
 
@@ -95,9 +95,7 @@ class IntervalMeter:
     def _read_losses(self) -> list[float]:
         """Return the losses so far as numbers; synchronises the device."""
         tensors = [value.float() for value in self._losses if isinstance(value, Tensor)]
-        if len({tensor.device for tensor in tensors}) > 1:
-            tensors = [tensor.cpu() for tensor in tensors]
-        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+        numbers = iter(to_numbers(tensors))
         return [next(numbers) if isinstance(value, Tensor) else value for value in self._losses]
 
     def _share(self, rate: float, measured: dict[str, Any]) -> tuple[float, dict[str, Any]]:

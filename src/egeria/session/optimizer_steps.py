@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -90,7 +90,45 @@ class OptimizerHooks:
         return call
 
 
-class StepNoise:
+class ByParameter:
+    """Tensors for the parameters of a model, gathered over an interval and told by layer module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._counted = element_shares(model)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._found: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was gathered so far."""
+        return {name: values.clone() for name, values in self._found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._found = {
+            name: values.to(self._model.get_parameter(name).device, copy=True) for name, values in state.items()
+        }
+
+    def _own(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Any]]]:
+        """Yield the parameters of the model that an optimizer has: name, parameter and group."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._names:
+                    yield self._names[id(parameter)], parameter, group
+
+
+def by_module(found: Mapping[str, Tensor], modules: Sequence[LayerModule]) -> list[list[Any]]:
+    """Return the numbers of each layer module, of those parameters that have any; synchronises the device."""
+    numbers = dict(zip(found, to_numbers(list(found.values())), strict=True))
+    return [[numbers[name] for name in module.parameters if name in numbers] for module in modules]
+
+
+def to_numbers(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return tensors of one shape as numbers, asking the device once."""
+    return torch.stack([entry.to(tensors[0].device) for entry in tensors]).tolist() if tensors else []
+
+
+class StepNoise(ByParameter):
     """Measures, at the first step of each interval, by how much the noise of steps raises the loss.
 
     Where SGD trembles around its place, the loss lies above its floor by `-<g, dw> / (4 (1 - b))`: `g` is the
@@ -106,12 +144,9 @@ class StepNoise:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._counted = element_shares(model)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        super().__init__(model)
         self._held: dict[str, tuple[Tensor, Tensor]] = {}
         """Rows of the parameters before the step under way, and of their gradients."""
-        self._found: dict[str, Tensor] = {}
         self._done: set[int] = set()
         """Optimizers whose step was measured in this interval."""
         self._is_complete = False
@@ -139,46 +174,30 @@ class StepNoise:
         if not held:
             return
         self._done.add(id(optimizer))
-        for name, parameter, momentum in self._own(optimizer):
+        for name, parameter, group in self._own(optimizer):
             if name in held:
                 then, gradient = held[name]
                 rows = _rows(parameter)
                 moved = torch.sum(gradient * (rows.float() - then.float()))
                 scale = self._counted[name] * own_part(parameter).numel() / max(1, rows.numel())
-                self._found[name] = -moved * scale / (4 * (1 - momentum))
+                self._found[name] = -moved * scale / (4 * (1 - _momentum(group)))
 
     @torch.no_grad()
-    def take(self, modules: Sequence[LayerModule], num_frozen: int) -> list[float | None]:
+    def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
         """Return it for each layer module and reset it; synchronises the device.
 
-        None for the frozen ones, and for those of which no step was measured or the numbers are not finite.
+        None for those of which no step was measured or the numbers are not finite.
         It is below 0 where a step went up its own gradient, as momentum may. Of parameters in parts it is that of
         this process' part: those of all processes add up.
         """
         found, self._found = self._found, {}
         self._done, self._is_complete = set(), False
-        values = list(found.values())
-        table = torch.stack([entry.to(values[0].device) for entry in values]).tolist() if values else []
-        numbers = dict(zip(found, table, strict=True))
-        parts = [[numbers[name] for name in module.parameters if name in numbers] for module in modules]
-        return [None if index < num_frozen else _total(part) for index, part in enumerate(parts)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this interval has shown so far."""
-        return dict(self._found)
+        return [_total(part) for part in by_module(found, modules)]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
-        self._found, self._is_complete = dict(state), bool(state)
-
-    def _own(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter, float]]:
-        """Return the parameters of the model that an optimizer has, with their names and momentum."""
-        return [
-            (self._names[id(parameter)], parameter, _momentum(group))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in self._names
-        ]
+        """Continue from a saved state."""
+        super().load_state_dict(state)
+        self._is_complete = bool(state)
 
 
 def _total(numbers: Sequence[float]) -> float | None:
