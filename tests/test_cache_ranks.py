@@ -230,8 +230,9 @@ class FSDPModule(nn.Linear):
 )
 def test_a_model_that_all_processes_must_run_together_is_declined(model, reason):
     handle = SimpleNamespace(is_compiled=False)
-    training = SimpleNamespace(model=model, handle=handle, is_sharded=is_sharded(model))
-    assert reason in skipping._refusal(training, SimpleNamespace(is_alone=False))
+    ranks = SimpleNamespace(is_alone=False)
+    training = SimpleNamespace(model=model, handle=handle, is_sharded=is_sharded(model), ranks=ranks)
+    assert reason in skipping._refusal(training)
 
 
 # --- the sampler and the outlook, in one process --------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,9 @@ from egeria.layers.freezing import Freezer
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
-from egeria.parallel import ParallelStrategy
 from egeria.policy import Freeze, Thaw
 from egeria.session.following import HarmfulFreezeError, ModelHandle, Training
-from egeria.session.ranks import Ranks, Subject
+from egeria.session.ranks import Subject
 from egeria.session.timing import Stopwatch
 
 
@@ -44,13 +43,10 @@ class Applier:
 
     training: Training
     modules: Sequence[LayerModule]
-    ranks: Ranks
-    recorder: Recorder
-    _: KW_ONLY
-    parallel: ParallelStrategy
     compiling: Compiling
 
     def __post_init__(self) -> None:
+        self.recorder, self.parallel = self.training.recorder, self.training.parallel
         freezes_tied = self.training.config.freezing.tied == "freeze"
         self._freezer = Freezer(self.training.model, self.modules, freeze_tied=freezes_tied)
         self.waiting: list[int] = []
@@ -152,7 +148,7 @@ class Applier:
         if not self.compiling.is_on:
             return None
         reason = self.compiling.reason_to_wait(saved_s)
-        does_wait = self.ranks.from_leader(Subject.GATE, reason is not None)
+        does_wait = self.training.ranks.from_leader(Subject.GATE, reason is not None)
         return (reason or "the first process waits") if does_wait else None
 
     def _check_before_forward(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import platform
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,18 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from egeria.config import Config
-from egeria.controller import AbsentController, Controller, ControllerChoice
+from egeria.controller import Controller, ControllerChoice
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.events import ControllerChosen, MetricLogged, Resumed, RunClosed, RunStarted
 from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy
-from egeria.policy import (
-    FORESIGHT,
-    PLASTICITY,
-    Policy,
-    PolicyMaker,
-    UnfreezeRule,
-    choose_interval,
-    find_policy,
-)
-from egeria.session.applying import Applier, Compiling
+from egeria.policy import FORESIGHT, PLASTICITY, Policy, PolicyMaker, UnfreezeRule, choose_interval, find_policy
 from egeria.session.checks import agree_on_the_run, check_training, choose_controller, choose_rule, read_config
-from egeria.session.evaluation import Evaluation
 from egeria.session.following import Cut, ModelHandle, Training
-from egeria.session.loop import CutParts, Session
-from egeria.session.measuring import Foresight, Measures
-from egeria.session.meter import IntervalMeter
-from egeria.session.packed import Packed
+from egeria.session.loop import Session
 from egeria.session.ranks import Ranks
-from egeria.session.skipping import begin_skipping
-from egeria.session.timing import Budget, IntervalClock, IterationTimer, Stopwatch
+from egeria.session.timing import Stopwatch
 
 RUNS = Path("egeria_runs")
 STATE_SCHEMA = 1
@@ -85,14 +72,36 @@ def attach(
         ConfigError: an argument or a setting is outside its contract.
     """
     watch, settings = Stopwatch(), read_config(config, controller, policy)
-    training, parallel = check_training(model, optimizer, total_steps, settings, parallel)
-    rule_name, rule = choose_rule(training.config, scheduler, total_steps)
-    choice, make = choose_controller(training, controller, loader)
-    maker = _PartsMaker(training, parallel, rule, make, directory)
-    cut, interval_steps = _begin(maker, choice, rule_name, _environment(training.model, loader))
-    session = _make_session(maker, cut, interval_steps, loader, scheduler)
+    model, optimizers, settings, parallel = check_training(model, optimizer, total_steps, settings, parallel)
+    rule_name, rule = choose_rule(settings, scheduler, total_steps)
+    choice, make_controller = choose_controller(settings, model, controller, loader)
+    ranks = Ranks(parallel)
+    # Of several processes only the first keeps a journal.
+    recorder = Recorder(_journal_directory(directory) if ranks.leads else None, echoes=not ranks.leads)
+    training = Training(
+        model=model,
+        handle=ModelHandle(model),
+        optimizers=optimizers,
+        config=settings,
+        total_steps=total_steps,
+        parallel=parallel,
+        ranks=ranks,
+        recorder=recorder,
+    )
+    training.handle.call_instead(parallel.rewrap())
+    make_policy = partial(_make_policy, training, rule)
+    cut, interval_steps = _begin(training, make_policy, choice, rule_name, loader)
+    session = Session(
+        training,
+        cut=cut,
+        interval_steps=interval_steps,
+        make_policy=make_policy,
+        make_controller=make_controller,
+        loader=loader,
+        scheduler=scheduler,
+    )
     session.timer.add_overhead(*watch.read())
-    return Run(training.handle, session, maker.recorder)
+    return Run(training.handle, session, recorder)
 
 
 class Run:
@@ -210,76 +219,82 @@ class Run:
         self.close()
 
 
+class Packed:
+    """The state of a run in one piece.
+
+    `torch.distributed.checkpoint` takes states apart and loads them entry by entry into a state that has the same
+    entries; those of a run come and go. In one piece there is one entry, and all processes load the same. It must be
+    that of the first: save with `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions,
+    but not the reference model and what was measured since the last evaluation, which are made again then.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as one entry of bytes."""
+        file = io.BytesIO()
+        torch.save(self._run.state_dict(), file)
+        return {"state": file.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state.
+
+        Raises:
+            StateError: it is of a newer egeria, or of another model. Nothing has changed then.
+        """
+        try:
+            loaded = torch.load(io.BytesIO(state["state"]), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise StateError(
+                f"The state of a run is what run.packed saved; this one cannot be read ({error}). "
+                f"Take an earlier checkpoint, or go on without loading it."
+            ) from error
+        self._run.load_state_dict(loaded)
+
+
 def _release(session: Session, recorder: Recorder) -> None:
     session.close()
     recorder.close()
 
 
-@dataclass
-class _PartsMaker:
-    """Makes the parts of a session for a cut of the model: once when attaching, and again for another cut."""
-
-    training: Training
-    parallel: ParallelStrategy
-    rule: UnfreezeRule
-    make_controller: Callable[[tuple[str, ...]], Controller]
-    """Makes a controller for the taps of a cut."""
-    directory: str | Path | None
-
-    def __post_init__(self) -> None:
-        self.ranks, config = Ranks(self.parallel), self.training.config
-        directory = None
-        if self.ranks.leads:  # of several processes only the first keeps a journal
-            directory = _new_directory() if self.directory is None else Path(self.directory)
-        self.recorder = Recorder(directory, echoes=not self.ranks.leads)
-        self.training.handle.call_instead(self.parallel.rewrap())
-        self.compiling = Compiling(self.training.handle, self.recorder)
-        self.budget = Budget(config.controller.budget_share, config.plasticity.window)
-
-    def make(self, cut: Cut) -> CutParts:
-        policy = self.make_policy(cut)
-        controller: Controller = AbsentController()
-        if PLASTICITY in policy.needs and self.ranks.leads:
-            controller = self.make_controller(tuple(module.tap for module in cut.modules[:-1]))
-        joint = self.training, cut.modules, self.ranks, self.recorder
-        evaluation = Evaluation(*joint, policy=policy, controller=controller, budget=self.budget)
-        applier = Applier(*joint, parallel=self.parallel, compiling=self.compiling)
-        return CutParts(modules=cut.modules, policy=policy, evaluation=evaluation, applier=applier)
-
-    def make_policy(self, cut: Cut) -> Policy:
-        config, total_steps = self.training.config, self.training.total_steps
-        policy = find_policy(config.policy.name)(
-            config,
-            trainable=cut.trainable,
-            rule=self.rule,
-            total_steps=total_steps,
-            deepest_freeze=cut.deepest_freeze,
+def _make_policy(training: Training, rule: UnfreezeRule, cut: Cut) -> Policy:
+    policy = find_policy(training.config.policy.name)(
+        training.config,
+        trainable=cut.trainable,
+        rule=rule,
+        total_steps=training.total_steps,
+        deepest_freeze=cut.deepest_freeze,
+    )
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            f"policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
+            f"{type(policy).__name__}. Give what it makes the attributes and methods of that protocol."
         )
-        if not isinstance(policy, Policy):
-            raise ConfigError(
-                f"policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
-                f"{type(policy).__name__}. Give what it makes the attributes and methods of that protocol."
-            )
-        return policy
+    return policy
 
 
 def _begin(
-    maker: _PartsMaker, choice: ControllerChoice, rule_name: str, environment: dict[str, Any]
+    training: Training,
+    make_policy: Callable[[Cut], Policy],
+    choice: ControllerChoice,
+    rule_name: str,
+    loader: Any,
 ) -> tuple[Cut | None, int]:
     """Return the cut of the model, None where nothing can be frozen, and `n`; journal how the run begins."""
-    training, ranks, recorder = maker.training, maker.ranks, maker.recorder
-    cut, refusal = _cut(training, maker.parallel)
-    needs = maker.make_policy(cut).needs if cut else frozenset()
+    cut, refusal = _cut(training)
+    needs = make_policy(cut).needs if cut else frozenset()
     if cut and PLASTICITY not in needs:
         reason = f"the policy {training.policy_name!r} reads no plasticity"
         choice = ControllerChoice(kind="none", device="", reason=reason)
     interval_steps, interval_reason = choose_interval(
         training.config, total_steps=training.total_steps, num_modules=len(cut.modules) if cut else 1
     )
-    if not ranks.is_alone:
-        differs = agree_on_the_run(ranks, training, cut, interval_steps, choice.kind == "process")
+    if not training.ranks.is_alone:
+        differs = agree_on_the_run(training, cut, interval_steps, choice.kind == "process")
         refusal = refusal or differs or ""
     cut = None if refusal else cut
+    recorder = training.recorder
     recorder.write(
         RunStarted(
             step=0,
@@ -288,7 +303,7 @@ def _begin(
             total_steps=training.total_steps,
             interval_steps=interval_steps,
             interval_reason=interval_reason,
-            environment=environment,
+            environment=_environment(training.model, loader),
             **(cut.to_dict() if cut else {"modules": [], "trainable": [], "deepest_freeze": 0}),
         )
     )
@@ -304,32 +319,9 @@ def _begin(
     return cut, interval_steps
 
 
-def _make_session(maker: _PartsMaker, cut: Cut | None, interval_steps: int, loader: Any, scheduler: Any) -> Session:
-    training, ranks, recorder, timer = maker.training, maker.ranks, maker.recorder, IterationTimer()
-    skipping = begin_skipping(training, loader, ranks, recorder, timer.take_out) if cut else None
-    parts = maker.make(cut) if cut else None
-    # What the first process measures holds for all; where each has a part of the parameters, each measures that.
-    needs = parts.policy.needs if parts and (ranks.leads or training.is_sharded) else ()
-    add_up = ranks.sums if training.is_sharded else list
-    foresight = Foresight(scheduler, training.total_steps)
-    measures = Measures(training, needs, foresight, add_up, recorder, timer.take_out)
-    return Session(
-        training=training,
-        parts=parts,
-        make_parts=maker.make,
-        clock=IntervalClock(interval_steps=interval_steps),
-        ranks=ranks,
-        recorder=recorder,
-        meter=IntervalMeter(timer, measures, ranks, recorder),
-        compiling=maker.compiling,
-        budget=maker.budget,
-        skipping=skipping,
-    )
-
-
-def _cut(training: Training, parallel: ParallelStrategy) -> tuple[Cut | None, str]:
+def _cut(training: Training) -> tuple[Cut | None, str]:
     """Return how the model is cut, or None and why it is left alone."""
-    refusal = parallel.refusal()
+    refusal = training.parallel.refusal()
     if any(isinstance(optimizer, LBFGS) for optimizer in training.optimizers):
         refusal = "LBFGS moves parameters by its history, also those without a gradient"
     if refusal:
@@ -340,8 +332,10 @@ def _cut(training: Training, parallel: ParallelStrategy) -> tuple[Cut | None, st
         return None, str(error)
 
 
-def _new_directory() -> Path:
-    """Make a directory that no other run writes to; where that fails, the journal says so."""
+def _journal_directory(given: str | Path | None) -> Path:
+    """Return what was given, else make one that no other run writes to; where that fails, the journal says so."""
+    if given is not None:
+        return Path(given)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
         try:

@@ -17,8 +17,8 @@ from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
 from egeria.policy import UnfreezeRule, find_policy, find_rule, harmless_error, rule_for_schedule, with_metric_of_policy
-from egeria.session.following import Cut, ModelHandle, Training
-from egeria.session.ranks import Ranks, Subject
+from egeria.session.following import Cut, Training
+from egeria.session.ranks import Subject
 
 DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "freezing", "unfreezing")
 """Groups of settings that decisions depend on."""
@@ -44,8 +44,8 @@ def read_config(config: Any, controller: Any, policy: Any) -> Config:
 
 def check_training(
     model: Any, optimizer: Any, total_steps: Any, settings: Config, parallel: ParallelStrategy | None
-) -> tuple[Training, ParallelStrategy]:
-    """Return what to train, and how several processes do that together, from the arguments of `attach`."""
+) -> tuple[nn.Module, list[Optimizer], Config, ParallelStrategy]:
+    """Return the model without its wrapper, all optimizers, the settings, and how several processes train together."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the model itself."
@@ -65,9 +65,7 @@ def check_training(
             f"total_steps is the number of optimizer steps of the whole run, a whole number above 0, "
             f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
         )
-    handle = ModelHandle(model)
-    training = Training(model=model, handle=handle, optimizers=optimizers, config=settings, total_steps=total_steps)
-    return training, parallel
+    return model, optimizers, settings, parallel
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
@@ -116,13 +114,12 @@ def _schedule_names(scheduler: Any) -> list[str]:
 
 
 def choose_controller(
-    training: Training, given: str | Controller | None, loader: Any
+    config: Config, model: nn.Module, given: str | Controller | None, loader: Any
 ) -> tuple[ControllerChoice, Callable[[tuple[str, ...]], Controller]]:
     """Return which controller it is and what makes it for the taps of a cut."""
     if given is not None and not isinstance(given, str):
         return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda taps: given
-    config, settings = training.config, training.config.controller
-    choice = choose(settings.kind, config.reference.device, training.model, loader)
+    choice = choose(config.controller.kind, config.reference.device, model, loader)
     metric = find_metric(config.plasticity.metric)
 
     def make(taps: tuple[str, ...]) -> Controller:
@@ -136,14 +133,12 @@ def choose_controller(
             fidelity_share=config.reference.fidelity_share,
             harmless_error=harmless_error(config),
         )
-        return InlineController(plan) if choice.kind == "inline" else ProcessController(plan, settings)
+        return InlineController(plan) if choice.kind == "inline" else ProcessController(plan, config.controller)
 
     return choice, make
 
 
-def agree_on_the_run(
-    ranks: Ranks, training: Training, cut: Cut | None, interval_steps: int, is_apart: bool
-) -> str | None:
+def agree_on_the_run(training: Training, cut: Cut | None, interval_steps: int, is_apart: bool) -> str | None:
     """Check that all processes attach alike; return why nothing can be frozen, None if it can.
 
     The processes learn here whether the controller of the first one is a separate process (`is_apart`).
@@ -157,7 +152,7 @@ def agree_on_the_run(
         name: {key: value for key, value in config[name].items() if not str(value).startswith("<")} for name in DECIDING
     }
     names = [module.name for module in modules]
-    rows = ranks.gather(Subject.ATTACHING, (total_steps or -1, str(settings), names, interval_steps, is_apart))
+    rows = training.ranks.gather(Subject.ATTACHING, (total_steps or -1, str(settings), names, interval_steps, is_apart))
     for column, what in enumerate(("total_steps", "settings")):
         apart = [rank for rank, found in enumerate(rows) if found[column] != rows[0][column]]
         if apart:
@@ -166,7 +161,7 @@ def agree_on_the_run(
                 f"All processes of a job attach with the same {what}; rank {apart[0]} has others than rank 0{found}. "
                 f"Give attach the same on every rank; with loaders of different lengths, the number of the first."
             )
-    ranks.leader_is_apart = rows[0][4]
+    training.ranks.leader_is_apart = rows[0][4]
     if not all(found[2] for found in rows):
         return "the model of another process of the job cannot be frozen"
     if any(found[2:4] != rows[0][2:4] for found in rows):

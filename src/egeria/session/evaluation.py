@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,6 @@ from egeria.events import (
     ReferenceRefreshed,
     RungTaken,
 )
-from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import gather, outline
@@ -31,8 +30,8 @@ from egeria.layers.undisturbed import undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
 from egeria.session.applying import BACKWARD_SHARE
 from egeria.session.following import Training
-from egeria.session.ranks import Ranks, Subject
-from egeria.session.timing import Budget, Stopwatch, count_iterations
+from egeria.session.ranks import Subject
+from egeria.session.timing import Budget, IterationTimer, Stopwatch, count_iterations
 
 FAILURES_BEFORE_GIVING_UP = 3
 
@@ -47,19 +46,16 @@ class Evaluation:
 
     training: Training
     modules: Sequence[LayerModule]
-    ranks: Ranks
-    recorder: Recorder
-    _: KW_ONLY
     policy: Policy
     controller: Controller
     budget: Budget
+    timer: IterationTimer
 
     def __post_init__(self) -> None:
+        self.ranks, self.recorder = self.training.ranks, self.training.recorder
         self.batch: Batch | None = None
         self.evaluated: Batch | None = None
         """A copy of the batch of the newest evaluation: the rows that were read."""
-        self.iteration_s = 0.0
-        """Seconds of an iteration with nothing frozen; 0 where unknown."""
         self._work_shares: list[float] | None = None
         """Share of the forward pass' operations that each layer module takes; None where they cannot be counted."""
         self._num_samples = self.training.config.plasticity.num_samples
@@ -132,8 +128,8 @@ class Evaluation:
         self.controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
         wall_s, cpu_s = watch.read()
         self._under_way[evaluation] = {"wall_s": wall_s, "cpu_s": cpu_s, "age": evaluation - (self._refreshed_at or 0)}
-        if self.iteration_s > 0:
-            self.budget.note_evaluation(wall_s / self.iteration_s)
+        if self.timer.iteration_s > 0:
+            self.budget.note_evaluation(wall_s / self.timer.iteration_s)
 
     def judge(self) -> Iterator[tuple[Decision, ...]]:
         """Give finished readings to the policy, and yield what it decides on each; all processes have the same."""
@@ -173,10 +169,10 @@ class Evaluation:
         self._evaluations_since_refresh, self._refreshed_at = 0, evaluation
         self._refresh_cost = own_watch.read()
         self._take_in(self.controller.poll())
-        if period and self.iteration_s > 0:
+        if period and self.timer.iteration_s > 0:
             # A policy may ask for several in a row; what counts is how often they come in the long run.
             usual = config.reference.refresh_evaluations or config.plasticity.window
-            self.budget.note_refresh(watch.read()[0] / self.iteration_s, max(period, usual))
+            self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, max(period, usual))
 
     def fit_interval(self, interval_steps: int) -> tuple[int, str] | None:
         """Return the `n` that keeps evaluations within their budget, and the reason; None where it stays as it is."""
@@ -189,10 +185,10 @@ class Evaluation:
     def saved_s(self, frozen: Sequence[int]) -> float | None:
         """Return the seconds that freezing layer modules saves to the end of the run; None where unknown."""
         total_steps = self.training.total_steps
-        if self._work_shares is None or total_steps is None or self.iteration_s <= 0:
+        if self._work_shares is None or total_steps is None or self.timer.iteration_s <= 0:
             return None
         share = BACKWARD_SHARE * sum(self._work_shares[index] for index in frozen)
-        return share * self.iteration_s * (total_steps - self.recorder.step)
+        return share * self.timer.iteration_s * (total_steps - self.recorder.step)
 
     def profile(self) -> None:
         """Count the operations of the forward pass, once; where that fails the run continues without them."""

@@ -19,6 +19,8 @@ from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule, parse_modules
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, without_wrapper
+from egeria.parallel import ParallelStrategy
+from egeria.session.ranks import Ranks
 
 
 class ModelHandle(nn.Module):
@@ -153,7 +155,7 @@ class ModelHandle(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What the user trains, as `attach` was given it."""
+    """What the user trains, as `attach` was given it, with whom, and where what happens is noted."""
 
     model: nn.Module
     """Without any wrapper."""
@@ -161,6 +163,9 @@ class Training:
     optimizers: Sequence[Optimizer]
     config: Config
     total_steps: int | None
+    parallel: ParallelStrategy
+    ranks: Ranks
+    recorder: Recorder
 
     @property
     def policy_name(self) -> str:
@@ -228,7 +233,7 @@ class Cut:
         )
 
     @classmethod
-    def in_order(cls, training: Training, seen: CallOrder, recorder: Recorder) -> Cut:
+    def in_order(cls, training: Training, seen: CallOrder) -> Cut:
         """Return the cut in the order in which layers were seen to run.
 
         Raises:
@@ -243,7 +248,7 @@ class Cut:
         limit = cut.modules[cut.deepest_freeze]
         if limit.tap in seen.returned_to:
             reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
-            recorder.decline(f"freezing {limit.name} and what follows", reason)
+            training.recorder.decline(f"freezing {limit.name} and what follows", reason)
         return cut
 
     def to_dict(self) -> dict[str, Any]:

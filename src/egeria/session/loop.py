@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from egeria.controller import AbsentController, Controller
 from egeria.errors import StateError
 from egeria.events import IntervalChanged, ModulesOrdered, StageChanged
-from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.parallel import COMPILED_SHARDS
@@ -27,11 +27,12 @@ from egeria.policy import (
 from egeria.session.applying import Applier, Compiling
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import Cut, HarmfulFreezeError, Training, watch_order
+from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.optimizer_steps import LayerRates, Wanted
-from egeria.session.ranks import LostError, OutOfStepError, Ranks
-from egeria.session.skipping import COMPILED, Skipping
-from egeria.session.timing import Budget, IntervalClock
+from egeria.session.ranks import LostError, OutOfStepError
+from egeria.session.skipping import COMPILED, begin_skipping
+from egeria.session.timing import Budget, IntervalClock, IterationTimer
 
 POLLS_PER_INTERVAL = 4  # how often several processes ask each other for readings of a controller process
 FAULTS_BEFORE_GIVING_UP = 3
@@ -41,37 +42,50 @@ FAULTS_BEFORE_GIVING_UP = 3
 class CutParts:
     """What is made for one cut of the model into layer modules."""
 
-    modules: tuple[LayerModule, ...]
     policy: Policy
     evaluation: Evaluation
     applier: Applier
 
 
-@dataclass(kw_only=True, eq=False)
 class Session:
     """Counts the steps of a run, and evaluates, freezes and thaws between them.
 
     None of it may stop or change the user's training: a failure is journaled and, if it repeats, everything thaws.
+
+    Args:
+        training: what is trained.
+        cut: of the model into layer modules; None for one that is only watched.
+        interval_steps: `n` at the beginning.
+        make_policy: makes the policy for a cut.
+        make_controller: makes the controller for the taps of a cut.
+        loader: of the user; with the cache its samples are followed.
+        scheduler: of the user; read for the learning rates to come.
     """
 
-    training: Training
-    parts: CutParts | None
-    """For the cut of the model; None for a model that is only watched."""
-    make_parts: Callable[[Cut], CutParts]
-    """Makes those of another cut, where the model runs in another order or a state is loaded."""
-    clock: IntervalClock
-    ranks: Ranks
-    recorder: Recorder
-    meter: IntervalMeter
-    compiling: Compiling
-    budget: Budget
-    skipping: Skipping | None
-    """Skips the frozen forward pass; None leaves it as it is."""
-
-    def __post_init__(self) -> None:
-        self.timer = self.meter.timer
-        self.modules = self.parts.modules if self.parts else ()
+    def __init__(
+        self,
+        training: Training,
+        *,
+        cut: Cut | None,
+        interval_steps: int,
+        make_policy: Callable[[Cut], Policy],
+        make_controller: Callable[[tuple[str, ...]], Controller],
+        loader: Any,
+        scheduler: Any,
+    ) -> None:
+        self.training, self.ranks, self.recorder = training, training.ranks, training.recorder
+        self.timer, self.clock = IterationTimer(), IntervalClock(interval_steps=interval_steps)
+        self._make_policy, self._make_controller = make_policy, make_controller
+        self.compiling = Compiling(training.handle, self.recorder)
+        self.budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
+        self.skipping = begin_skipping(training, loader, self.timer.take_out) if cut else None
+        """Skips the frozen forward pass; None leaves it as it is."""
+        self.parts = self._make_parts(cut) if cut else None
+        self.modules = cut.modules if cut else ()
         """The layer modules, front to back; kept after the parts are released."""
+        # What the first process measures holds for all; where each has a part of the parameters, each measures that.
+        needs = self.parts.policy.needs if self.parts and (self.ranks.leads or training.is_sharded) else ()
+        self.meter = IntervalMeter(training, Measures(training, needs, scheduler, self.timer.take_out), self.timer)
         self._rates: LayerRates | None = None
         if self.parts is not None and isinstance(self.parts.policy, Annealing):
             self._rates = LayerRates(self.training, self._wanted_rates, self.recorder, self.timer.take_out)
@@ -157,7 +171,7 @@ class Session:
                 "not, or its run is closed. Attach the same model with the same configuration, then load."
             )
         elif clock.step:  # before the first step nothing was decided, and the order is still to be recorded
-            parts = self.make_parts(Cut.of(self.training, modules))
+            parts = self._make_parts(Cut.of(self.training, modules))
             parts.policy.load_state_dict(saved["policy"])
             parts.evaluation.load_state_dict(saved["evaluator"])
             self._release_parts(parts)
@@ -192,7 +206,6 @@ class Session:
             self.recorder.decline("freezing", reason)
             return
         evaluation = parts.evaluation
-        evaluation.iteration_s = self.meter.iteration_s
         decisions = parts.policy.observe_interval(interval)
         batch = None
         if PLASTICITY not in parts.policy.needs and any(isinstance(decision, Freeze) for decision in decisions):
@@ -266,10 +279,21 @@ class Session:
         if seen is None:
             return
         self._order = None
-        cut = Cut.in_order(self.training, seen, self.recorder)
+        cut = Cut.in_order(self.training, seen)
         if cut != Cut.of(self.training, self.modules):
-            self.parts, self.modules = self.make_parts(cut), cut.modules
+            self.parts, self.modules = self._make_parts(cut), cut.modules
             self.recorder.write(ModulesOrdered(step=self.clock.step, **cut.to_dict()))
+
+    def _make_parts(self, cut: Cut) -> CutParts:
+        policy = self._make_policy(cut)
+        controller: Controller = AbsentController()
+        if PLASTICITY in policy.needs and self.ranks.leads:
+            controller = self._make_controller(tuple(module.tap for module in cut.modules[:-1]))
+        return CutParts(
+            policy=policy,
+            evaluation=Evaluation(self.training, cut.modules, policy, controller, self.budget, self.timer),
+            applier=Applier(self.training, cut.modules, self.compiling),
+        )
 
     def _wanted_rates(self) -> Wanted | None:
         """Return the learning rates that the policy wants for the coming step, if it sets them."""

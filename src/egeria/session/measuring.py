@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
@@ -35,32 +34,28 @@ class Measures:
     training: Training
     needs: Collection[str]
     """What the policy needs; nothing else costs anything."""
-    foresight: Foresight
-    add_up: Callable[[Sequence[float]], Sequence[float]]
-    """Returns the sums over all processes of a job, where each has a part of the parameters."""
-    recorder: Recorder
+    scheduler: Any
+    """Of the user; read for the learning rates to come."""
     spend: Callable[[float, float], None]
     """Counts seconds in the midst of the user's iteration."""
 
     def __post_init__(self) -> None:
         model, needs = self.training.model, self.needs
-        self.in_parts = self.training.is_sharded
-        """Whether this process measures its part of each parameter, and others theirs."""
         self._parts: dict[str, Any] = {}
         self._hooks: dict[str, OptimizerHooks] = {}
-        hook = partial(OptimizerHooks, self.training.optimizers, self.recorder, self.spend)
+        hook = partial(OptimizerHooks, self.training.optimizers, self.training.recorder, self.spend)
         if GRADIENTS in needs:
             gradients = self._parts[GRADIENTS] = GradientSums(model)
             self._hooks[GRADIENTS] = hook(what="adding up gradients", before=gradients.take_in)
         if WEIGHTS in needs:
-            self._parts[WEIGHTS] = WeightChanges(model, self.add_up)
+            self._parts[WEIGHTS] = WeightChanges(model, self.training.ranks.sums if self.training.is_sharded else list)
         if NOISE in needs:
             noise = self._parts[NOISE] = StepNoise(model)
             self._hooks[NOISE] = hook(
                 what="measuring noise", before=noise.before, after=noise.after, takes_closures=False
             )
         if FORESIGHT in needs:
-            self._parts[FORESIGHT] = self.foresight
+            self._parts[FORESIGHT] = Foresight(self.scheduler, self.training.total_steps)
 
     def take(self, step: int, rate: float, modules: Sequence[LayerModule], num_frozen: int) -> dict[str, Any]:
         """Return the measures of an interval that has ended, by the names of their journal fields."""
@@ -94,7 +89,7 @@ class Measures:
 
     def _is_whole(self, name: str) -> bool:
         """Return whether a measure is the same in all processes."""
-        return not self.in_parts or name == FORESIGHT
+        return not self.training.is_sharded or name == FORESIGHT
 
 
 class GradientSums(ByParameter):

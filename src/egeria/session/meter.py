@@ -12,12 +12,12 @@ from torch import Tensor
 
 from egeria.errors import ConfigError
 from egeria.events import IntervalMeasured
-from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
+from egeria.session.following import Training
 from egeria.session.measuring import Measures
 from egeria.session.optimizer_steps import to_numbers
-from egeria.session.ranks import Ranks, Subject, fingerprint
+from egeria.session.ranks import Subject, fingerprint
 from egeria.session.timing import IntervalClock, IterationTimer
 
 _ADDED = ("gradients", "noise")
@@ -28,15 +28,13 @@ _ADDED = ("gradients", "noise")
 class IntervalMeter:
     """Gathers losses, times and measures over an interval, and journals them; all processes see the same interval."""
 
-    timer: IterationTimer
+    training: Training
     measures: Measures
     """What the policy needs beside the loss."""
-    ranks: Ranks
-    recorder: Recorder
+    timer: IterationTimer
 
     def __post_init__(self) -> None:
-        self.iteration_s = 0.0
-        """Median seconds of an iteration in the newest interval with nothing frozen."""
+        self.ranks, self.recorder = self.training.ranks, self.training.recorder
         self._losses: list[float | Tensor] = []
         """One for each step, on its device: that is asked once, when the interval ends."""
 
@@ -68,7 +66,7 @@ class IntervalMeter:
         loss, num_bad = (statistics.fmean(finite) if finite else None), len(losses) - len(finite)
         wall_s, cpu_s = self.timer.take_medians()
         if not num_frozen:  # what evaluations may cost is measured against training without egeria
-            self.iteration_s = wall_s
+            self.timer.iteration_s = wall_s
         measured: dict[str, Any] = self.measures.take(clock.step, rate, modules, num_frozen)
         if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
@@ -100,7 +98,7 @@ class IntervalMeter:
 
     def _share(self, rate: float, measured: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         """Return the leader's rate and measures; where each process has measured a part, they are added up first."""
-        if self.measures.in_parts:
+        if self.training.is_sharded:
             measured = measured | {name: self.ranks.sums(measured[name]) for name in _ADDED}
         rate, measured = self.ranks.from_leader(Subject.MEASURES, (rate, measured))
         return rate, measured
@@ -108,13 +106,13 @@ class IntervalMeter:
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
         return {
-            "iteration_s": self.iteration_s,
+            "iteration_s": self.timer.iteration_s,
             "losses": self._read_losses(),
             "measures": self.measures.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        self.iteration_s = float(state["iteration_s"])
+        self.timer.iteration_s = float(state["iteration_s"])
         self._losses = list(state["losses"])
         self.measures.load_state_dict(state.get("measures", {}))

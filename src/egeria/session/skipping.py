@@ -87,15 +87,13 @@ def _steady_steps(policy: Policy, clock: IntervalClock) -> float | None:
     return None if policy.monitored is None else float((2 * policy.window - 1) * clock.interval_steps)
 
 
-def begin_skipping(
-    training: Training, loader: Any, ranks: Ranks, recorder: Recorder, spend: Callable[[float, float], None]
-) -> Skipping | None:
+def begin_skipping(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping | None:
     """Return what skips the frozen forward pass of a run; None where nothing does. All processes of a job call this."""
-    config = training.config
-    host, reason = (None, "") if ranks.is_alone else share_directory(ranks, config, recorder)
+    config, recorder = training.config, training.recorder
+    host, reason = (None, "") if training.ranks.is_alone else share_directory(training.ranks, config, recorder)
     if not config.cache.enabled:
         return None
-    reason = reason or _refusal(training, ranks)
+    reason = reason or _refusal(training)
     if reason:
         recorder.decline(WHAT, reason)
         if host is not None:
@@ -119,14 +117,14 @@ def begin_skipping(
     return Skipping(training, cache, partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts))
 
 
-def _refusal(training: Training, ranks: Ranks) -> str:
+def _refusal(training: Training) -> str:
     """Return why the forward pass of a model is not skipped; empty where it may be."""
     if training.handle.is_compiled:
         return COMPILED
     if training.is_sharded:
         return SHARDED
     synchronises = any(isinstance(module, nn.SyncBatchNorm) for module in training.model.modules())
-    if synchronises and not ranks.is_alone:
+    if synchronises and not training.ranks.is_alone:
         return "it has SyncBatchNorm layers, for which all processes must run a batch together"
     return ""
 

@@ -70,6 +70,8 @@ class IterationTimer:
     def __init__(self) -> None:
         self.overhead_wall_s = 0.0
         self.overhead_cpu_s = 0.0
+        self.iteration_s = 0.0
+        """Median seconds of an iteration in the newest interval with nothing frozen; 0 where unknown."""
         self._iterations: list[tuple[float, float]] = []
         self._outside: Stopwatch | None = None
         self._inside = Stopwatch()
