@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 import types
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -413,5 +414,5 @@ def test_an_interval_that_grows_begins_where_the_last_one_ended():
             ends.append(clock.step)
             clock.interval_steps = 4 if clock.step >= 4 else 2
     assert ends == [2, 4, 8, 12] and clock.evaluation == 4
-    again = IntervalClock.from_state(clock.state_dict())
+    again = IntervalClock.from_state(asdict(clock))
     assert again.state_dict() == clock.state_dict()

@@ -122,7 +122,7 @@ class Applier:
         has_changed, self._depth_in_force = self._depth_in_force != self.depth, self.depth
         frozen = [name for module in self.modules[: self.depth] for name in module.submodules]
         handle.call_instead(self.parallel.rewrap(frozen))
-        is_watched = self.depth > 0 and (self.compiling.is_on or not is_alone)
+        is_watched = self.depth > 0 and (handle.is_compiled or not is_alone)
         handle.call_before(self._check_before_forward if is_watched else None)
         if not has_changed:
             return
@@ -145,7 +145,7 @@ class Applier:
 
     def _reason_to_wait(self, saved_s: float | None) -> str | None:
         """Return why a freeze has to wait: compiling the model again would take longer than it saves."""
-        if not self.compiling.is_on:
+        if not self.training.handle.is_compiled:
             return None
         reason = self.compiling.reason_to_wait(saved_s)
         does_wait = self.training.ranks.from_leader(Subject.GATE, reason is not None)
@@ -234,14 +234,9 @@ class Compiling:
         self._changes = 0
         """Freezes and thaws since compiling was last seen."""
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether calls of the model are compiled."""
-        return bool(self.handle.is_compiled)
-
     def make_room(self, num_modules: int) -> None:
         """Let as many graphs of a function be compiled as freezing module by module needs."""
-        if not self.is_on or self._limits:
+        if not self.handle.is_compiled or self._limits:
             return
         config: Any = _dynamo().config
         for name, needed in (
@@ -258,7 +253,7 @@ class Compiling:
 
     def look(self, step: int) -> float:
         """Return the seconds that freezing made the last iterations compile, and journal them."""
-        if not self.is_on:
+        if not self.handle.is_compiled:
             return 0.0
         seconds = _seconds_so_far()
         spent, self._seconds = seconds - self._seconds, seconds
@@ -271,7 +266,7 @@ class Compiling:
 
     def reason_to_wait(self, saved_s: float | None) -> str | None:
         """Return why a freeze that saves so many seconds (None: unknown) has to wait; None if it repays compiling."""
-        if not self.is_on or saved_s is None or saved_s >= self._longest_s:
+        if saved_s is None or saved_s >= self._longest_s:
             return None
         saves = f"it would save {saved_s:.2g} s to the end of the run"
         return f"{saves}, and compiling anew took up to {self._longest_s:.2g} s"

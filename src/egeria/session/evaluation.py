@@ -82,11 +82,6 @@ class Evaluation:
         """Whether evaluations failed so often in a row that no more are made."""
         return self._num_failures >= FAILURES_BEFORE_GIVING_UP
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the controller may have something to report at any step."""
-        return self.status.is_asynchronous and not self.has_given_up
-
     def arm(self) -> None:
         """Keep the batch of the next training forward (the last one before the step, if there are several).
 
@@ -176,9 +171,13 @@ class Evaluation:
 
     def fit_interval(self, interval_steps: int) -> tuple[int, str] | None:
         """Return the `n` that keeps evaluations within their budget, and the reason; None where it stays as it is."""
-        changed, index, looked_at = None, self.policy.monitored, self._share_of_samples()
-        if index is not None and self._work_shares is not None and looked_at is not None:
-            counted = count_iterations(sum(self._work_shares[: index + 1]), looked_at)
+        changed, index, is_on_cpu = None, self.policy.monitored, False
+        if self.evaluated is not None and not self._reads_training:
+            is_on_cpu = self.evaluated.autocast.device_type == "cpu"
+        if index is not None and self._work_shares is not None and is_on_cpu:
+            looked_at, samples = self._most_samples
+            share = looked_at / samples * (1 if self.status.is_asynchronous else 2)
+            counted = count_iterations(sum(self._work_shares[: index + 1]), share)
             changed = self.budget.expect(counted, interval_steps)
         return changed or self.budget.review(interval_steps)
 
@@ -243,13 +242,6 @@ class Evaluation:
         """Return what the reference reads: all of it where the training activation comes from the whole batch."""
         whole = self._tap is not None or self._needs_whole_batch
         return batch.first_rows(None if whole else self._num_samples)
-
-    def _share_of_samples(self) -> float | None:
-        """Return the samples that pass through evaluations here, as a share of an iteration's; None off the CPU."""
-        looked_at, samples = self._most_samples
-        if self.evaluated is None or self._reads_training or self.evaluated.autocast.device_type != "cpu":
-            return None
-        return looked_at / samples * (1 if self.status.is_asynchronous else 2)
 
     def _read_activation(self, evaluation: int, index: int) -> Tensor | None:
         """Return the training activation of a layer module [B, ...]; None where there is none, which is journaled."""

@@ -41,12 +41,12 @@ class ModelHandle(nn.Module):
     @property
     def training(self) -> bool:
         """The mode of the model."""
-        return bool(self.__dict__["_bare"].training)
+        return bool(self._bare.training)
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if self.__dict__["_bare"] is not self:  # nn.Module's own constructor sets it first
-            self.__dict__["_bare"].training = mode
+        if self._bare is not self:  # nn.Module's own constructor sets it first
+            self._bare.training = mode
 
     def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
         """Hand the arguments of coming training forwards to `keep`; None stops that."""
@@ -71,10 +71,9 @@ class ModelHandle(nn.Module):
         self.__dict__["_notice"] = weakref.WeakMethod(notice)
 
     def _note_compiled(self) -> None:
-        if not self.__dict__["is_compiled"]:
+        if not self.is_compiled:
             self.__dict__["is_compiled"] = True
-            notice = self.__dict__["_notice"]() if self.__dict__["_notice"] else None
-            if notice is not None:
+            if self._notice and (notice := self._notice()):
                 notice()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,47 +84,43 @@ class ModelHandle(nn.Module):
         disable: Any = torch.compiler.disable
         prepare = disable(self._prepare) if is_called_compiled else self._prepare
         batch = prepare(args, kwargs, is_called_compiled)
-        target, skip = self.__dict__["_target"], self.__dict__["_skip"]
-        if batch is None or skip is None:
-            return target(*args, **kwargs)
-        return skip(partial(target, *args, **kwargs), batch)
+        if batch is None or self._skip is None:
+            return self._target(*args, **kwargs)
+        return self._skip(partial(self._target, *args, **kwargs), batch)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> Batch | None:
         """Do what must precede a call; return its arguments where somebody needs them."""
-        bare: nn.Module = self.__dict__["_bare"]
-        if is_called_compiled or bare._compiled_call_impl is not None:
+        if is_called_compiled or self._bare._compiled_call_impl is not None:
             self._note_compiled()
-        keep, skip, before = self.__dict__["_keep"], self.__dict__["_skip"], self.__dict__["_before"]
-        is_idle = keep is None and skip is None and before is None
-        if is_idle or not bare.training or not torch.is_grad_enabled():
+        if not self._bare.training or not torch.is_grad_enabled():
             return None
-        if before is not None:
-            before()
-        if keep is None and skip is None:
+        if self._before is not None:
+            self._before()
+        if self._keep is None and self._skip is None:
             return None
-        device = next((parameter.device.type for parameter in bare.parameters()), "cpu")
+        device = next((parameter.device.type for parameter in self._bare.parameters()), "cpu")
         batch = Batch.of_call(args, kwargs, device)
-        if keep is not None:
-            keep(batch)
+        if self._keep is not None:
+            self._keep(batch)
         return batch
 
     def train(self, mode: bool = True) -> ModelHandle:
         """Set the mode of the model."""
-        self.__dict__["_target"].train(mode)
+        self._target.train(mode)
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model in place."""
-        self.__dict__["_bare"].compile(*args, **kwargs)
+        self._bare.compile(*args, **kwargs)
         self._note_compiled()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model, under its own names."""
-        return self.__dict__["_bare"].state_dict(*args, **kwargs)
+        return self._bare.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state of the model."""
-        return self.__dict__["_bare"].load_state_dict(state_dict, *args, **kwargs)
+        return self._bare.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,7 @@ class Session:
         self.meter = IntervalMeter(training, Measures(training, needs, scheduler, self.timer.take_out), self.timer)
         self._rates: LayerRates | None = None
         if self.parts is not None and isinstance(self.parts.policy, Annealing):
-            self._rates = LayerRates(self.training, self._wanted_rates, self.recorder, self.timer.take_out)
+            self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out)
         self._order = watch_order(self.training, self.modules) if self.parts else None
         """Records the execution order until the first forward pass has shown it."""
         self._past_controller_cpu_s = 0.0
@@ -140,7 +140,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides."""
         state: dict[str, Any] = {
-            **self.clock.state_dict(),
+            **asdict(self.clock),
             **self.meter.state_dict(),
             "rates": self._rates.state_dict() if self._rates else {},
             "budget": self.budget.state_dict(),
@@ -192,7 +192,7 @@ class Session:
         if self.parts is None or self.ranks.is_lost:
             return False
         if self.ranks.is_alone:
-            return self.parts.evaluation.is_waiting
+            return self.parts.evaluation.status.is_asynchronous and not self.parts.evaluation.has_given_up
         return self.ranks.leader_is_apart and self.clock.is_at_part(POLLS_PER_INTERVAL)
 
     def _end_interval(self) -> None:

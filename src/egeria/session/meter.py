@@ -20,9 +20,6 @@ from egeria.session.optimizer_steps import to_numbers
 from egeria.session.ranks import Subject, fingerprint
 from egeria.session.timing import IntervalClock, IterationTimer
 
-_ADDED = ("gradients", "noise")
-"""What processes that have a part of the parameters each add up: these are sums over parameters."""
-
 
 @dataclass(eq=False)
 class IntervalMeter:
@@ -71,7 +68,9 @@ class IntervalMeter:
         if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
-            rate, measured = self._share(rate, measured)
+            if self.training.is_sharded:  # each process has these sums for its part of the parameters
+                measured |= {name: self.ranks.sums(measured[name]) for name in ("gradients", "noise")}
+            rate, measured = self.ranks.from_leader(Subject.MEASURES, (rate, measured))
         event = IntervalMeasured(
             step=clock.step,
             evaluation=clock.evaluation,
@@ -95,13 +94,6 @@ class IntervalMeter:
         tensors = [value.float() for value in self._losses if isinstance(value, Tensor)]
         numbers = iter(to_numbers(tensors))
         return [next(numbers) if isinstance(value, Tensor) else value for value in self._losses]
-
-    def _share(self, rate: float, measured: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-        """Return the leader's rate and measures; where each process has measured a part, they are added up first."""
-        if self.training.is_sharded:
-            measured = measured | {name: self.ranks.sums(measured[name]) for name in _ADDED}
-        rate, measured = self.ranks.from_leader(Subject.MEASURES, (rate, measured))
-        return rate, measured
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""

@@ -231,7 +231,6 @@ class LayerRates:
     training: Training
     wanted: Callable[[], Wanted | None]
     """Returns the layer modules and the rate of each in the coming step, as a share of the initial rate; or None."""
-    recorder: Recorder
     spend: Callable[[float, float], None]
 
     def __post_init__(self) -> None:
@@ -241,7 +240,7 @@ class LayerRates:
         self._before: list[tuple[Tensor, Tensor, float]] = []
         what = "setting learning rates by layer module"
         self._hooks = OptimizerHooks(
-            self._optimizers, self.recorder, self.spend, what=what, before=self._note, after=self._scale
+            self._optimizers, self.training.recorder, self.spend, what=what, before=self._note, after=self._scale
         )
 
     def close(self) -> None:

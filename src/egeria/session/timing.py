@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -37,13 +37,9 @@ class IntervalClock:
             self.evaluation += 1
         return ends
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the counts."""
-        return asdict(self)
-
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> IntervalClock:
-        """Return a clock with saved counts."""
+        """Return a clock with saved counts, its fields."""
         return cls(**{name: int(state[name]) for name in ("interval_steps", "step", "evaluation", "interval_began")})
 
 
@@ -172,10 +168,10 @@ class Budget:
         """Return the `n` that fits evaluations of `counted` iterations, and the reason; None where that is as it is."""
         if counted == self._counted:
             return None
-        first = self._note_first(interval_steps)
         self._counted = counted
+        self._first_interval_steps = self._first_interval_steps or interval_steps
         self._evaluations, self._next_review, self._is_warned = [], self._window, False
-        fitting = max(first, self._fit(counted + self._unforeseen))
+        fitting = max(self._first_interval_steps, self._fit(counted + self._unforeseen))
         if fitting == interval_steps:
             return None
         unforeseen = f", and {self._unforeseen:.2g} were measured besides" if self._unforeseen else ""
@@ -186,7 +182,7 @@ class Budget:
         """Return a longer interval and the reason for it; None where the present one will do, or it is too early."""
         if len(self._evaluations) < self._next_review:
             return None
-        self._note_first(interval_steps)
+        self._first_interval_steps = self._first_interval_steps or interval_steps
         cost = statistics.median(self._evaluations)
         cost += statistics.median(self._refreshes) if self._refreshes else 0.0
         self._evaluations, self._next_review = [], self._window
@@ -210,11 +206,6 @@ class Budget:
         for name in self.state_dict().keys() & state.keys():  # one saved by an earlier version has fewer entries
             value = state[name]
             setattr(self, f"_{name}", list(value) if isinstance(value, list) else value)
-
-    def _note_first(self, interval_steps: int) -> int:
-        if self._first_interval_steps is None:
-            self._first_interval_steps = interval_steps
-        return self._first_interval_steps
 
     def _fit(self, cost: float) -> int:
         """Return the shortest interval in which an evaluation keeps to the budget, within the limit of growth."""
