@@ -415,4 +415,4 @@ def test_an_interval_that_grows_begins_where_the_last_one_ended():
             clock.interval_steps = 4 if clock.step >= 4 else 2
     assert ends == [2, 4, 8, 12] and clock.evaluation == 4
     again = IntervalClock.from_state(asdict(clock))
-    assert again.state_dict() == clock.state_dict()
+    assert again == clock
