@@ -49,11 +49,6 @@ def test_a_disk_slower_than_the_shortened_iteration_still_pays_while_it_beats_th
     assert not verdict(read_s=0.199).pays
 
 
-def test_more_readers_make_up_for_a_slow_disk():
-    assert not verdict(read_s=0.3).pays
-    assert verdict(read_s=0.3, num_readers=2).pays
-
-
 def test_on_one_core_reading_is_work_too():
     assert verdict(read_cpu_s=0.059).pays
     assert not verdict(read_cpu_s=0.059, spare_core=False).pays

@@ -26,7 +26,6 @@ class Prospects:
     """Processor time of the same."""
     fill_s: float = 0.0
     """Copying and writing a batch while the store fills."""
-    num_readers: int = 1
     spare_core: bool = True
     """Whether reader threads have a core to themselves, beside the training."""
     batch_bytes: int = 0
@@ -50,7 +49,7 @@ class Prospects:
         work_s = self.iteration_s - self.prefix_s + self.serve_s
         if not self.spare_core:
             work_s += self.read_cpu_s
-        return self.iteration_s - max(work_s, self.read_s / self.num_readers)
+        return self.iteration_s - max(work_s, self.read_s)
 
     @property
     def total_gain_s(self) -> float:
@@ -83,8 +82,8 @@ def judge(prospects: Prospects, *, minimum_epochs: float) -> tuple[bool, str]:
         )
     if prospects.stored_share < LEAST_SHARE:
         return False, (
-            f"the activations take {_size(prospects.needed_bytes)}, and {_size(prospects.room_bytes)} may be used "
-            f"(cache.limit_bytes, cache.limit_share)"
+            f"the activations take {size_text(prospects.needed_bytes)}, and {size_text(prospects.room_bytes)} may be "
+            f"used (cache.limit_bytes, cache.limit_share)"
         )
     if prospects.gain_s < LEAST_GAIN * prospects.iteration_s:
         return False, _no_gain(prospects)
@@ -106,7 +105,8 @@ def _no_gain(prospects: Prospects) -> str:
     )
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Write an amount of memory in the unit that reads best."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from egeria.cache.gate import size_text
 from egeria.cache.store.directory import LOCK_NAME, is_live, runs_in, size_bytes, stores_of, sweep
 from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.rows import StoreError, as_store_error
@@ -21,7 +22,6 @@ from egeria.session.skipping import SUBDIRECTORY
 
 LARGEST_NOTE = 4096
 YEAR_3000 = 32.5e9
-UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -37,7 +37,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for complaint in complaints:
         console.print(f"[bold red]Damaged:[/] {escape(complaint)}", highlight=False, soft_wrap=True)
     if arguments.prune:
-        _prune(directory, console)
+        with as_store_error(f"The cache directory {directory} cannot be pruned"):
+            num_runs, num_bytes = sweep(directory)
+        console.print(f"Removed {num_runs} left over run{'' if num_runs == 1 else 's'}, {size_text(num_bytes)}.")
     return 1 if complaints else 0
 
 
@@ -45,12 +47,6 @@ def _cache_of(directory: Path) -> Path:
     """Return the cache directory in the directory of a run, and any other as it is."""
     inside = directory / SUBDIRECTORY
     return inside if (directory / FILE_NAME).is_file() and inside.is_dir() else directory
-
-
-def _prune(directory: Path, console: Console) -> None:
-    with as_store_error(f"The cache directory {directory} cannot be pruned"):
-        num_runs, num_bytes = sweep(directory)
-    console.print(f"Removed {num_runs} left over run{'' if num_runs == 1 else 's'}, {_size(num_bytes)}.")
 
 
 def _table(rows: list[list[str]], directory: str, *, verified: bool) -> Table:
@@ -73,7 +69,7 @@ def _rows_of(run: Path, verify: bool, complaints: list[str]) -> list[list[str]]:
     live = f"live, begun by process {pid}" if isinstance(pid, int) else "live"
     shown = [run.name.partition("-")[2], live if is_live(run) else "left over", begun]
     stores = [_store_cells(path, verify, complaints) for path in stores_of(run)]
-    stores = stores or [["none", "", "", _size(size_bytes(run)), ""]]
+    stores = stores or [["none", "", "", size_text(size_bytes(run)), ""]]
     return [[*(shown if index == 0 else ["", "", ""]), *cells] for index, cells in enumerate(stores)]
 
 
@@ -99,9 +95,4 @@ def _store_cells(path: Path, verify: bool, complaints: list[str]) -> list[str]:
     except StoreError as error:
         if path.exists():  # else its run has removed it meanwhile: no damage
             complaints.append(str(error))
-    return [escape(path.name.partition("-")[2]), escape(boundary), rows, _size(size_bytes(path)), damaged]
-
-
-def _size(num_bytes: int) -> str:
-    factor, unit = next(entry for entry in UNITS if num_bytes >= entry[0] or entry[0] == 1)
-    return f"{num_bytes / factor:.1f} {unit}" if factor > 1 else f"{num_bytes} bytes"
+    return [escape(path.name.partition("-")[2]), escape(boundary), rows, size_text(size_bytes(path)), damaged]

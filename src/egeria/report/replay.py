@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from egeria import events
@@ -163,8 +163,7 @@ def _lacks(policy: Policy, event: events.IntervalMeasured, measured: frozenset[s
 
 
 def _reading(event: events.PlasticityRead) -> Reading:
-    fields = ("step", "evaluation", "module", "value", "age", "work_share")
-    return Reading(**{name: getattr(event, name) for name in fields})
+    return Reading(**{field.name: getattr(event, field.name) for field in fields(Reading)})
 
 
 _KINDS: dict[type, str] = {

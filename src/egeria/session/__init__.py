@@ -1,8 +1,4 @@
-"""Attaching to a training loop: the one place where decisions are applied.
-
-`attach` checks what it is given and builds a `Run`; the run counts steps, asks the evaluator for
-readings, hands them to the policy, and lets the applier carry out what the policy decides.
-"""
+"""Attaching to a training loop: the one place where decisions are applied. `attach` returns a `Run`."""
 
 from egeria.journal import EgeriaWarning
 from egeria.session.attach import Run, attach

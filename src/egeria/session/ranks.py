@@ -6,6 +6,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import IntEnum
 from typing import Any
 
@@ -16,8 +17,6 @@ WORDS = 61
 """Words of text that are exchanged at once; in front of them stand the subject, the step, and the bytes to come."""
 WORD_BYTES = 6
 """A float holds a whole number of so many exactly."""
-SHARED = ("step", "evaluation", "module", "value", "age", "work_share")
-"""What is exchanged of a reading: all that a policy may decide by."""
 
 
 class Subject(IntEnum):
@@ -133,8 +132,7 @@ class Ranks:
 
     def readings(self, own: Sequence[Reading]) -> list[Reading]:
         """Return the readings that the leader has."""
-        fields = [{name: getattr(reading, name) for name in SHARED} for reading in own]
-        return [Reading(**entry) for entry in self.from_leader(Subject.READINGS, fields)]
+        return [Reading(**entry) for entry in self.from_leader(Subject.READINGS, [asdict(reading) for reading in own])]
 
     def close(self, state: str, interval_steps: int) -> int:
         """End a meeting, to which all come with the same `state` of what is frozen; return the leader's `n`."""
