@@ -114,7 +114,7 @@ def test_a_boundary_that_may_move_soon_is_not_stored(tmp_path):
 def test_it_decides_anew_at_each_boundary(tmp_path):
     with nothing_but_journals(tmp_path):
         training = train(tmp_path, front_s=0.05, depth=1)
-        training.run._session.parts.evaluation.controller._readings = lambda evaluation, module: 1.0
+        training.run._session.parts.evaluation.controller.readings = lambda evaluation, module: 1.0
         while training.run.frozen < 2:
             training.advance(1)
         training.advance(WATCHED_FORWARDS + 2)
