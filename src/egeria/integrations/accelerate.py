@@ -1,0 +1,176 @@
+"""egeria in a training loop of Hugging Face Accelerate: `attach`, called after `accelerator.prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from egeria import session
+from egeria.config import Config
+from egeria.controller import Controller
+from egeria.errors import ConfigError
+from egeria.integrations.tracking import ScalarLog
+from egeria.policy import PolicyMaker
+from egeria.session import Run
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    loader: Any = None,
+    scheduler: Any = None,
+    *,
+    total_steps: int | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    policy: str | PolicyMaker | None = None,
+    directory: str | Path | None = None,
+    controller: str | Controller | None = None,
+    log: bool = True,
+) -> AcceleratedRun:
+    """Watch a training run of Accelerate and freeze its front layers as they converge.
+
+    The loop goes on calling `model(...)`, and calls `run.step(loss)` once in every iteration: iterations that only
+    accumulate gradients, and steps that were skipped because gradients overflowed, are not counted. The run is
+    registered for checkpointing: `accelerator.save_state` saves it, and `accelerator.load_state` restores it.
+
+    Args:
+        accelerator: of the loop.
+        model: as `accelerator.prepare` returned it.
+        optimizer: as `accelerator.prepare` returned it, or a list of them.
+        loader: the training loader, as `accelerator.prepare` returned it.
+        scheduler: as `accelerator.prepare` returned it.
+        total_steps: optimizer steps of the whole run, of one process: with accumulation these are fewer than batches.
+        config: as of `egeria.attach`, as are the next three.
+        policy: the name of a policy, or what makes one.
+        directory: where the journal and the report go.
+        controller: 'auto', 'process' or 'inline', or a controller of your own.
+        log: whether the trackers of the accelerator get the scalars of the run.
+
+    Returns:
+        The run: all that `egeria.Run` has.
+
+    Raises:
+        ConfigError: an argument is outside its contract; among several processes also a model that was not prepared.
+    """
+    _check(accelerator, model)
+    run = session.attach(
+        model,
+        optimizer,
+        loader,
+        scheduler=scheduler,
+        total_steps=total_steps,
+        config=config,
+        directory=directory,
+        controller=controller,
+        policy=policy,
+    )
+    accelerated = AcceleratedRun(run, accelerator, log=log)
+    accelerator.register_for_checkpointing(accelerated)
+    return accelerated
+
+
+class AcceleratedRun:
+    """An `egeria.Run` that knows from the accelerator which iterations end with an optimizer step.
+
+    Whatever is not defined here is that of the run.
+    """
+
+    def __init__(self, run: Run, accelerator: Accelerator, *, log: bool) -> None:
+        self._run, self._accelerator = run, accelerator
+        self._losses: list[Any] = []
+        """Those of the iterations since the last optimizer step."""
+        self._last_state: dict[str, Any] | None = None
+        """The state when the run was closed."""
+        logs = log and accelerator.is_main_process
+        self._scalars = ScalarLog(run, self._send) if logs else None
+
+    def step(self, loss: Any) -> None:
+        """Take in one iteration; it counts where the optimizer stepped, with the mean loss of the accumulated batches.
+
+        Args:
+            loss: training loss of the batch, a number or a 0-d tensor; not divided by the accumulation steps.
+
+        Raises:
+            ConfigError: the loss is neither a number nor a tensor of one element.
+        """
+        self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        if not self._accelerator.sync_gradients:
+            return
+        losses, self._losses = self._losses, []
+        if self._accelerator.optimizer_step_was_skipped:
+            return
+        self._run.step(_mean(losses))
+        if self._scalars is not None:
+            self._scalars.after_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run; of a closed one that before it was closed."""
+        return self._run.state_dict() if self._last_state is None else self._last_state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state; `accelerator.load_state` does that after the model and the optimizer.
+
+        Raises:
+            StateError: it is of a newer egeria, or of another model. Nothing has changed then.
+        """
+        self._run.load_state_dict(state)
+        self._losses = []
+
+    def close(self) -> None:
+        """End the run and leave the model as it was found. Safe to call twice."""
+        if self._last_state is not None:
+            return
+        self._last_state = self._run.state_dict()
+        if self._scalars is not None:
+            self._scalars.log()
+        self._run.close()
+
+    def __enter__(self) -> AcceleratedRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return repr(self._run)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_run"], name)
+
+    def _send(self, values: dict[str, float], step: int) -> None:
+        for tracker in self._accelerator.trackers:
+            if tracker.name == "wandb":  # drops what comes with a smaller step: the loop's own may count epochs
+                tracker.log(values, commit=False)
+            else:
+                tracker.log(values, step=step)
+
+
+def _check(accelerator: Any, model: Any) -> None:
+    """Refuse what is no accelerator, and a model that the accelerator would wrap later, without egeria."""
+    if not hasattr(accelerator, "register_for_checkpointing"):
+        raise ConfigError(
+            f"egeria.integrations.accelerate.attach takes the accelerate.Accelerator of the loop first, found "
+            f"{type(accelerator).__name__}. In a loop without one call egeria.attach(model, optimizer, ...)."
+        )
+    prepared = getattr(accelerator, "_models", ())
+    is_prepared = any(model is part for entry in prepared for part in entry.modules())
+    if accelerator.num_processes > 1 and not is_prepared:
+        raise ConfigError(
+            f"Among several processes attach takes the model that accelerator.prepare returned, found "
+            f"{type(model).__name__}, which is not prepared. Call model, optimizer, loader = accelerator.prepare(...) "
+            f"first, and attach with what it returns."
+        )
+
+
+def _mean(losses: Sequence[Any]) -> Any:
+    """Return the mean of losses on their device; a single one as it is, so that `Run.step` judges it."""
+    if len(losses) == 1 or not all(isinstance(loss, (Tensor, int, float)) for loss in losses):
+        return losses[-1]
+    return sum(losses) / len(losses)

@@ -1,0 +1,301 @@
+"""egeria in Lightning: `Trainer(callbacks=[EgeriaCallback()])`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from egeria import session
+from egeria.config import Config
+from egeria.controller import Controller
+from egeria.errors import ConfigError, StateError, brief
+from egeria.integrations.tracking import ScalarLog
+from egeria.policy import PolicyMaker
+from egeria.report import report
+from egeria.session import EgeriaWarning, Run
+from egeria.session.checks import read_config
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback  # the same code under its older name
+    except ImportError as error:
+        raise ImportError(
+            "egeria.integrations.lightning needs lightning or pytorch_lightning, found neither. "
+            "Run `pip install egeria[lightning]`."
+        ) from error
+
+_DECLINED_CALLBACKS = {
+    "StochasticWeightAveraging": "averages the weights of all layers at a learning rate of its own",
+    "BaseFinetuning": "freezes and thaws layers itself",
+}
+"""By the name of their class, which is the same in both packages, or of a class that they are made of."""
+_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
+_OTHER_STRATEGIES = {"DeepSpeedStrategy", "SingleDeviceXLAStrategy"}
+"""Made of the others, and yet not followed."""
+
+
+class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does not follow frameworks
+    """Watches a training run of Lightning and freezes its front layers as they converge.
+
+    What it cannot follow (manual optimization, sharded strategies, StochasticWeightAveraging, callbacks that freeze
+    layers) is declined with one warning, and training goes on untouched.
+
+    Args:
+        module: name of the submodule to watch, such as 'backbone'; it must be called as a whole, and not only its parts.
+            None takes the only child with anything to train, else the LightningModule, whose `training_step` must then
+            call `self(...)`.
+        config: as of `egeria.attach`, as are the next three.
+        policy: the name of a policy, or what makes one.
+        directory: where the journal and the report go; with `fast_dev_run` they go nowhere.
+        controller: 'auto', 'process' or 'inline', or a controller of your own.
+        log: whether the loggers of the trainer get the scalars of the run, and at its end the report, where they take
+            files (MLflow, W&B).
+
+    Raises:
+        ConfigError: a setting is outside its contract.
+    """
+
+    def __init__(
+        self,
+        module: str | None = None,
+        *,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        policy: str | PolicyMaker | None = None,
+        directory: str | Path | None = None,
+        controller: str | Controller | None = None,
+        log: bool = True,
+    ) -> None:
+        if module is not None and not isinstance(module, str):
+            raise ConfigError(
+                f"EgeriaCallback takes the name of a submodule of the LightningModule, found {type(module).__name__}. "
+                f"Pass its name, such as 'backbone'."
+            )
+        self._name = module
+        self._settings = {
+            "config": read_config(config, controller, policy),
+            "policy": policy,
+            "directory": directory,
+            "controller": controller,
+        }
+        self._logs = log
+        self._run: Run | None = None
+        self._scalars: ScalarLog | None = None
+        self._losses: list[Tensor] = []
+        """Those of the batches since the last optimizer step."""
+        self._first_step = self._global_step = 0
+        """Of the trainer: when the run began, and after its newest step."""
+        self._loaded: dict[str, Any] | None = None
+        """From a checkpoint; it is restored once there are optimizers."""
+        self._last_state: dict[str, Any] | None = None
+        """When the run was closed."""
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def run(self) -> Run | None:
+        """The run, from the start of the training to its end; None at other times, and where it was declined."""
+        return self._run
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget the run of an earlier `fit`."""
+        if stage == "fit":
+            self._loaded = self._last_state = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the model; with the state from the checkpoint, if there is one."""
+        reason = _reason_to_decline(trainer, pl_module)
+        watched = pl_module if reason else _find_watched(pl_module, self._name)
+        if isinstance(watched, str):
+            reason = watched
+        if reason:
+            _warn(f"egeria freezes nothing in this training: {reason}")
+            return
+        state, self._loaded = self._loaded, None
+        if state is not None:
+            try:
+                self._begin(trainer, watched, state)
+                return
+            except StateError as error:
+                _warn(f"egeria begins anew, since its state in the checkpoint does not fit: {error}")
+        self._begin(trainer, watched, None)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the optimizer step, if there was one, with the mean loss of its batches."""
+        if self._run is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # by which Lightning has divided it
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        losses, self._losses = self._losses, []
+        self._run.step(sum(losses) / len(losses) if losses else math.nan)
+        if self._scalars is not None:
+            self._scalars.after_step()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the last scalars and the report, and leave the model as it was found."""
+        run = self._run
+        if self._scalars is not None:
+            self._scalars.log()
+        self._close()
+        if self._logs and run is not None and run.directory is not None and run.directory.is_dir():
+            _send_report(trainer.loggers, run.directory)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the model as it was found."""
+        self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the model as it was found, whatever way the training ended."""
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to go on as if the training had never stopped: plain values and tensors."""
+        if self._run is None:
+            return self._loaded or self._last_state or {}
+        return {"run": self._run.state_dict(), "first_step": self._first_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until the training starts: there are no optimizers before."""
+        self._loaded = state_dict or None
+
+    def _begin(self, trainer: Any, watched: nn.Module, state: dict[str, Any] | None) -> None:
+        """Attach; StateError where a state does not fit, and nothing has changed then."""
+        self._losses, self._global_step = [], trainer.global_step
+        self._first_step = trainer.global_step if state is None else int(state["first_step"])
+        configs = trainer.lr_scheduler_configs
+        settings = dict(self._settings)
+        if trainer.fast_dev_run:
+            self._scratch = tempfile.TemporaryDirectory(prefix="egeria-")
+            settings["directory"] = self._scratch.name
+        run = session.attach(
+            watched,
+            trainer.optimizers,
+            trainer.train_dataloader,
+            scheduler=configs[0].scheduler if len(configs) == 1 else None,
+            total_steps=_total_steps(trainer, self._first_step),
+            **settings,
+        )
+        try:
+            if state is not None:
+                run.load_state_dict(state["run"])
+        except StateError:
+            run.close()
+            raise
+        self._run = run
+        if self._logs and trainer.is_global_zero and trainer.loggers:
+            self._scalars = ScalarLog(run, partial(_send, trainer))
+
+    def _close(self) -> None:
+        run = self._run
+        if run is not None:
+            self._last_state = self.state_dict()
+            self._run = self._scalars = None
+            run.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+
+def _reason_to_decline(trainer: Any, pl_module: Any) -> str:
+    """Return why a training cannot be followed; empty where it can."""
+    if not pl_module.automatic_optimization:
+        return (
+            "the LightningModule optimizes manually, so that Lightning does not know where a step ends. "
+            "Call egeria.attach in on_train_start, and run.step(loss) after each optimizer step"
+        )
+    for callback in trainer.callbacks:
+        kinds = [kind.__name__ for kind in type(callback).__mro__]
+        what = next((_DECLINED_CALLBACKS[kind] for kind in kinds if kind in _DECLINED_CALLBACKS), None)
+        if what is not None:
+            return f"the callback {kinds[0]} {what}. Use either that or EgeriaCallback"
+    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    if not _STRATEGIES.intersection(kinds) or _OTHER_STRATEGIES.intersection(kinds):
+        return f"the strategy {kinds[0]} is not followed. Use strategy='ddp' where a replica fits on each device"
+    return ""
+
+
+def _find_watched(pl_module: Any, name: str | None) -> nn.Module | str:
+    """Return the module to watch, or why there is none.
+
+    Raises:
+        ConfigError: there is no submodule of this name.
+    """
+    if name is not None:
+        try:
+            return pl_module.get_submodule(name)  # type: ignore[no-any-return]
+        except AttributeError as error:
+            children = ", ".join(repr(child) for child, _ in pl_module.named_children())
+            raise ConfigError(
+                f"EgeriaCallback(module=...) names a submodule of the LightningModule, found {name!r} ({error}). "
+                f"Its children are {children}."
+            ) from error
+    children = {child: part for child, part in pl_module.named_children() if _trains(part.parameters())}
+    if len(children) == 1 and not _trains(pl_module.parameters(recurse=False)):
+        [only] = children.values()
+        if _has_forward(only):
+            return only
+    if _has_forward(pl_module):
+        return pl_module  # type: ignore[no-any-return]
+    return (
+        f"{type(pl_module).__name__} has no forward, and its parameters are in {', '.join(map(repr, children))}. "
+        f"Name the one to watch, EgeriaCallback({next(iter(children), 'backbone')!r}), or define forward and call "
+        f"self(...) in training_step"
+    )
+
+
+def _trains(parameters: Iterator[nn.Parameter]) -> bool:
+    return any(parameter.requires_grad for parameter in parameters)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called: those of torch and Lightning have a forward that only raises."""
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return owner.__name__ not in ("Module", "LightningModule")
+
+
+def _total_steps(trainer: Any, first_step: int) -> int | None:
+    """Return the optimizer steps from one of them to the end; None for endless training, and where it is unknown."""
+    try:
+        steps = trainer.estimated_stepping_batches
+    except Exception:  # as where the accumulation changes from epoch to epoch
+        return None
+    return int(steps) - first_step if first_step < steps < math.inf else None
+
+
+def _send(trainer: Any, values: dict[str, float], step: int) -> None:
+    """Log scalars at once: through `self.log` they would wait for the metrics of Lightning, and be among them."""
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=trainer.global_step)
+
+
+def _send_report(loggers: Any, directory: Path) -> None:
+    """Write the report, and give it to the loggers that take files."""
+    kinds = [{kind.__name__ for kind in type(logger).__mro__} for logger in loggers]
+    takers = [pair for pair in zip(loggers, kinds, strict=True) if pair[1] & {"MLFlowLogger", "WandbLogger"}]
+    if not takers:
+        return
+    try:
+        page = report(directory).path
+        for logger, names in takers:
+            if "MLFlowLogger" in names:
+                logger.experiment.log_artifact(logger.run_id, str(page), "egeria")
+            else:
+                logger.experiment.log_artifact(str(page), name=f"egeria-{logger.experiment.id}", type="report")
+    except Exception as error:
+        logging.getLogger("egeria").info("the report was not logged: %s", brief(error))
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, EgeriaWarning, stacklevel=3)

@@ -1,0 +1,437 @@
+"""Lightning: one callback in a Trainer that goes on as ever; what cannot be followed is declined with the reason."""
+
+from __future__ import annotations
+
+import csv
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install egeria[lightning]")
+
+from lightning.pytorch import callbacks as pl_callbacks  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
+
+from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
+from egeria.events import Declined, ModuleFrozen, Resumed, RunClosed, RunStarted  # noqa: E402
+from egeria.integrations.lightning import EgeriaCallback  # noqa: E402
+from loops import differences, outside  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+FRAMEWORK = (
+    "ignore:The '.*' does not have many workers:UserWarning:lightning",
+    "ignore:The `srun` command is available:UserWarning:lightning",
+    "ignore:.*treespec, LeafSpec.*:FutureWarning:lightning",
+    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning",
+    "ignore:Found .* module\\(s\\) in eval mode at the start of training:UserWarning:lightning",
+)
+pytestmark = [pytest.mark.filterwarnings(entry) for entry in FRAMEWORK]
+EPOCHS, BATCHES, BATCH = 4, 5, 6
+WATCH = {"freezing": {"enabled": False}, "plasticity": {"interval_steps": 3}}
+FREEZE = {"policy": {"name": "static", "schedule": "0.3:1 0.6:2"}, "plasticity": {"interval_steps": 1}}
+"""Of 20 steps: one layer module is frozen from the 6th on, two from the 12th."""
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1))
+
+
+class Classifier(pl.LightningModule):
+    """One network, called as a whole."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net or nn.Sequential(block(), block(), block(), nn.Linear(8, 4))
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        loss = functional.cross_entropy(self.net(inputs), targets)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Fails(pl.Callback):
+    """Raises in the middle of the training."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        self.step, self.error = step, error
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise self.error
+
+
+class Stops(pl.Callback):
+    """Ends the training at a step, as a time limit does, and saves a checkpoint there."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def loader(num_batches: int = BATCHES, seed: int = 1) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_batches * BATCH, 8, generator=generator)
+    return DataLoader(TensorDataset(inputs, torch.arange(len(inputs)) % 4), batch_size=BATCH)
+
+
+def trainer_of(*callbacks: Any, **options: Any) -> Any:
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    defaults = {"max_epochs": EPOCHS, "accelerator": "cpu", "devices": 1, **dict.fromkeys(quiet, False)}
+    return pl.Trainer(callbacks=list(callbacks), **{**defaults, **options})
+
+
+def fit(*callbacks: Any, model: Any = None, ckpt_path: Any = None, batches: int = BATCHES, **options: Any) -> Any:
+    """Train a model from the same start on the same data; return the trainer."""
+    torch.manual_seed(0)
+    model = Classifier() if model is None else model()
+    trainer = trainer_of(*callbacks, **options)
+    trainer.fit(model, loader(batches), loader(2, seed=2), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+def end_of(trainer: Any) -> dict[str, Any]:
+    """Return all that a training has changed."""
+    state = {f"model.{name}": tensor for name, tensor in trainer.lightning_module.state_dict().items()}
+    for index, entry in trainer.optimizers[0].state_dict()["state"].items():
+        state |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return {**state, "rates": rates, "step": trainer.global_step, "random": torch.get_rng_state()}
+
+
+def freezes(directory: Path) -> list[tuple[int, int]]:
+    return [(event.step, event.frozen) for event in read_journal(directory).of(ModuleFrozen)]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "clipping": {"gradient_clip_val": 0.1},
+    "bf16": {"precision": "bf16-mixed"},
+    "accumulation that clips": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_watching_is_the_trainer_alone_bit_for_bit(options, tmp_path):
+    plain = end_of(fit(**options))
+    watched = end_of(fit(EgeriaCallback(config=WATCH, directory=tmp_path), **options))
+    assert differences(watched, plain) == []
+    [started] = read_journal(tmp_path).of(RunStarted)
+    [closed] = read_journal(tmp_path).of(RunClosed)
+    assert started.total_steps == closed.step == plain["step"]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_it_freezes_and_counts_optimizer_steps(options, tmp_path):
+    model = Classifier()
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Remembers(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *rest):
+            seen[trainer.global_step] = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
+
+    before = outside(model.net)
+    trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path), Remembers(), model=lambda: model, **options)
+    steps = trainer.global_step
+    first, second = -(-steps * 3 // 10), -(-steps * 6 // 10)
+    assert freezes(tmp_path) == [(first, 1), (second, 2)]
+    at_freeze, at_end = seen[first], seen[steps]
+    assert all(torch.equal(at_end[name], at_freeze[name]) for name in at_end if name.startswith("net.0."))
+    assert not torch.equal(at_end["net.3.weight"], at_freeze["net.3.weight"])
+    assert outside(model.net) == before
+
+
+def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(tmp_path):
+    whole = end_of(fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "whole")))
+    stopped = Stops(9, tmp_path / "last.ckpt")
+    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "first"), stopped)
+    callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "second")
+    resumed = end_of(fit(callback, ckpt_path=stopped.path))
+    assert read_journal(tmp_path / "second").of(Resumed)[0].frozen == 1
+    assert freezes(tmp_path / "second") == freezes(tmp_path / "whole")[1:] == [(12, 2)]
+    assert differences(resumed, whole) == []
+
+
+def test_a_checkpoint_after_the_end_has_the_state_before_it(tmp_path):
+    trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert saved["callbacks"]["EgeriaCallback"]["run"]["engine"]["frozen"] == 2
+
+
+def test_a_checkpoint_of_a_training_without_egeria_is_gone_on_from(tmp_path):
+    stopped = Stops(10, tmp_path / "last.ckpt")
+    fit(stopped)
+    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "run"), ckpt_path=stopped.path)
+    assert read_journal(tmp_path / "run").of(RunStarted)[0].total_steps == 10
+    assert freezes(tmp_path / "run") == [(3, 1), (6, 2)]
+
+
+def test_a_state_of_another_policy_is_left_with_one_warning(tmp_path):
+    stopped = Stops(10, tmp_path / "last.ckpt")
+    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "first"), stopped)
+    with pytest.warns(EgeriaWarning, match="its state in the checkpoint does not fit"):
+        trainer = fit(EgeriaCallback(policy="linear", directory=tmp_path / "second"), ckpt_path=stopped.path)
+    assert trainer.global_step == EPOCHS * BATCHES
+
+
+def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
+    def rows(name: str, *callbacks: Any) -> list[dict[str, str]]:
+        logger = CSVLogger(tmp_path, name=name, version=0)
+        fit(*callbacks, logger=logger, log_every_n_steps=2, num_sanity_val_steps=2)
+        with (tmp_path / name / "version_0" / "metrics.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    plain = rows("plain")
+    logged = rows("egeria", EgeriaCallback(config=FREEZE, directory=tmp_path / "run"))
+    ours = [row for row in logged if row.get("egeria/frozen")]
+    rest = [{name: value for name, value in row.items() if name in plain[0]} for row in logged if row not in ours]
+    assert rest == plain
+    assert [(row["step"], float(row["egeria/frozen"])) for row in ours[:2]] == [("6", 1.0), ("12", 2.0)]
+    assert all(float(row["egeria/params_frozen"]) > 0 for row in ours)
+
+
+def test_without_logging_nothing_is_logged(tmp_path):
+    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "run", log=False), logger=CSVLogger(tmp_path, version=0))
+    assert "egeria/frozen" not in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+
+
+class Parts(Classifier):
+    """Two parts that `training_step` calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(block(), block(), block(), nn.Linear(8, 8)))
+        self.head = nn.Linear(8, 4)
+
+    def training_step(self, batch, batch_idx):
+        return functional.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Whole(Parts):
+    """Two parts behind a forward of its own."""
+
+    def forward(self, inputs):
+        return self.head(self.net(inputs))
+
+    def training_step(self, batch, batch_idx):
+        return functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def test_a_submodule_is_watched_by_its_name(tmp_path):
+    callback = EgeriaCallback("net", config=FREEZE, directory=tmp_path)
+    fit(callback, model=Parts)
+    assert freezes(tmp_path) == [(6, 1), (12, 2)]
+
+
+def test_a_module_with_a_forward_of_its_own_is_watched_itself(tmp_path):
+    fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=Whole)
+    names = [entry["name"] for entry in read_journal(tmp_path).of(RunStarted)[0].modules]
+    assert any("net" in name for name in names) and len(freezes(tmp_path)) == 2
+
+
+def test_a_module_without_one_is_declined_with_what_to_do(tmp_path):
+    with pytest.warns(EgeriaWarning, match=r"Parts has no forward.*EgeriaCallback\('net'\)"):
+        trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=Parts)
+    assert differences(end_of(trainer), end_of(fit(model=Parts))) == []
+
+
+def test_names_and_settings_outside_their_contract_are_errors():
+    with pytest.raises(ConfigError, match="found 'nett'.*'net', 'head'"):
+        fit(EgeriaCallback("nett"), model=Parts)
+    with pytest.raises(ConfigError, match="takes the name of a submodule"):
+        EgeriaCallback(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="windo"):
+        EgeriaCallback(config={"plasticity": {"windo": 3}})
+
+
+class Manual(Classifier):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class Thaws(pl_callbacks.BaseFinetuning):
+    """Trains the front later."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class DeepSpeedStrategy(SingleDeviceStrategy):
+    """By its name one of those that egeria does not follow."""
+
+
+DECLINED: dict[str, Any] = {
+    "SWA": (Classifier, [lambda: pl_callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)], "averages"),
+    "finetuning": (Classifier, [Thaws], "freezes and thaws layers itself"),
+    "manual": (Manual, [], "optimizes manually"),
+    "strategy": (Classifier, [], "DeepSpeedStrategy is not followed"),
+}
+
+
+@pytest.mark.parametrize("case", DECLINED)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*provided params to be frozen already exist:UserWarning:lightning")
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen:UserWarning")
+@pytest.mark.filterwarnings("ignore:Swapping scheduler:UserWarning")
+def test_what_cannot_be_followed_is_declined_with_one_warning(case, tmp_path):
+    model, callbacks, reason = DECLINED[case]
+    options = {"strategy": DeepSpeedStrategy("cpu")} if case == "strategy" else {}
+    plain = end_of(fit(*[make() for make in callbacks], model=model, **options))
+    options = {"strategy": DeepSpeedStrategy("cpu")} if case == "strategy" else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callback = EgeriaCallback(config=FREEZE, directory=tmp_path)
+        trainer = fit(*[make() for make in callbacks], callback, model=model, **options)
+    [said] = [str(entry.message) for entry in caught if issubclass(entry.category, EgeriaWarning)]
+    assert reason in said and not list(tmp_path.iterdir())
+    assert differences(end_of(trainer), plain) == []
+
+
+def test_a_moving_average_of_the_weights_goes_along(tmp_path):
+    average = pl_callbacks.EMAWeightAveraging(decay=0.9)
+    fit(EgeriaCallback(config=FREEZE, directory=tmp_path), average)
+    assert freezes(tmp_path) == [(6, 1), (12, 2)]
+
+
+def test_endless_training_has_no_length(tmp_path):
+    config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
+    callback = EgeriaCallback(config=config, controller="inline", directory=tmp_path)
+    trainer = fit(callback, Stops(11, tmp_path / "last.ckpt"), max_epochs=-1)
+    assert trainer.global_step == 11
+    assert read_journal(tmp_path).of(RunStarted)[0].total_steps is None
+
+
+def test_a_fast_development_run_leaves_nothing_behind(tmp_path):
+    fit(EgeriaCallback(), fast_dev_run=2)
+    assert not list(tmp_path.rglob("*.jsonl")) and not (tmp_path / "egeria_runs").exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["crash", "Ctrl-C"])
+def test_a_crash_leaves_the_model_as_it_was_found(error, tmp_path):
+    model = Classifier()
+    before = outside(model.net)
+    callback = EgeriaCallback(config=FREEZE, directory=tmp_path)
+    with pytest.raises((RuntimeError, SystemExit)):
+        fit(callback, Fails(14, error), model=lambda: model)
+    assert freezes(tmp_path) == [(6, 1), (12, 2)] and callback.run is None
+    found, expected = outside(model.net), before
+    found.pop("modes"), expected.pop("modes")  # those of the training, in which it stopped
+    assert found == expected and model.training
+
+
+def test_fitting_twice_makes_two_runs(tmp_path):
+    torch.manual_seed(0)
+    model, callback = Classifier(), EgeriaCallback(config=FREEZE)
+    trainer = trainer_of(callback)
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 2 * EPOCHS
+    trainer.fit(model, loader())
+    journals = [read_journal(path) for path in sorted(Path("egeria_runs").iterdir())]
+    assert [journal.of(RunStarted)[0].total_steps for journal in journals] == [20, 20]
+    assert [len(journal.of(ModuleFrozen)) for journal in journals] == [2, 2]
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped", "whole"])
+def test_a_compiled_model_freezes(way, tmp_path):
+    torch.compiler.reset()
+
+    def compiled():
+        model = Classifier(nn.Sequential(block(), block(), block(), nn.Linear(8, 4)))
+        if way == "in place":
+            model.net.compile(backend="eager")
+        elif way == "wrapped":
+            model.net = torch.compile(model.net, backend="eager")
+        return torch.compile(model, backend="eager") if way == "whole" else model
+
+    config = {**FREEZE, "freezing": {"enabled": True}}
+    trainer = fit(EgeriaCallback(config=config, directory=tmp_path), model=compiled)
+    assert trainer.global_step == 20
+    assert [frozen for _, frozen in freezes(tmp_path)] == [1, 2]
+
+
+def test_lora_trains_and_freezes(tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 3}
+    config = transformers.BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=2, **shape)
+
+    class Adapted(Classifier):
+        def __init__(self) -> None:
+            bert = transformers.BertForSequenceClassification(config)
+            super().__init__(peft.get_peft_model(bert, peft.LoraConfig(task_type="SEQ_CLS", r=2)))
+
+        def training_step(self, batch, batch_idx):
+            tokens = (batch[0].abs() * 7).long().clamp(max=19)
+            return self.net(input_ids=tokens, labels=batch[1] % 2).loss
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=Adapted)
+    assert [frozen for _, frozen in freezes(tmp_path)] == [1, 2]
+    assert trainer.global_step == 20
+
+
+def fit_on_ranks(folder: str, config: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Train in a process of a job that was started as by torchrun."""
+    rank = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test"}
+    warnings.simplefilter("ignore")
+    callbacks = [] if config is None else [EgeriaCallback(config=config, directory=folder)]
+    strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
+    trainer = fit(*callbacks, strategy=strategy, devices=2, batches=2 * BATCHES, **options)
+    return end_of(trainer)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulation"])
+def test_two_ranks_freeze_alike_and_watch_without_a_trace(options, tmp_path):
+    plain = run_ranks(fit_on_ranks, "", None, options)
+    watched = run_ranks(fit_on_ranks, str(tmp_path / "watched"), WATCH, options)
+    for ours, theirs in zip(watched, plain, strict=True):
+        assert differences(ours, theirs) == []
+    first, second = run_ranks(fit_on_ranks, str(tmp_path / "frozen"), FREEZE, options)
+    weights = [{k: v for k, v in end.items() if k != "random" and "running" not in k} for end in (first, second)]
+    assert differences(*weights) == []
+    steps = first["step"]
+    assert freezes(tmp_path / "frozen") == [(-(-steps * 3 // 10), 1), (-(-steps * 6 // 10), 2)]
+    assert not read_journal(tmp_path / "frozen").of(Declined)
