@@ -260,7 +260,7 @@ def test_a_module_without_one_is_declined_with_what_to_do(tmp_path):
 
 
 def test_names_and_settings_outside_their_contract_are_errors():
-    with pytest.raises(ConfigError, match="found 'nett'.*'net', 'head'"):
+    with pytest.raises(ConfigError, match=r"found 'nett'.*'net', 'head'"):
         fit(EgeriaCallback("nett"), model=Parts)
     with pytest.raises(ConfigError, match="takes the name of a submodule"):
         EgeriaCallback(nn.Linear(1, 1))
@@ -368,12 +368,19 @@ def test_fitting_twice_makes_two_runs(tmp_path):
     assert [len(journal.of(ModuleFrozen)) for journal in journals] == [2, 2]
 
 
+class Silent(Classifier):
+    """Logs nothing in training, for `self.log` cannot be compiled."""
+
+    def training_step(self, batch, batch_idx):
+        return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
 @pytest.mark.parametrize("way", ["in place", "wrapped", "whole"])
 def test_a_compiled_model_freezes(way, tmp_path):
     torch.compiler.reset()
 
     def compiled():
-        model = Classifier(nn.Sequential(block(), block(), block(), nn.Linear(8, 4)))
+        model = Silent()
         if way == "in place":
             model.net.compile(backend="eager")
         elif way == "wrapped":
@@ -386,6 +393,7 @@ def test_a_compiled_model_freezes(way, tmp_path):
     assert [frozen for _, frozen in freezes(tmp_path)] == [1, 2]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_trains_and_freezes(tmp_path):
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     transformers = pytest.importorskip("transformers", reason="Transformers is not installed")

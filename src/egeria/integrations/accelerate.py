@@ -12,8 +12,8 @@ from egeria import session
 from egeria.config import Config
 from egeria.controller import Controller
 from egeria.errors import ConfigError
-from egeria.integrations.tracking import ScalarLog
 from egeria.policy import PolicyMaker
+from egeria.report.trackers import Tracker
 from egeria.session import Run
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ def attach(
         directory=directory,
         controller=controller,
         policy=policy,
+        log_to=_trackers(accelerator) if log else None,
     )
-    accelerated = AcceleratedRun(run, accelerator, log=log)
+    accelerated = AcceleratedRun(run, accelerator)
     accelerator.register_for_checkpointing(accelerated)
     return accelerated
 
@@ -82,14 +83,12 @@ class AcceleratedRun:
     Whatever is not defined here is that of the run.
     """
 
-    def __init__(self, run: Run, accelerator: Accelerator, *, log: bool) -> None:
+    def __init__(self, run: Run, accelerator: Accelerator) -> None:
         self._run, self._accelerator = run, accelerator
         self._losses: list[Any] = []
         """Those of the iterations since the last optimizer step."""
         self._last_state: dict[str, Any] | None = None
         """The state when the run was closed."""
-        logs = log and accelerator.is_main_process
-        self._scalars = ScalarLog(run, self._send) if logs else None
 
     def step(self, loss: Any) -> None:
         """Take in one iteration; it counts where the optimizer stepped, with the mean loss of the accumulated batches.
@@ -107,8 +106,6 @@ class AcceleratedRun:
         if self._accelerator.optimizer_step_was_skipped:
             return
         self._run.step(_mean(losses))
-        if self._scalars is not None:
-            self._scalars.after_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run; of a closed one that before it was closed."""
@@ -127,10 +124,10 @@ class AcceleratedRun:
         """End the run and leave the model as it was found. Safe to call twice."""
         if self._last_state is not None:
             return
-        self._last_state = self._run.state_dict()
-        if self._scalars is not None:
-            self._scalars.log()
-        self._run.close()
+        try:
+            self._last_state = self._run.state_dict()
+        finally:
+            self._run.close()
 
     def __enter__(self) -> AcceleratedRun:
         return self
@@ -143,13 +140,6 @@ class AcceleratedRun:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_run"], name)
-
-    def _send(self, values: dict[str, float], step: int) -> None:
-        for tracker in self._accelerator.trackers:
-            if tracker.name == "wandb":  # drops what comes with a smaller step: the loop's own may count epochs
-                tracker.log(values, commit=False)
-            else:
-                tracker.log(values, step=step)
 
 
 def _check(accelerator: Any, model: Any) -> None:
@@ -167,6 +157,19 @@ def _check(accelerator: Any, model: Any) -> None:
             f"{type(model).__name__}, which is not prepared. Call model, optimizer, loader = accelerator.prepare(...) "
             f"first, and attach with what it returns."
         )
+
+
+def _trackers(accelerator: Any) -> list[Tracker]:
+    """Return what logs to the trackers of an accelerator, as they are when there is something to log."""
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        for tracker in accelerator.trackers:
+            if tracker.name == "wandb":  # drops what comes with a smaller step, and the loop's own may count epochs
+                tracker.log({**values, "egeria/step": step}, commit=False)
+            else:
+                tracker.log(dict(values), step=step)
+
+    return [Tracker(name="a tracker of the accelerator", log=log)] if accelerator.is_main_process else []
 
 
 def _mean(losses: Sequence[Any]) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,9 @@ from torch import Tensor, nn
 from egeria import session
 from egeria.config import Config
 from egeria.controller import Controller
-from egeria.errors import ConfigError, StateError, brief
-from egeria.integrations.tracking import ScalarLog
+from egeria.errors import ConfigError, StateError
 from egeria.policy import PolicyMaker
-from egeria.report import report
+from egeria.report.trackers import FOLDER, Tracker
 from egeria.session import EgeriaWarning, Run
 from egeria.session.checks import read_config
 
@@ -51,7 +48,7 @@ class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does
     layers) is declined with one warning, and training goes on untouched.
 
     Args:
-        module: name of the submodule to watch, such as 'backbone'; it must be called as a whole, and not only its parts.
+        module: name of the submodule to watch, such as 'backbone'; it must be called as a whole, not in parts.
             None takes the only child with anything to train, else the LightningModule, whose `training_step` must then
             call `self(...)`.
         config: as of `egeria.attach`, as are the next three.
@@ -81,7 +78,7 @@ class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does
                 f"Pass its name, such as 'backbone'."
             )
         self._name = module
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "config": read_config(config, controller, policy),
             "policy": policy,
             "directory": directory,
@@ -89,7 +86,6 @@ class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does
         }
         self._logs = log
         self._run: Run | None = None
-        self._scalars: ScalarLog | None = None
         self._losses: list[Tensor] = []
         """Those of the batches since the last optimizer step."""
         self._first_step = self._global_step = 0
@@ -112,12 +108,9 @@ class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the model; with the state from the checkpoint, if there is one."""
-        reason = _reason_to_decline(trainer, pl_module)
-        watched = pl_module if reason else _find_watched(pl_module, self._name)
+        watched = _reason_to_decline(trainer, pl_module) or _find_watched(pl_module, self._name)
         if isinstance(watched, str):
-            reason = watched
-        if reason:
-            _warn(f"egeria freezes nothing in this training: {reason}")
+            _warn(f"egeria freezes nothing in this training: {watched}")
             return
         state, self._loaded = self._loaded, None
         if state is not None:
@@ -140,17 +133,10 @@ class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does
         self._global_step = trainer.global_step
         losses, self._losses = self._losses, []
         self._run.step(sum(losses) / len(losses) if losses else math.nan)
-        if self._scalars is not None:
-            self._scalars.after_step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the last scalars and the report, and leave the model as it was found."""
-        run = self._run
-        if self._scalars is not None:
-            self._scalars.log()
+        """Leave the model as it was found, after the last scalars and the report were logged."""
         self._close()
-        if self._logs and run is not None and run.directory is not None and run.directory.is_dir():
-            _send_report(trainer.loggers, run.directory)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the model as it was found."""
@@ -185,6 +171,7 @@ class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does
             trainer.train_dataloader,
             scheduler=configs[0].scheduler if len(configs) == 1 else None,
             total_steps=_total_steps(trainer, self._first_step),
+            log_to=_trackers(trainer) if self._logs else None,
             **settings,
         )
         try:
@@ -194,15 +181,15 @@ class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does
             run.close()
             raise
         self._run = run
-        if self._logs and trainer.is_global_zero and trainer.loggers:
-            self._scalars = ScalarLog(run, partial(_send, trainer))
 
     def _close(self) -> None:
         run = self._run
         if run is not None:
-            self._last_state = self.state_dict()
-            self._run = self._scalars = None
-            run.close()
+            try:
+                self._last_state = self.state_dict()
+            finally:
+                self._run = None
+                run.close()
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
@@ -226,7 +213,7 @@ def _reason_to_decline(trainer: Any, pl_module: Any) -> str:
     return ""
 
 
-def _find_watched(pl_module: Any, name: str | None) -> nn.Module | str:
+def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module | str:
     """Return the module to watch, or why there is none.
 
     Raises:
@@ -234,12 +221,12 @@ def _find_watched(pl_module: Any, name: str | None) -> nn.Module | str:
     """
     if name is not None:
         try:
-            return pl_module.get_submodule(name)  # type: ignore[no-any-return]
+            return pl_module.get_submodule(name)
         except AttributeError as error:
-            children = ", ".join(repr(child) for child, _ in pl_module.named_children())
+            known = ", ".join(repr(child) for child, _ in pl_module.named_children())
             raise ConfigError(
                 f"EgeriaCallback(module=...) names a submodule of the LightningModule, found {name!r} ({error}). "
-                f"Its children are {children}."
+                f"Its children are {known}."
             ) from error
     children = {child: part for child, part in pl_module.named_children() if _trains(part.parameters())}
     if len(children) == 1 and not _trains(pl_module.parameters(recurse=False)):
@@ -247,7 +234,7 @@ def _find_watched(pl_module: Any, name: str | None) -> nn.Module | str:
         if _has_forward(only):
             return only
     if _has_forward(pl_module):
-        return pl_module  # type: ignore[no-any-return]
+        return pl_module
     return (
         f"{type(pl_module).__name__} has no forward, and its parameters are in {', '.join(map(repr, children))}. "
         f"Name the one to watch, EgeriaCallback({next(iter(children), 'backbone')!r}), or define forward and call "
@@ -274,27 +261,26 @@ def _total_steps(trainer: Any, first_step: int) -> int | None:
     return int(steps) - first_step if first_step < steps < math.inf else None
 
 
-def _send(trainer: Any, values: dict[str, float], step: int) -> None:
-    """Log scalars at once: through `self.log` they would wait for the metrics of Lightning, and be among them."""
-    for logger in trainer.loggers:
-        logger.log_metrics(values, step=trainer.global_step)
+def _trackers(trainer: Any) -> list[Tracker]:
+    """Return what logs to the loggers of a trainer."""
+    return [_tracker(trainer, logger) for logger in trainer.loggers] if trainer.is_global_zero else []
 
 
-def _send_report(loggers: Any, directory: Path) -> None:
-    """Write the report, and give it to the loggers that take files."""
-    kinds = [{kind.__name__ for kind in type(logger).__mro__} for logger in loggers]
-    takers = [pair for pair in zip(loggers, kinds, strict=True) if pair[1] & {"MLFlowLogger", "WandbLogger"}]
-    if not takers:
-        return
-    try:
-        page = report(directory).path
-        for logger, names in takers:
-            if "MLFlowLogger" in names:
-                logger.experiment.log_artifact(logger.run_id, str(page), "egeria")
-            else:
-                logger.experiment.log_artifact(str(page), name=f"egeria-{logger.experiment.id}", type="report")
-    except Exception as error:
-        logging.getLogger("egeria").info("the report was not logged: %s", brief(error))
+def _tracker(trainer: Any, logger: Any) -> Tracker:
+    """Return what logs to one logger, at once: through `self.log` it would be among the metrics of Lightning."""
+    kinds = {kind.__name__ for kind in type(logger).__mro__}
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        logger.log_metrics(dict(values), step=trainer.global_step)
+
+    def keep(folder: Path) -> None:
+        if "MLFlowLogger" in kinds:
+            logger.experiment.log_artifacts(logger.run_id, str(folder), FOLDER)
+        else:
+            logger.experiment.log_artifact(str(folder), name="egeria-report", type="report")
+
+    takes_files = bool(kinds & {"MLFlowLogger", "WandbLogger"})
+    return Tracker(name=type(logger).__name__, log=log, keep=keep if takes_files else None)
 
 
 def _warn(text: str) -> None:
