@@ -31,6 +31,8 @@ FRAMEWORK = (
     "ignore:The `srun` command is available:UserWarning:lightning",
     "ignore:.*treespec, LeafSpec.*:FutureWarning:lightning",
     "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended:UserWarning",
+    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
     "ignore:Found .* module\\(s\\) in eval mode at the start of training:UserWarning:lightning",
 )
 pytestmark = [pytest.mark.filterwarnings(entry) for entry in FRAMEWORK]
@@ -163,13 +165,25 @@ def test_it_freezes_and_counts_optimizer_steps(options, tmp_path):
 
 
 def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(tmp_path):
-    whole = end_of(fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "whole")))
-    stopped = Stops(9, tmp_path / "last.ckpt")
-    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "first"), stopped)
+    def without_dropout():  # Lightning's checkpoints have no random states
+        return Classifier(nn.Sequential(*(block()[:3] for _ in range(3)), nn.Linear(8, 4)))
+
+    whole = end_of(fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "whole"), model=without_dropout))
+
+    def keeps():
+        return pl_callbacks.ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+
+    callbacks = [EgeriaCallback(config=FREEZE, directory=tmp_path / "first"), keeps()]
+    options = {"model": without_dropout, "enable_checkpointing": True}
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(*callbacks, Fails(13, RuntimeError("killed")), **options)
+    assert freezes(tmp_path / "first") == [(6, 1), (12, 2)]
     callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "second")
-    resumed = end_of(fit(callback, ckpt_path=stopped.path))
-    assert read_journal(tmp_path / "second").of(Resumed)[0].frozen == 1
-    assert freezes(tmp_path / "second") == freezes(tmp_path / "whole")[1:] == [(12, 2)]
+    options |= {"ckpt_path": tmp_path / "saved" / "epoch=1.ckpt"}
+    resumed = end_of(fit(callback, keeps(), **options))
+    assert [(event.step, event.frozen) for event in read_journal(tmp_path / "second").of(Resumed)] == [(10, 1)]
+    assert freezes(tmp_path / "second") == [(12, 2)]
+    del resumed["random"], whole["random"]
     assert differences(resumed, whole) == []
 
 
@@ -196,25 +210,32 @@ def test_a_state_of_another_policy_is_left_with_one_warning(tmp_path):
     assert trainer.global_step == EPOCHS * BATCHES
 
 
-def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
-    def rows(name: str, *callbacks: Any) -> list[dict[str, str]]:
-        logger = CSVLogger(tmp_path, name=name, version=0)
-        fit(*callbacks, logger=logger, log_every_n_steps=2, num_sanity_val_steps=2)
-        with (tmp_path / name / "version_0" / "metrics.csv").open() as file:
-            return list(csv.DictReader(file))
+def rows(folder: Path, *callbacks: Any) -> list[dict[str, str]]:
+    logger = CSVLogger(folder, name="", version=0)
+    fit(*callbacks, logger=logger, log_every_n_steps=2, num_sanity_val_steps=2)
+    with (folder / "version_0" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
 
-    plain = rows("plain")
-    logged = rows("egeria", EgeriaCallback(config=FREEZE, directory=tmp_path / "run"))
-    ours = [row for row in logged if row.get("egeria/frozen")]
+
+def test_validation_and_what_lightning_logs_are_as_without(tmp_path):
+    plain = rows(tmp_path / "plain")
+    callback = EgeriaCallback(config=WATCH, directory=tmp_path / "run")
+    logged = rows(tmp_path / "watched", callback)
+    ours = [row for row in logged if row["egeria/frozen"]]
     rest = [{name: value for name, value in row.items() if name in plain[0]} for row in logged if row not in ours]
-    assert rest == plain
-    assert [(row["step"], float(row["egeria/frozen"])) for row in ours[:2]] == [("6", 1.0), ("12", 2.0)]
-    assert all(float(row["egeria/params_frozen"]) > 0 for row in ours)
+    assert rest == plain and len(ours) > 3
+
+
+def test_the_loggers_get_the_scalars_at_the_steps_of_the_trainer(tmp_path):
+    logged = rows(tmp_path, EgeriaCallback(config=FREEZE, directory=tmp_path / "run"))
+    frozen = {int(row["step"]): float(row["egeria/frozen"]) for row in logged if row["egeria/frozen"]}
+    assert (frozen[5], frozen[6], frozen[11], frozen[12], frozen[20]) == (0, 1, 1, 2, 2)
+    assert any(float(row["egeria/params_frozen"] or 0) > 0 for row in logged)
 
 
 def test_without_logging_nothing_is_logged(tmp_path):
-    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "run", log=False), logger=CSVLogger(tmp_path, version=0))
-    assert "egeria/frozen" not in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    logged = rows(tmp_path, EgeriaCallback(config=FREEZE, directory=tmp_path / "run", log=False))
+    assert logged and not any(name.startswith("egeria/") for name in logged[0])
 
 
 class Parts(Classifier):
@@ -309,6 +330,7 @@ DECLINED: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*provided params to be frozen already exist:UserWarning:lightning")
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen:UserWarning")
+@pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch:UserWarning")
 @pytest.mark.filterwarnings("ignore:Swapping scheduler:UserWarning")
 def test_what_cannot_be_followed_is_declined_with_one_warning(case, tmp_path):
     model, callbacks, reason = DECLINED[case]
@@ -360,9 +382,9 @@ def test_fitting_twice_makes_two_runs(tmp_path):
     torch.manual_seed(0)
     model, callback = Classifier(), EgeriaCallback(config=FREEZE)
     trainer = trainer_of(callback)
-    trainer.fit(model, loader())
+    trainer.fit(model, loader(), loader(2))
     trainer.fit_loop.max_epochs = 2 * EPOCHS
-    trainer.fit(model, loader())
+    trainer.fit(model, loader(), loader(2))
     journals = [read_journal(path) for path in sorted(Path("egeria_runs").iterdir())]
     assert [journal.of(RunStarted)[0].total_steps for journal in journals] == [20, 20]
     assert [len(journal.of(ModuleFrozen)) for journal in journals] == [2, 2]
@@ -375,22 +397,43 @@ class Silent(Classifier):
         return functional.cross_entropy(self.net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("way", ["in place", "wrapped", "whole"])
-def test_a_compiled_model_freezes(way, tmp_path):
+class Net(nn.Module):
+    """A network with a forward of its own, which torch.compile takes hooks of the model out of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(block() for _ in range(3)), nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        for part in self.blocks:
+            inputs = part(inputs)
+        return self.head(inputs)
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_a_compiled_model_freezes(way, tmp_path, monkeypatch):
     torch.compiler.reset()
+    # No freeze of a model this small repays compiling it anew.
+    monkeypatch.setattr("egeria.session.applying.Compiling.reason_to_wait", lambda compiling, saved_s: None)
 
     def compiled():
-        model = Silent()
+        model = Silent(Net())
         if way == "in place":
             model.net.compile(backend="eager")
-        elif way == "wrapped":
+        else:
             model.net = torch.compile(model.net, backend="eager")
-        return torch.compile(model, backend="eager") if way == "whole" else model
+        return model
 
-    config = {**FREEZE, "freezing": {"enabled": True}}
-    trainer = fit(EgeriaCallback(config=config, directory=tmp_path), model=compiled)
+    trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=compiled)
     assert trainer.global_step == 20
-    assert [frozen for _, frozen in freezes(tmp_path)] == [1, 2]
+    assert freezes(tmp_path) == [(6, 1), (12, 2)]
+
+
+def test_a_compiled_training_step_is_declined(tmp_path):
+    torch.compiler.reset()
+    with pytest.warns(EgeriaWarning, match="was not called in training mode"):
+        fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=lambda: torch.compile(Silent(), backend="eager"))
+    assert not freezes(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

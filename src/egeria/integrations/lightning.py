@@ -15,6 +15,7 @@ from egeria import session
 from egeria.config import Config
 from egeria.controller import Controller
 from egeria.errors import ConfigError, StateError
+from egeria.layers.shards import without_wrapper
 from egeria.policy import PolicyMaker
 from egeria.report.trackers import FOLDER, Tracker
 from egeria.session import EgeriaWarning, Run
@@ -248,7 +249,8 @@ def _trains(parameters: Iterator[nn.Parameter]) -> bool:
 
 def _has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called: those of torch and Lightning have a forward that only raises."""
-    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    kinds = type(without_wrapper(module)).__mro__
+    owner = next(kind for kind in kinds if "forward" in vars(kind))
     return owner.__name__ not in ("Module", "LightningModule")
 
 
