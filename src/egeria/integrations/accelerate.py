@@ -149,9 +149,10 @@ def _check(accelerator: Any, model: Any) -> None:
             f"egeria.integrations.accelerate.attach takes the accelerate.Accelerator of the loop first, found "
             f"{type(accelerator).__name__}. In a loop without one call egeria.attach(model, optimizer, ...)."
         )
-    prepared = getattr(accelerator, "_models", ())
-    is_prepared = any(model is part for entry in prepared for part in entry.modules())
-    if accelerator.num_processes > 1 and not is_prepared:
+    if accelerator.num_processes == 1:
+        return
+    prepared = {id(part) for entry in getattr(accelerator, "_models", ()) for part in entry.modules()}
+    if not any(id(part) in prepared for part in model.modules()):
         raise ConfigError(
             f"Among several processes attach takes the model that accelerator.prepare returned, found "
             f"{type(model).__name__}, which is not prepared. Call model, optimizer, loader = accelerator.prepare(...) "

@@ -1,0 +1,359 @@
+"""Accelerate: `run.step(loss)` in every iteration of an unchanged loop, after `accelerator.prepare`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install egeria[accelerate]")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.tracking import GeneralTracker  # noqa: E402
+from accelerate.utils import TorchDynamoPlugin  # noqa: E402
+
+from egeria import ConfigError, Run, read_journal  # noqa: E402
+from egeria.events import Declined, ModuleFrozen, Resumed, RunClosed, RunStarted  # noqa: E402
+from egeria.integrations.accelerate import attach  # noqa: E402
+from loops import differences, outside  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+EPOCHS, BATCHES, BATCH = 4, 5, 6
+WATCH = {"freezing": {"enabled": False}, "plasticity": {"interval_steps": 3}}
+FREEZE = {"policy": {"name": "static", "schedule": "0.3:1 0.6:2"}, "plasticity": {"interval_steps": 1}}
+"""Of 20 steps: one layer module is frozen from the 6th on, two from the 12th."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """What Accelerate keeps for the process is of one test."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Net(nn.Module):
+    """Four blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(self.block() for _ in range(3)))
+        self.head = nn.Linear(8, 4)
+
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1))
+
+    def forward(self, inputs):
+        return self.head(self.blocks(inputs))
+
+
+class Loop:
+    """A training loop as Accelerate's examples have it, with egeria's two lines where settings are given."""
+
+    def __init__(self, settings: dict[str, Any] | None = None, *, model: Any = Net, fp16: bool = False, **options: Any):
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, **options)
+        if fp16:  # what mixed_precision="fp16" does on an accelerator
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.net = model()
+        optimizer = torch.optim.SGD([p for p in self.net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
+        inputs = torch.randn(BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(1))
+        loader = DataLoader(TensorDataset(inputs, torch.arange(len(inputs)) % 4), batch_size=BATCH)
+        prepared = self.accelerator.prepare(self.net, optimizer, loader, schedule)
+        self.model, self.optimizer, self.loader, self.schedule = prepared
+        accumulation = self.accelerator.gradient_accumulation_steps
+        self.steps = -(-len(self.loader) // accumulation) * EPOCHS
+        self.before, self.run = outside(self.net), None
+        if settings is not None:
+            settings = {"total_steps": self.steps, "directory": Path("run"), **settings}
+            self.run = attach(self.accelerator, *prepared[:3], prepared[3], **settings)
+        self.num_updates = 0
+
+    def batch_loss(self, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def epochs(self, count: int = EPOCHS, begin: int = 0) -> Loop:
+        for _ in range(begin, count):
+            self.model.train()
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.batch_loss(batch)
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                        self.num_updates += 1
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                if self.run is not None:
+                    self.run.step(loss)
+        return self
+
+    def end(self) -> dict[str, Any]:
+        """Return all that the training has changed."""
+        state = {f"model.{name}": tensor.clone() for name, tensor in self.net.state_dict().items()}
+        for index, entry in self.optimizer.state_dict()["state"].items():
+            state |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
+        return {**state, "rates": self.schedule.get_last_lr(), "random": torch.get_rng_state()}
+
+
+def freezes(directory: Path | str = "run") -> list[tuple[int, int]]:
+    return [(event.step, event.frozen) for event in read_journal(directory).of(ModuleFrozen)]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "bf16": {"mixed_precision": "bf16"},
+    "scaled gradients": {"fp16": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_watching_is_the_loop_alone_bit_for_bit(options):
+    plain = Loop(**options).epochs().end()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    loop = Loop({"config": WATCH}, **options).epochs()
+    assert differences(loop.end(), plain) == []
+    loop.run.close()
+    [closed] = read_journal("run").of(RunClosed)
+    assert closed.step == loop.num_updates == loop.steps
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_it_freezes_and_counts_optimizer_steps(options):
+    loop = Loop({"config": FREEZE}, **options)
+    loop.epochs(2)
+    front = {name: tensor.clone() for name, tensor in loop.net.blocks[0].state_dict().items()}
+    head = loop.net.head.weight.clone()
+    assert loop.run.frozen == 1
+    loop.epochs(2)
+    assert all(torch.equal(tensor, front[name]) for name, tensor in loop.net.blocks[0].state_dict().items())
+    assert not torch.equal(loop.net.head.weight, head)
+    assert freezes() == [(-(-loop.steps * 3 // 10), 1), (-(-loop.steps * 6 // 10), 2)]
+    loop.run.close()
+    assert outside(loop.net) == loop.before
+
+
+def test_the_loss_of_a_step_is_the_mean_of_its_batches():
+    losses: list[list[float]] = []
+    loop = Loop({"config": WATCH}, gradient_accumulation_steps=3)
+    loop.run._run.step = lambda loss: losses.append([float(loss)])
+    batch_losses: list[torch.Tensor] = []
+    original = loop.batch_loss
+    loop.batch_loss = lambda batch: batch_losses.append(original(batch)) or batch_losses[-1]
+    loop.epochs(1)
+    first, second = [loss.item() for loss in batch_losses[:3]], [loss.item() for loss in batch_losses[3:]]
+    assert losses == [[pytest.approx(sum(first) / 3)], [pytest.approx(sum(second) / 2)]]
+
+
+def test_a_step_skipped_for_an_overflow_is_not_counted():
+    loop = Loop({"config": WATCH}, fp16=True)
+    original, calls = loop.batch_loss, iter(range(100))
+    loop.batch_loss = lambda batch: original(batch) * (float("inf") if next(calls) == 3 else 1.0)
+    loop.epochs()
+    loop.run.close()
+    assert loop.num_updates == 20
+    assert read_journal("run").of(RunClosed)[0].step == 19
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["plain", "bf16"])
+def test_a_loaded_state_goes_on_as_if_never_stopped_bit_for_bit(options, tmp_path):
+    whole = Loop({"config": FREEZE, "directory": tmp_path / "whole"}, **options).epochs().end()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    first = Loop({"config": FREEZE, "directory": tmp_path / "first"}, **options).epochs(2)
+    first.accelerator.save_state(tmp_path / "state")
+    first.run.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    second = Loop({"config": FREEZE, "directory": tmp_path / "second"}, **options)
+    second.accelerator.load_state(tmp_path / "state")
+    resumed = second.epochs(begin=2).end()
+    assert [(event.step, event.frozen) for event in read_journal(tmp_path / "second").of(Resumed)] == [(10, 1)]
+    assert freezes(tmp_path / "second") == freezes(tmp_path / "whole")[1:] == [(12, 2)]
+    assert differences(resumed, whole) == []
+
+
+def test_a_closed_run_is_saved_as_it_was_before(tmp_path):
+    loop = Loop({"config": FREEZE}).epochs()
+    with loop.run:
+        pass
+    loop.run.close()
+    assert loop.run.state_dict()["engine"]["frozen"] == 2
+    loop.accelerator.save_state(tmp_path / "state")
+
+
+def test_a_crash_leaves_the_model_as_it_was_found():
+    loop = Loop({"config": FREEZE})
+    with pytest.raises(KeyboardInterrupt), loop.run:
+        loop.epochs(3)
+        raise KeyboardInterrupt
+    assert freezes() == [(6, 1), (12, 2)] and outside(loop.net) == loop.before
+
+
+def test_the_run_has_the_face_of_a_run():
+    run = Loop({"config": FREEZE}).epochs().run
+    names = {name for name in dir(Run) if not name.startswith("_")} | {"model", "directory"}
+    assert all(hasattr(run, name) for name in names)
+    assert run.frozen == 2 and "2 of" in repr(run) and "table" in run._repr_html_()
+
+
+class Tracked(GeneralTracker):
+    """Remembers what is logged."""
+
+    name = "tracked"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[dict[str, float], int]] = []
+
+    @property
+    def tracker(self):
+        return self.logged
+
+    def log(self, values, step=None, **options):
+        self.logged.append((values, step))
+
+
+def test_the_trackers_get_the_scalars_by_optimizer_steps():
+    tracker = Tracked()
+    loop = Loop({"config": FREEZE}, log_with=tracker, gradient_accumulation_steps=2)
+    loop.accelerator.init_trackers("project")
+    loop.epochs().run.close()
+    frozen = {step: values["egeria/frozen"] for values, step in tracker.logged}
+    assert (frozen[3], frozen[4], frozen[7], frozen[8], frozen[12]) == (0, 1, 1, 2, 2)
+
+
+def test_without_logging_nothing_is_logged():
+    tracker = Tracked()
+    loop = Loop({"config": FREEZE, "log": False}, log_with=tracker)
+    loop.accelerator.init_trackers("project")
+    loop.epochs().run.close()
+    assert not tracker.logged
+
+
+def test_arguments_outside_their_contract_are_errors():
+    loop = Loop()
+    with pytest.raises(ConfigError, match=r"takes the accelerate.Accelerator .* found Net"):
+        attach(loop.model, loop.model, loop.optimizer)
+    with pytest.raises(ConfigError, match="total_steps"):
+        attach(loop.accelerator, loop.model, loop.optimizer, total_steps=0)
+    with attach(loop.accelerator, loop.model, loop.optimizer) as run, pytest.raises(ConfigError, match="loss"):
+        run.step("low")
+
+
+@pytest.mark.parametrize("way", ["by the accelerator", "in place", "before"])
+def test_a_compiled_model_freezes(way, monkeypatch):
+    torch.compiler.reset()
+    # No freeze of a model this small repays compiling it anew.
+    monkeypatch.setattr("egeria.session.applying.Compiling.reason_to_wait", lambda compiling, saved_s: None)
+
+    def compiled():
+        model = Net()
+        if way == "in place":
+            model.compile(backend="eager")
+        return torch.compile(model, backend="eager") if way == "before" else model
+
+    plugin = {"dynamo_plugin": TorchDynamoPlugin(backend="eager")} if way == "by the accelerator" else {}
+    loop = Loop({"config": FREEZE}, model=compiled, **plugin).epochs()
+    assert freezes() == [(6, 1), (12, 2)]
+    loop.run.close()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_trains_and_freezes():
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 3}
+    config = transformers.BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=2, **shape)
+
+    def adapted():
+        bert = transformers.BertForSequenceClassification(config)
+        return peft.get_peft_model(bert, peft.LoraConfig(task_type="SEQ_CLS", r=2))
+
+    loop = Loop({"config": FREEZE}, model=adapted)
+    loop.batch_loss = lambda batch: loop.model(input_ids=(batch[0].abs() * 7).long() % 20, labels=batch[1] % 2).loss
+    loop.epochs()
+    assert freezes() == [(6, 1), (12, 2)]
+    loop.run.close()
+
+
+def test_the_default_policy_evaluates_what_is_prepared():
+    config = {"plasticity": {"interval_steps": 2, "window": 2}, "controller": {"budget_share": 1000.0}}
+    loop = Loop({"config": config, "controller": "inline"}, mixed_precision="bf16").epochs()
+    loop.run.close()
+    journal = read_journal("run")
+    kinds = {event.kind for event in journal}
+    assert "plasticity" in " ".join(kinds) and not [event for event in journal.of(Declined)]
+    assert journal.of(RunStarted)[0].rule == "linear"
+    interval = next(event for event in reversed(list(journal)) if event.kind == "interval")
+    assert interval.way_ahead is not None and interval.noise is not None
+
+
+def train_on_ranks(settings: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train in a process of a job that was started as by torchrun."""
+    rank = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    warnings.simplefilter("ignore")
+    given = None if settings is None else {**settings, "directory": folder}
+    loop = Loop(given, **options)
+    assert loop.accelerator.num_processes == 2
+    loop.epochs()
+    found = {**loop.end(), "steps": loop.num_updates}
+    if loop.run is not None:
+        loop.run.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulation"])
+def test_two_ranks_freeze_alike_and_watch_without_a_trace(options, tmp_path):
+    plain = run_ranks(train_on_ranks, None, "", options)
+    watched = run_ranks(train_on_ranks, {"config": WATCH}, str(tmp_path / "watched"), options)
+    for ours, theirs in zip(watched, plain, strict=True):
+        assert differences(ours, theirs) == []
+    first, second = run_ranks(train_on_ranks, {"config": FREEZE}, str(tmp_path / "frozen"), options)
+    weights = [{k: v for k, v in end.items() if k != "random" and "running" not in k} for end in (first, second)]
+    assert differences(*weights) == []
+    steps = first["steps"]
+    assert freezes(tmp_path / "frozen") == [(-(-steps * 3 // 10), 1), (-(-steps * 6 // 10), 2)]
+    assert not read_journal(tmp_path / "frozen").of(Declined)
+
+
+def attach_unprepared() -> str:
+    """Return what is said to a model that was not prepared."""
+    rank = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = Accelerator(cpu=True), Net()
+    try:
+        attach(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return ""
+
+
+@pytest.mark.dist
+def test_an_unprepared_model_among_several_processes_is_an_error_that_says_so():
+    for said in run_ranks(attach_unprepared):
+        assert "found Net, which is not prepared. Call model, optimizer, loader = accelerator.prepare(" in said
