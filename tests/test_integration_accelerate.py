@@ -22,7 +22,7 @@ from accelerate.tracking import GeneralTracker  # noqa: E402
 from accelerate.utils import TorchDynamoPlugin  # noqa: E402
 
 from egeria import ConfigError, Run, read_journal  # noqa: E402
-from egeria.events import Declined, ModuleFrozen, Resumed, RunClosed, RunStarted  # noqa: E402
+from egeria.events import Declined, IntervalMeasured, ModuleFrozen, PlasticityRead, Resumed, RunClosed, RunStarted  # noqa: E402
 from egeria.integrations.accelerate import attach  # noqa: E402
 from loops import differences, outside  # noqa: E402
 from ranks import run_ranks  # noqa: E402
@@ -294,10 +294,9 @@ def test_the_default_policy_evaluates_what_is_prepared():
     loop = Loop({"config": config, "controller": "inline"}, mixed_precision="bf16").epochs()
     loop.run.close()
     journal = read_journal("run")
-    kinds = {event.kind for event in journal}
-    assert "plasticity" in " ".join(kinds) and not [event for event in journal.of(Declined)]
+    assert journal.of(PlasticityRead) and not journal.of(Declined)
     assert journal.of(RunStarted)[0].rule == "linear"
-    interval = next(event for event in reversed(list(journal)) if event.kind == "interval")
+    interval = journal.of(IntervalMeasured)[-1]
     assert interval.way_ahead is not None and interval.noise is not None
 
 
@@ -357,3 +356,29 @@ def attach_unprepared() -> str:
 def test_an_unprepared_model_among_several_processes_is_an_error_that_says_so():
     for said in run_ranks(attach_unprepared):
         assert "found Net, which is not prepared. Call model, optimizer, loader = accelerator.prepare(" in said
+
+
+EXAMPLES = {
+    "accelerate_images": ["--steps", "3"],
+    "accelerate_text_classification": ["--steps", "3", "--accumulate", "2"],
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_with_and_without_its_marked_lines(name):
+    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
+    pytest.importorskip("transformers", reason="Transformers is not installed")
+    source = (Path(__file__).parent.parent / "examples" / f"{name}.py").read_text()
+    lines = source.splitlines()
+    plain = [line for line in lines if not line.endswith("# egeria")]
+    assert 0 < len(lines) - len(plain) <= 3 and "egeria." not in "\n".join(plain)
+    accuracies = []
+    for code in ("\n".join(plain), source):
+        names: dict[str, Any] = {"__name__": name}
+        exec(compile(code, name, "exec"), names)
+        accuracies.append(names["train"](names["parse"](EXAMPLES[name])))
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert accuracies[0] == accuracies[1]
+    [directory] = Path("egeria_runs").iterdir()
+    started = read_journal(directory).of(RunStarted)[0]
+    assert started.total_steps == 3 and len(started.modules) > 2

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
-from egeria.events import Declined, ModuleFrozen, Resumed, RunClosed, RunStarted  # noqa: E402
+from egeria.events import Declined, IntervalMeasured, ModuleFrozen, PlasticityRead, Resumed, RunClosed, RunStarted  # noqa: E402
 from egeria.integrations.lightning import EgeriaCallback  # noqa: E402
 from loops import differences, outside  # noqa: E402
 from ranks import run_ranks  # noqa: E402
@@ -486,3 +486,29 @@ def test_two_ranks_freeze_alike_and_watch_without_a_trace(options, tmp_path):
     steps = first["step"]
     assert freezes(tmp_path / "frozen") == [(-(-steps * 3 // 10), 1), (-(-steps * 6 // 10), 2)]
     assert not read_journal(tmp_path / "frozen").of(Declined)
+
+
+@pytest.mark.filterwarnings("ignore:.*log_every_n_steps:UserWarning")
+def test_the_example_trains_with_and_without_its_marked_lines():
+    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
+    source = (Path(__file__).parent.parent / "examples" / "lightning_images.py").read_text()
+    lines = source.splitlines()
+    plain = [line for line in lines if not line.endswith("# egeria")]
+    assert 0 < len(lines) - len(plain) <= 3
+    accuracies = []
+    for code in ("\n".join(plain), source):
+        names: dict[str, Any] = {"__name__": "lightning_images"}
+        exec(compile(code, "lightning_images", "exec"), names)
+        accuracies.append(names["train"](names["parse"](["--steps", "21"])))
+    assert accuracies[0] == accuracies[1]
+    [directory] = Path("egeria_runs").iterdir()
+    assert read_journal(directory).of(RunClosed)[0].step == 21
+
+
+def test_the_default_policy_gets_readings_and_the_rate_to_come(tmp_path):
+    config = {"plasticity": {"interval_steps": 2, "window": 2}, "controller": {"budget_share": 1000.0}}
+    fit(EgeriaCallback(config=config, controller="inline", directory=tmp_path), precision="bf16-mixed")
+    journal = read_journal(tmp_path)
+    assert journal.of(PlasticityRead) and not journal.of(Declined)
+    interval = journal.of(IntervalMeasured)[-1]
+    assert interval.way_ahead is not None and interval.noise is not None
