@@ -21,7 +21,17 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
-from egeria.events import Declined, IntervalMeasured, ModuleFrozen, PlasticityRead, Resumed, RunClosed, RunStarted  # noqa: E402
+from egeria.events import (
+    Declined,
+    FaultCaught,
+    IntervalMeasured,
+    ModuleFrozen,
+    PlasticityRead,
+    ReadingDropped,
+    Resumed,
+    RunClosed,
+    RunStarted,
+)  # noqa: E402
 from egeria.integrations.lightning import EgeriaCallback  # noqa: E402
 from loops import differences, outside  # noqa: E402
 from ranks import run_ranks  # noqa: E402
@@ -512,3 +522,45 @@ def test_the_default_policy_gets_readings_and_the_rate_to_come(tmp_path):
     assert journal.of(PlasticityRead) and not journal.of(Declined)
     interval = journal.of(IntervalMeasured)[-1]
     assert interval.way_ahead is not None and interval.noise is not None
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_two_ranks_follow_a_module_that_calls_itself(tmp_path):
+    first, second = run_ranks(fit_on_ranks, str(tmp_path), FREEZE, {"model": Whole})
+    weights = [{k: v for k, v in end.items() if k != "random" and "running" not in k} for end in (first, second)]
+    assert differences(*weights) == []
+    assert freezes(tmp_path) == [(6, 1), (12, 2)]
+    assert not read_journal(tmp_path).of(Declined)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", [Classifier, Whole], ids=["child", "itself"])
+def test_two_ranks_read_plasticity(model, tmp_path):
+    config = {"plasticity": {"interval_steps": 2, "window": 2}, "controller": {"budget_share": 1000.0}}
+    run_ranks(fit_on_ranks, str(tmp_path), {**config, "policy": {"name": "egeria"}}, {"model": model})
+    journal = read_journal(tmp_path)
+    assert journal.of(PlasticityRead)
+    assert not journal.of(Declined) and not journal.of(FaultCaught) and not journal.of(ReadingDropped)
+
+
+def test_pytorch_lightning_is_the_same(tmp_path):
+    older = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+
+    class Older(older.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch, batch_idx):
+            return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    callback = EgeriaCallback(config=FREEZE, directory=tmp_path)
+    trainer = older.Trainer(callbacks=[callback], max_epochs=EPOCHS, accelerator="cpu", **dict.fromkeys(quiet, False))
+    trainer.fit(Older(), loader())
+    assert freezes(tmp_path) == [(6, 1), (12, 2)]
