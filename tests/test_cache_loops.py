@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import warnings
+from collections import Counter
 from itertools import islice
 
 import pytest
@@ -66,6 +69,10 @@ class Trained:
     @property
     def num_hits(self):
         return sum({event.generation: event.hits for event in self.journal.of(CacheUsed)}.values())
+
+    @property
+    def num_mismatches(self):
+        return sum({event.generation: event.mismatches for event in self.journal.of(CacheUsed)}.values())
 
     @property
     def reasons(self):
@@ -165,3 +172,109 @@ def test_the_decision_of_a_second_run_on_one_loader_has_the_true_reason(tmp_path
     with egeria.attach(model, optimizer, loader, directory=tmp_path / "first", config={"cache": {"enabled": True}}):
         second = Trained(loop, tmp_path / "second", cached=True, loader=loader)
     assert "another run already watches this loader" in second.reasons[0]
+
+
+class Ahead:
+    """Loops over loaders that run ahead of the model; each is given a training and yields its batches."""
+
+    def one_ahead(self, loader):
+        batches = iter(loader)
+        current = next(batches)
+        for following in batches:
+            yield current
+            current = following
+        yield current
+
+    def groups_of_three(self, loader):
+        batches = iter(loader)
+        while group := list(islice(batches, 3)):
+            yield from group
+
+    def thread_two_ahead(self, loader):
+        ready = queue.Queue(maxsize=2)
+
+        def fill():
+            for batch in loader:
+                ready.put(batch)
+            ready.put(None)
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        while (batch := ready.get(timeout=60)) is not None:
+            yield batch
+        thread.join(timeout=60)
+
+    def copied_one_ahead(self, loader):
+        for images, labels in self.one_ahead(loader):
+            yield images.clone(), labels.clone()
+
+    def copied_by_the_loader_one_ahead(self, loader):
+        return self.one_ahead((images.clone(), labels.clone()) for images, labels in loader)
+
+    def copied_in_groups_of_three(self, loader):
+        for images, labels in self.groups_of_three(loader):
+            yield images.clone(), labels
+
+    def made_anew_one_ahead(self, loader):
+        for images, labels in self.one_ahead(loader):
+            yield images * 2 - 1, labels
+
+    def made_anew_in_groups_of_three(self, loader):
+        for images, labels in self.groups_of_three(loader):
+            yield images * 2 - 1, labels
+
+    def without_every_fourth(self, loader):
+        yield from (batch for number, batch in enumerate(loader) if number % 4 != 3)
+
+    def without_every_fourth_one_ahead(self, loader):
+        yield from (batch for number, batch in enumerate(self.one_ahead(loader)) if number % 4 != 3)
+
+    def copied_without_every_fourth(self, loader):
+        for images, labels in self.without_every_fourth(loader):
+            yield images.clone(), labels
+
+    def made_anew_without_every_fourth(self, loader):
+        for images, labels in self.without_every_fourth(loader):
+            yield images * 2 - 1, labels
+
+
+class Counted(nn.Conv2d):
+    """The first layer of a model; `calls` counts how often it is computed."""
+
+    calls = Counter()
+
+    def forward(self, images):
+        self.calls["all"] += 1
+        return super().forward(images)
+
+
+def counted_resnet():
+    model = small_resnet()
+    model.conv1.__class__ = Counted
+    return model
+
+
+def counting(training):
+    """Return how a loop calls a model so that it is known which forward passes computed the first layer."""
+    training.computed = []
+
+    def call(network, images):
+        before = Counted.calls["all"]
+        output = network(images)
+        training.computed.append(Counted.calls["all"] - before)
+        return output
+
+    return call
+
+
+@pytest.mark.parametrize("way", [name for name in vars(Ahead) if not name.startswith("_")])
+def test_loops_that_run_ahead_of_the_model(way, tmp_path):
+    def loop(training):
+        call = counting(training)
+        for _ in range(7):
+            training.epoch(getattr(Ahead(), way)(training.loader), call)
+
+    stored = both(loop, tmp_path, build=counted_resnet)
+    assert stored.journal.of(Declined) == [] and stored.num_mismatches == 0
+    assert stored.num_hits > 150, stored.reasons
+    assert sum(stored.computed[-7:]) <= 1, "but for a check, the last forward passes computed nothing of the front"

@@ -103,7 +103,7 @@ class ActivationCache:
         self.num_forwards += 1
         user_forward = UserForward(call)
         try:
-            indices = self._current_indices()
+            indices = self._indices_of(batch)
             self._observe(batch, indices)
             if isinstance(self.mode, TimedForward) and self.mode.has_seen_enough(
                 indices is not None or self.feed is None
@@ -140,10 +140,10 @@ class ActivationCache:
             self._directory.close()
             self._directory = None
 
-    def _current_indices(self) -> BatchIndices | None:
-        """Return the samples of the batch that the loader handed out last; None if so few that other kernels run."""
+    def _indices_of(self, batch: Batch) -> BatchIndices | None:
+        """Return the samples of a batch; None if they are not known, or so few that other kernels run."""
         try:
-            indices = None if self.feed is None else self.feed.current
+            indices = None if self.feed is None else self.feed.take(batch.arguments)
             num_rows = 0 if indices is None else len(indices.samples)
             self._most_rows = max(self._most_rows, num_rows)
             return indices if num_rows >= min(LEAST_ROWS, self._most_rows) else None
