@@ -62,11 +62,7 @@ class SampleFeed:
 
         Raises NoSamplesError where the samples cannot be identified after all.
         """
-        if not self._finalizer.alive:
-            return None
-        if self._passes.failure is not None:
-            raise NoSamplesError(self._passes.failure)
-        return self._passes.current
+        return self._passes.current if self._is_followed() else None
 
     def take(self, call: Any) -> BatchIndices | None:
         """Return the samples of the batch that a training forward is made of; None where that cannot be told.
@@ -79,9 +75,12 @@ class SampleFeed:
         Raises:
             NoSamplesError: the samples cannot be identified after all.
         """
-        if self.current is None and not self._finalizer.alive:
-            return None
-        return self._passes.pending.take(call)
+        return self._passes.pending.take(call) if self._is_followed() else None
+
+    def _is_followed(self) -> bool:
+        if self._finalizer.alive and self._passes.failure is not None:
+            raise NoSamplesError(self._passes.failure)
+        return self._finalizer.alive
 
     @property
     def numbers_by_sight(self) -> bool:
