@@ -359,7 +359,7 @@ class LanguageModel(nn.Module):
 
 
 def test_a_loop_like_the_trainer_of_transformers(tmp_path):
-    """Which fetches the batches of one optimizer step, counts the words in them, and calls the model with their number."""
+    """Which fetches the batches of one optimizer step, counts the words in them, and gives the model their number."""
 
     def loop(training):
         for _ in range(8):

@@ -195,8 +195,8 @@ def _storages(tensors: Iterable[Tensor]) -> Storages:
     storages: Storages = {}
     for tensor in tensors:
         with suppress(Exception):  # sparse tensors, and others of no memory of their own
-            storage = StorageWeakRef(tensor.untyped_storage())
-            storages[storage.cdata, tensor.storage_offset()] = storage
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            storages[storage.cdata, int(tensor.storage_offset())] = storage
     return storages
 
 
