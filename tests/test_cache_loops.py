@@ -344,6 +344,8 @@ class Sentences(Dataset):
 
 
 class LanguageModel(nn.Module):
+    accepts_loss_kwargs = True  # the Trainer gives it num_items_in_batch
+
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
@@ -381,5 +383,80 @@ def test_a_loop_like_the_trainer_of_transformers(tmp_path):
         training.losses += [loss.item() for loss in losses]
 
     stored = both(loop, tmp_path, build=LanguageModel, dataset=Sentences(), prepare=prepared)
+    assert stored.journal.of(Declined) == [] and stored.num_mismatches == 0
+    assert stored.num_hits > 150, stored.reasons
+
+
+def trainer_of_transformers(training, directory):
+    transformers = pytest.importorskip("transformers")
+
+    class Ours(transformers.Trainer):
+        def compute_loss(self, model, inputs, **options):
+            return super().compute_loss(training.run.model, inputs, **options)
+
+    class Steps(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            training.run.step(0.5)
+            training.losses.append(0.0)
+
+    arguments = transformers.TrainingArguments(
+        str(directory),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=3,
+        num_train_epochs=12,
+        lr_scheduler_type="constant",
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Ours(
+        training.model,
+        arguments,
+        optimizers=(training.optimizer, None),
+        train_dataset=training.dataset,
+        callbacks=[Steps()],
+    )
+    trainer.get_train_dataloader = lambda: training.loader
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+
+
+def trainer_of_lightning(training, directory):
+    lightning = pytest.importorskip("lightning")
+
+    class Ours(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = training.model
+
+        def training_step(self, batch, index):
+            return training.run.model(**batch, num_items_in_batch=torch.tensor(8 * 12))["loss"]
+
+        def on_train_batch_end(self, outputs, batch, index):
+            training.run.step(outputs["loss"])
+            training.losses.append(outputs["loss"].item())
+
+        def configure_optimizers(self):
+            return training.optimizer
+
+    lightning.Trainer(
+        max_epochs=8,
+        accelerator="cpu",
+        default_root_dir=directory,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Ours(), training.loader)
+
+
+@pytest.mark.parametrize("train", [trainer_of_transformers, trainer_of_lightning])
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec.*:FutureWarning")
+def test_trainers_of_others(train, tmp_path):
+    prepare = prepared if train is trainer_of_transformers else None
+    stored = both(
+        lambda training: train(training, tmp_path), tmp_path, build=LanguageModel, dataset=Sentences(), prepare=prepare
+    )
     assert stored.journal.of(Declined) == [] and stored.num_mismatches == 0
     assert stored.num_hits > 150, stored.reasons
