@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
-from egeria.events import (
+from egeria.events import (  # noqa: E402
     Declined,
     FaultCaught,
     IntervalMeasured,
@@ -31,7 +31,7 @@ from egeria.events import (
     Resumed,
     RunClosed,
     RunStarted,
-)  # noqa: E402
+)
 from egeria.integrations.lightning import EgeriaCallback  # noqa: E402
 from loops import differences, outside  # noqa: E402
 from ranks import run_ranks  # noqa: E402
@@ -246,6 +246,20 @@ def test_the_loggers_get_the_scalars_at_the_steps_of_the_trainer(tmp_path):
 def test_without_logging_nothing_is_logged(tmp_path):
     logged = rows(tmp_path, EgeriaCallback(config=FREEZE, directory=tmp_path / "run", log=False))
     assert logged and not any(name.startswith("egeria/") for name in logged[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_report_goes_to_loggers_that_take_files(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="MLflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from lightning.pytorch.loggers import MLFlowLogger  # noqa: PLC0415 (it imports MLflow)
+
+    logger = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'mlflow'}")
+    fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "run"), logger=logger, log_every_n_steps=2)
+    history = logger.experiment.get_metric_history(logger.run_id, "egeria/frozen")
+    assert {entry.step: entry.value for entry in history}[20] == 2
+    assert [Path(entry.path).name for entry in logger.experiment.list_artifacts(logger.run_id, "egeria")]
 
 
 class Parts(Classifier):

@@ -42,7 +42,7 @@ _OTHER_STRATEGIES = {"DeepSpeedStrategy", "SingleDeviceXLAStrategy"}
 """Made of the others, and yet not followed."""
 
 
-class EgeriaCallback(Callback):  # type: ignore[misc]  # untyped here: mypy does not follow frameworks
+class EgeriaCallback(Callback):
     """Watches a training run of Lightning and freezes its front layers as they converge.
 
     What it cannot follow (manual optimization, sharded strategies, StochasticWeightAveraging, callbacks that freeze
