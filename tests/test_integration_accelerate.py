@@ -22,7 +22,16 @@ from accelerate.tracking import GeneralTracker  # noqa: E402
 from accelerate.utils import TorchDynamoPlugin  # noqa: E402
 
 from egeria import ConfigError, Run, read_journal  # noqa: E402
-from egeria.events import Declined, IntervalMeasured, ModuleFrozen, PlasticityRead, Resumed, RunClosed, RunStarted  # noqa: E402
+from egeria.events import (  # noqa: E402
+    CacheUsed,
+    Declined,
+    IntervalMeasured,
+    ModuleFrozen,
+    PlasticityRead,
+    Resumed,
+    RunClosed,
+    RunStarted,
+)
 from egeria.integrations.accelerate import attach  # noqa: E402
 from loops import differences, outside  # noqa: E402
 from ranks import run_ranks  # noqa: E402
@@ -269,6 +278,19 @@ def test_a_compiled_model_freezes(way, monkeypatch):
     loop = Loop({"config": FREEZE}, model=compiled, **plugin).epochs()
     assert freezes() == [(6, 1), (12, 2)]
     loop.run.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["plain", "bf16"])
+def test_the_frozen_front_is_stored_and_served(options, tmp_path):
+    computed = Loop({"config": FREEZE, "total_steps": 50}, **options).epochs(10)
+    computed.run.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = {**FREEZE, "cache": {"enabled": True, "gate": "open"}}
+    stored = Loop({"config": config, "total_steps": 50, "directory": tmp_path / "stored"}, **options).epochs(10)
+    stored.run.close()
+    assert differences(stored.end(), computed.end()) == []
+    journal = read_journal(tmp_path / "stored")
+    assert not journal.of(Declined) and sum(event.hits for event in journal.of(CacheUsed)) > 0
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 from egeria import ConfigError, EgeriaWarning, read_journal  # noqa: E402
 from egeria.events import (  # noqa: E402
+    CacheUsed,
     Declined,
     FaultCaught,
     IntervalMeasured,
@@ -458,6 +459,15 @@ def test_a_compiled_training_step_is_declined(tmp_path):
     with pytest.warns(EgeriaWarning, match="was not called in training mode"):
         fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=lambda: torch.compile(Silent(), backend="eager"))
     assert not freezes(tmp_path)
+
+
+def test_the_frozen_front_is_stored_and_served(tmp_path):
+    computed = end_of(fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "computed"), max_epochs=10))
+    config = {**FREEZE, "cache": {"enabled": True, "gate": "open"}}
+    stored = end_of(fit(EgeriaCallback(config=config, directory=tmp_path / "stored"), max_epochs=10))
+    assert differences(stored, computed) == []
+    journal = read_journal(tmp_path / "stored")
+    assert not journal.of(Declined) and sum(event.hits for event in journal.of(CacheUsed)) > 0
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
