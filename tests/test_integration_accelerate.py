@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -322,24 +323,45 @@ def test_the_default_policy_evaluates_what_is_prepared():
     assert interval.way_ahead is not None and interval.noise is not None
 
 
-def train_on_ranks(settings: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Train in a process of a job that was started as by torchrun."""
+@contextmanager
+def as_by_torchrun() -> Iterator[None]:
+    """Set what torchrun sets, in a process of a job."""
     rank = torch.distributed.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     warnings.simplefilter("ignore")
-    given = None if settings is None else {**settings, "directory": folder}
-    loop = Loop(given, **options)
-    assert loop.accelerator.num_processes == 2
-    loop.epochs()
-    found = {**loop.end(), "steps": loop.num_updates}
-    if loop.run is not None:
-        loop.run.close()
+    yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return found
+
+
+def train_on_ranks(
+    settings: dict[str, Any] | None, folder: str, options: dict[str, Any], *, save: str = "", load: str = ""
+) -> dict[str, Any]:
+    """Train to the end, or until the state is saved; from the beginning, or from a saved state."""
+    with as_by_torchrun():
+        given = None if settings is None else {**settings, "directory": folder}
+        loop = Loop(given, **options)
+        assert loop.accelerator.num_processes == 2
+        if load:
+            loop.accelerator.load_state(load)
+        loop.epochs(2 if save else EPOCHS, begin=2 if load else 0)
+        if save:
+            loop.accelerator.save_state(save)
+        found = {**loop.end(), "steps": loop.num_updates}
+        if loop.run is not None:
+            loop.run.close()
+        return found
+
+
+def resume_on_ranks(folder: str) -> list[dict[str, Any]]:
+    """Return the end of an uninterrupted training and of one that was saved and loaded."""
+    settings, state = {"config": FREEZE}, f"{folder}/state"
+    whole = train_on_ranks(settings, f"{folder}/whole", {})
+    train_on_ranks(settings, f"{folder}/first", {}, save=state)
+    return [whole, train_on_ranks(settings, f"{folder}/second", {}, load=state)]
 
 
 @pytest.mark.dist
@@ -358,19 +380,22 @@ def test_two_ranks_freeze_alike_and_watch_without_a_trace(options, tmp_path):
     assert not read_journal(tmp_path / "frozen").of(Declined)
 
 
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_two_ranks_go_on_from_a_saved_state_bit_for_bit(tmp_path):
+    for whole, resumed in run_ranks(resume_on_ranks, str(tmp_path)):
+        assert differences(resumed | {"steps": 0}, whole | {"steps": 0}) == []
+    assert freezes(tmp_path / "second") == freezes(tmp_path / "whole")[1:]
+
+
 def attach_unprepared() -> str:
     """Return what is said to a model that was not prepared."""
-    rank = torch.distributed.get_rank()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator, model = Accelerator(cpu=True), Net()
-    try:
-        attach(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    except ConfigError as error:
-        return str(error)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    with as_by_torchrun():
+        accelerator, model = Accelerator(cpu=True), Net()
+        try:
+            attach(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except ConfigError as error:
+            return str(error)
     return ""
 
 

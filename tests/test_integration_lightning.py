@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +176,12 @@ def test_it_freezes_and_counts_optimizer_steps(options, tmp_path):
     assert outside(model.net) == before
 
 
-def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(tmp_path):
-    def without_dropout():  # Lightning's checkpoints have no random states
-        return Classifier(nn.Sequential(*(block()[:3] for _ in range(3)), nn.Linear(8, 4)))
+def without_dropout() -> Any:
+    """Return what draws no random numbers: Lightning's checkpoints do not have their state."""
+    return Classifier(nn.Sequential(*(block()[:3] for _ in range(3)), nn.Linear(8, 4)))
 
+
+def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     whole = end_of(fit(EgeriaCallback(config=FREEZE, directory=tmp_path / "whole"), model=without_dropout))
 
     def keeps():
@@ -494,15 +497,17 @@ def test_lora_trains_and_freezes(tmp_path):
     assert trainer.global_step == 20
 
 
-def fit_on_ranks(folder: str, config: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
+def fit_on_ranks(
+    folder: str, config: dict[str, Any] | None, options: dict[str, Any], *callbacks: Any
+) -> dict[str, Any]:
     """Train in a process of a job that was started as by torchrun."""
     rank = torch.distributed.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test"}
     warnings.simplefilter("ignore")
-    callbacks = [] if config is None else [EgeriaCallback(config=config, directory=folder)]
+    ours = [] if config is None else [EgeriaCallback(config=config, directory=folder)]
     strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
-    trainer = fit(*callbacks, strategy=strategy, devices=2, batches=2 * BATCHES, **options)
+    trainer = fit(*ours, *callbacks, strategy=strategy, devices=2, batches=2 * BATCHES, **options)
     return end_of(trainer)
 
 
@@ -546,6 +551,29 @@ def test_the_default_policy_gets_readings_and_the_rate_to_come(tmp_path):
     assert journal.of(PlasticityRead) and not journal.of(Declined)
     interval = journal.of(IntervalMeasured)[-1]
     assert interval.way_ahead is not None and interval.noise is not None
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_two_ranks_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
+    for whole, resumed in run_ranks(resume_on_ranks, str(tmp_path)):
+        del whole["random"], resumed["random"]
+        assert differences(resumed, whole) == []
+    assert freezes(tmp_path / "second") == freezes(tmp_path / "whole")[1:]
+
+
+def resume_on_ranks(folder: str) -> list[dict[str, Any]]:
+    """Return the end of an uninterrupted training and of one that was stopped and resumed."""
+
+    def saves(name: str) -> Any:
+        return pl_callbacks.ModelCheckpoint(f"{folder}/{name}", filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+
+    options = {"model": without_dropout, "enable_checkpointing": True}
+    whole = fit_on_ranks(f"{folder}/whole", FREEZE, options, saves("unused"))
+    with suppress(RuntimeError):
+        fit_on_ranks(f"{folder}/first", FREEZE, options, saves("saved"), Fails(13, RuntimeError("killed")))
+    options |= {"ckpt_path": f"{folder}/saved/epoch=1.ckpt"}
+    return [whole, fit_on_ranks(f"{folder}/second", FREEZE, options, saves("saved"))]
 
 
 @pytest.mark.dist
