@@ -92,10 +92,9 @@ def loader_of(sampling, dataset):
     """Return the loader of this process."""
     if sampling != "prepared":
         return DataLoader(dataset, batch_size=BATCH_SIZE, sampler=SAMPLERS[sampling](dataset, shuffle=True, seed=0))
-    from accelerate.data_loader import prepare_data_loader
-
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(0))
-    return prepare_data_loader(loader, num_processes=2, process_index=distributed.get_rank(), use_seedable_sampler=True)
+    return prepare(loader, num_processes=2, process_index=distributed.get_rank(), use_seedable_sampler=True)
 
 
 def train(name, folder):
