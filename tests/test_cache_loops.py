@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 import warnings
@@ -298,8 +299,12 @@ def dealt_out(loader):
     return module.prepare_data_loader(loader, num_processes=2, process_index=1, put_on_device=False)
 
 
-@pytest.mark.parametrize("prepare", [prepared, dispatched, dealt_out])
-def test_loaders_of_accelerate(prepare, tmp_path):
+def set_up(loader):
+    return pytest.importorskip("lightning").Fabric(accelerator="cpu").setup_dataloaders(loader)
+
+
+@pytest.mark.parametrize("prepare", [prepared, dispatched, dealt_out, set_up])
+def test_loaders_of_accelerate_and_fabric(prepare, tmp_path):
     def loop(training):
         call = counting(training)
         for _ in range(13 if prepare is dealt_out else 7):
@@ -327,6 +332,45 @@ def test_an_epoch_of_another_loader_does_not_end_it(tmp_path):
     assert "does not hand out the batches" in stored.reasons[0]
     assert stored.num_hits > 150 and stored.num_mismatches == 0
     assert sum(stored.computed[-5:]) <= 1
+
+
+def seedable(loader):
+    accelerate = pytest.importorskip("accelerate")
+    settings = accelerate.utils.DataLoaderConfiguration(use_seedable_sampler=True)
+    return accelerate.Accelerator(cpu=True, dataloader_config=settings).prepare(loader)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_resumed_run_is_one_that_never_stopped(cached, tmp_path):
+    checkpoint = {}
+
+    def to_the_end(training, first=0, batches_done=0):
+        skip = pytest.importorskip("accelerate").skip_first_batches
+        for number in range(first, 9):
+            loader = skip(training.loader, batches_done) if number == first and batches_done else training.loader
+            loader.set_epoch(number)
+            training.epoch(loader)
+
+    def until_it_stops(training):
+        for number in range(4):
+            training.loader.set_epoch(number)
+            training.epoch()
+        training.loader.set_epoch(4)
+        training.epoch(islice(training.loader, 5))
+        parts = {name: getattr(training, name).state_dict() for name in ("model", "optimizer", "run")}
+        checkpoint.update(copy.deepcopy(parts), losses=list(training.losses))
+
+    def from_the_checkpoint(training):
+        for name in ("model", "optimizer", "run"):
+            getattr(training, name).load_state_dict(checkpoint[name])
+        training.losses = list(checkpoint["losses"])
+        to_the_end(training, 4, 5)
+
+    whole = Trained(to_the_end, tmp_path / "whole", cached=True, prepare=seedable)
+    stopped = Trained(until_it_stops, tmp_path / "stopped", cached=True, prepare=seedable)
+    resumed = Trained(from_the_checkpoint, tmp_path / "resumed", cached=cached, prepare=seedable)
+    assert differences(whole.everything, resumed.everything) == []
+    assert whole.num_hits > 300 and stopped.num_hits > 50 and (resumed.num_hits > 100) == cached
 
 
 class Sentences(Dataset):

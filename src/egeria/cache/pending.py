@@ -34,8 +34,8 @@ MOST_FOREIGN = 8
 """Forward passes in a row of nothing that was handed out, before that may be something made from the batches."""
 NUM_ELEMENTS = 512
 """Elements of a tensor that are compared where batches are copied."""
-DEEPEST, MOST_PLAIN = 4, 64
-"""How far tensors are looked for: in containers inside of others, and in lists that begin with a number or string."""
+DEEPEST, MOST_TENSORS, MOST_PLAIN = 4, 64, 64
+"""How far tensors are looked for: containers inside of others, all of them, entries of lists of numbers or strings."""
 
 Storages = dict[tuple[int, int], StorageWeakRef]
 """The memory of tensors, by its identity and where in it each begins; held weakly."""
@@ -112,6 +112,8 @@ class PendingBatches:
                 return entry.indices
             if self._num_foreign < MOST_FOREIGN:
                 self._num_foreign += 1
+                if self._num_foreign == MOST_FOREIGN:  # they were made from the batches in order, it seems
+                    self._pass_over(MOST_FOREIGN)
                 return None
             entry = self._next_in_order()
             return None if entry is None else entry.indices
@@ -133,8 +135,8 @@ class PendingBatches:
 
     def _alike(self, contents: frozenset[int]) -> PendingBatch | None:
         """Return the only batch that has most tensors in common with a call."""
-        candidates = [entry for entry in (*self._pending, *self._taken) if entry.contents]
-        numbers = [len(contents & entry.contents) for entry in candidates if entry.contents]
+        candidates = [*self._pending, *self._taken]
+        numbers = [len(contents & (entry.contents or frozenset())) for entry in candidates]
         most = max(numbers, default=0)
         return candidates[numbers.index(most)] if most and numbers.count(most) == 1 else None
 
@@ -161,14 +163,16 @@ class PendingBatches:
 
     def _pass_up_to(self, entry: PendingBatch) -> None:
         if entry in self._pending:
-            count = self._pending.index(entry) + 1
-            self._taken.extend([self._pending.popleft() for _ in range(count)])
+            self._pass_over(self._pending.index(entry) + 1)
+
+    def _pass_over(self, count: int) -> None:
+        self._taken.extend([self._pending.popleft() for _ in range(min(count, len(self._pending)))])
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     with suppress(Exception):  # a container of the user's may raise anything
-        found.extend(_tensors(value, 0))
+        found.extend(itertools.islice(_tensors(value, 0), MOST_TENSORS))
     return found
 
 
