@@ -130,7 +130,7 @@ class _Copier:
             return tuple(map(self._clean, made)) if isinstance(made, tuple) else made
         twin = nn.Parameter(self._thing.detach(), requires_grad=True)
         vars(twin).update(without_ours(vars(self._thing)) | self._own)
-        return twin.__reduce_ex__(protocol)
+        return twin.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def deepcopy(self, memo: dict[int, Any]) -> Any:
         """Return a copy of something whose class copies itself."""
