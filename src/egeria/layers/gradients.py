@@ -162,3 +162,14 @@ def _count_unheld() -> tuple[int, int]:
     output.sum().backward()
     watch.remove()
     return leaves[leaf][0], sys.getrefcount(leaf.variable)
+
+
+def prompts_refusal(model: nn.Module) -> str:
+    """Return why a model that trains prompts by PEFT is not frozen; empty for any other."""
+    settings = getattr(model, "active_peft_config", None) if hasattr(model, "prompt_encoder") else None
+    if not getattr(settings, "is_prompt_learning", False):
+        return ""
+    return (
+        "it trains prompts (PEFT prompt learning), which are in front of all layers: the backward pass runs through "
+        "every frozen layer to them, so that freezing would save nothing"
+    )
