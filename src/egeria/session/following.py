@@ -374,10 +374,19 @@ def watch_order(training: Training, modules: Sequence[LayerModule]) -> OrderReco
     return OrderRecorder(training.model, names)
 
 
-def not_called(parts: Sequence[str]) -> str:
-    """Return why nothing can be frozen where a step was made without a training call of the model."""
-    found = f"the loop calls parts of it ({', '.join(parts[:3])})" if parts else "no call in training mode was seen"
-    return (
-        f"the model given to attach was not called in training mode before the first step: {found}. "
-        "Call the model itself in the loop, model(inputs), or attach the part that is called"
-    )
+def check_calls(training: Training, order: OrderRecorder | OrderOfBatch | None) -> None:
+    """Check, at the first step, that the calls of the model can be followed.
+
+    Raises:
+        HarmfulFreezeError: they cannot.
+    """
+    reason = training.parallel.refusal()
+    if not training.hooks.was_called:
+        parts = order.called_alone if order else ()
+        found = f"the loop calls parts of it ({', '.join(parts[:3])})" if parts else "no call in training mode was seen"
+        reason = (
+            f"the model given to attach was not called in training mode before the first step: {found}. "
+            "Call the model itself in the loop, model(inputs), or attach the part that is called"
+        )
+    if reason:
+        raise HarmfulFreezeError(reason)

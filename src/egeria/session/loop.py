@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from egeria.controller import AbsentController, Controller
 from egeria.errors import StateError
@@ -27,7 +27,7 @@ from egeria.policy import (
 from egeria.session.accumulation import StepCounter
 from egeria.session.applying import Applier, Compiling
 from egeria.session.evaluation import Evaluation
-from egeria.session.following import Cut, HarmfulFreezeError, Training, not_called, watch_order
+from egeria.session.following import Cut, HarmfulFreezeError, Training, check_calls, watch_order
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.optimizer_steps import LayerRates, Wanted
@@ -77,8 +77,6 @@ class Session:
         self.training, self.ranks, self.recorder = training, training.ranks, training.recorder
         self.timer, self.clock = IterationTimer(), IntervalClock(interval_steps=interval_steps)
         self._make_policy, self._make_controller = make_policy, make_controller
-        if cut is not None:
-            training.hooks.open()
         self.compiling = Compiling(training.hooks, self.recorder)
         self.budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
         self.skipping = begin_skipping(training, loader, self.timer.take_out) if cut else None
@@ -91,9 +89,8 @@ class Session:
         self.meter = IntervalMeter(training, Measures(training, needs, scheduler, self.timer.take_out), self.timer)
         self.steps = StepCounter(training, self.meter, self.timer.take_out)
         """Recognises calls of `run.step` that count no step."""
-        self._rates: LayerRates | None = None
-        if self.parts is not None and isinstance(self.parts.policy, Annealing):
-            self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out)
+        sets_rates = self.parts is not None and isinstance(self.parts.policy, Annealing)
+        self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out) if sets_rates else None
         self._order = watch_order(self.training, self.modules) if self.parts else None
         """Records the execution order until the first forward pass has shown it."""
         self._has_checked_calls = False
@@ -126,8 +123,9 @@ class Session:
         self.recorder.step = self.clock.step
         seconds = self.compiling.look(self.clock.step)
         self.timer.add_overhead(seconds, seconds)
-        if not self._has_checked_calls:
-            self._guard("looking for calls of the model", self._check_calls)
+        if self.parts is not None and not self._has_checked_calls:
+            self._guard("looking for calls of the model", partial(check_calls, self.training, self._order))
+        self._has_checked_calls = True
         if self._order is not None:
             self._guard("ordering the layer modules", self._settle_order)
         if ends_interval or self._may_have_readings:
@@ -286,16 +284,6 @@ class Session:
         if evaluation and self.clock.next_step_ends and self.ranks.leads and not evaluation.has_given_up:
             evaluation.arm()
 
-    def _check_calls(self) -> None:
-        """Decline, at the first step, to freeze a model whose calls cannot be followed."""
-        self._has_checked_calls = True
-        if self.parts is None:
-            return
-        called = self._order.called_alone if self._order else ()
-        reason = self.training.parallel.refusal() if self.training.hooks.was_called else not_called(called)
-        if reason:
-            raise HarmfulFreezeError(reason)
-
     def _settle_order(self) -> None:
         """Cut the model again if its first forward pass ran in another order than it is defined in."""
         seen = self._order.record() if self._order else None
@@ -308,8 +296,8 @@ class Session:
             self.recorder.write(ModulesOrdered(step=self.clock.step, **cut.to_dict()))
 
     def _make_parts(self, cut: Cut) -> CutParts:
-        policy = self._make_policy(cut)
-        controller: Controller = AbsentController()
+        self.training.hooks.open()
+        policy, controller = self._make_policy(cut), cast(Controller, AbsentController())
         if PLASTICITY in policy.needs and self.ranks.leads:
             controller = self._make_controller(tuple(module.tap for module in cut.modules[:-1]))
         return CutParts(
