@@ -12,6 +12,7 @@ from egeria.journal import read_journal
 from egeria.layers.batch import Batch
 from egeria.layers.gradients import TRIES
 from egeria.policy import Freeze
+from egeria.report import report
 from egeria.session import EgeriaWarning
 from egeria.testing import ScriptedController
 
@@ -224,5 +225,5 @@ def test_shares_are_of_trainable_parameters(tmp_path):
     assert journal.of(ModuleFrozen)[-1].parameter_share == pytest.approx(share)
     entries = journal.of(RunStarted)[-1].modules
     assert sum(entry["num_trainable"] for entry in entries) == sum(counts.values())
-    summary = summarize(journal)
-    assert sum(module.parameter_share for module in summary.modules[:DEPTH]) == pytest.approx(share)
+    modules = report(tmp_path).summary.modules
+    assert sum(module.parameter_share for module in modules[:DEPTH]) == pytest.approx(share)
