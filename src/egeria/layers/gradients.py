@@ -46,7 +46,11 @@ class InputGradients:
         self._hooks: dict[nn.Module, list[Any]] = {}
         self._watches: list[Any] = []
         self._cut: set[nn.Module] = set()
-        self._reset()
+        self._leaves: dict[Any, list[int]] = {}
+        """Where the gradients of this step's passes end, and how many hold each leaf when they arrive."""
+        self._seen: set[Any] = set()
+        self._has_looked = self._needs_grad = self._is_opaque = self._has_arrived = False
+        self._tries, self._unheld = TRIES, (0, 0)
 
     def follow(self, taps: Sequence[nn.Module]) -> None:
         """Look at the outputs of these submodules from the next forward pass on; those that were cut before stay so.
@@ -85,8 +89,7 @@ class InputGradients:
 
     def _reset(self) -> None:
         self._remove_watches()
-        self._leaves: dict[Any, list[int]] = {}
-        self._seen: set[Any] = set()
+        self._leaves, self._seen = {}, set()
         self._has_looked = self._needs_grad = self._is_opaque = self._has_arrived = False
         self._tries = TRIES
 
