@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from egeria import attach
-from egeria.events import Declined
+from egeria.events import Declined, ModuleFrozen, RunStarted
 from egeria.journal import read_journal
 from egeria.layers.batch import Batch
 from egeria.layers.gradients import TRIES
 from egeria.policy import Freeze
+from egeria.report import report
 from egeria.session import EgeriaWarning
 from egeria.testing import ScriptedController
 
@@ -208,3 +209,21 @@ def test_trainable_prompts_are_declined_with_the_reason(tmp_path, kind):
     assert training.run.frozen == 0 and training.run._session.parts is None
     assert [what for what, reason in training.declined() if "trains prompts" in reason] == ["freezing"]
     training.run.close()
+
+
+def test_shares_are_of_trainable_parameters(tmp_path):
+    training = Training(with_lora(bert), tmp_path)
+    training.step(2)
+    training.freeze()
+    training.step()
+    training.run.close()
+    journal = read_journal(tmp_path)
+    fresh = with_lora(bert)
+    counts = {name: p.numel() for name, p in fresh.named_parameters() if p.requires_grad}
+    front = [f"layer.{number}." for number in range(DEPTH)]
+    share = sum(n for name, n in counts.items() if any(part in name for part in front)) / sum(counts.values())
+    assert journal.of(ModuleFrozen)[-1].parameter_share == pytest.approx(share)
+    entries = journal.of(RunStarted)[-1].modules
+    assert sum(entry["num_trainable"] for entry in entries) == sum(counts.values())
+    modules = report(tmp_path).summary.modules
+    assert sum(module.parameter_share for module in modules[:DEPTH]) == pytest.approx(share)

@@ -180,7 +180,7 @@ class ModuleFrozen(Event, kind="frozen"):
     frozen: int
     reason: str
     parameter_share: float
-    """Share of all parameters that is frozen now."""
+    """Share of the trainable parameters that is frozen now; in journals of egeria 0.1 of all parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from egeria.errors import ConfigError
-from egeria.layers.modules import LayerModule, parse_modules
+from egeria.layers.modules import LayerModule, count_trainable, parse_modules
 from egeria.layers.order import OrderRecorder
 from egeria.layers.undisturbed import undisturbed
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         with OrderRecorder(model, names) as recorder:
             _forward(arguments.model, model, example)
         cut = parse_modules(model, pattern=arguments.pattern, order=recorder.order)
-    console.print(_table(type(model).__name__, cut))
+    console.print(_table(model, cut))
     console.print(
         "In execution order." if example is not None else "In definition order; the first forward of a run corrects it."
     )
@@ -75,9 +75,12 @@ def _forward(path: str, model: nn.Module, example: Any) -> None:
         ) from error
 
 
-def _table(title: str, modules: tuple[LayerModule, ...]) -> Table:
-    total = sum(module.num_parameters for module in modules)
-    table = Table(title=f"{title}: {total:,} parameters in {len(modules)} layer modules", show_lines=True)
+def _table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
+    """Return a table of the layer modules; shares are those of the trainable parameters."""
+    total, trained = sum(module.num_parameters for module in modules), [count_trainable(model, m) for m in modules]
+    among = f", {sum(trained):,} of them trainable," if sum(trained) != total else ""
+    title = f"{type(model).__name__}: {total:,} parameters{among} in {len(modules)} layer modules"
+    table = Table(title=title, show_lines=True)
     table.add_column("layer module", style="bold")
     table.add_column("parameters", justify="right")
     table.add_column("share", justify="right")
@@ -88,7 +91,7 @@ def _table(title: str, modules: tuple[LayerModule, ...]) -> Table:
         table.add_row(
             escape(module.name),
             f"{module.num_parameters:,}",
-            f"{module.num_parameters / total:.1%}",
+            f"{trained[index] / max(1, sum(trained)):.1%}",
             escape(", ".join(module.submodules)),
             escape(module.reason + note),
         )

@@ -46,7 +46,11 @@ class InputGradients:
         self._hooks: dict[nn.Module, list[Any]] = {}
         self._watches: list[Any] = []
         self._cut: set[nn.Module] = set()
-        self._reset()
+        self._leaves: dict[Any, list[int]] = {}
+        """Where the gradients of this step's passes end, and how many hold each leaf when they arrive."""
+        self._seen: set[Any] = set()
+        self._has_looked = self._needs_grad = self._is_opaque = self._has_arrived = False
+        self._tries, self._unheld = TRIES, (0, 0)
 
     def follow(self, taps: Sequence[nn.Module]) -> None:
         """Look at the outputs of these submodules from the next forward pass on; those that were cut before stay so.
@@ -85,8 +89,7 @@ class InputGradients:
 
     def _reset(self) -> None:
         self._remove_watches()
-        self._leaves: dict[Any, list[int]] = {}
-        self._seen: set[Any] = set()
+        self._leaves, self._seen = {}, set()
         self._has_looked = self._needs_grad = self._is_opaque = self._has_arrived = False
         self._tries = TRIES
 
@@ -108,14 +111,22 @@ class InputGradients:
             self._decline(f"its output still needs a gradient, because {reason}")
 
     def _look(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Note the leaves that an output comes from; in the first passes of a step, not where one is recomputed."""
-        if not torch.is_grad_enabled() or self._has_arrived:
-            return
+        """Look at an output; in the first passes of a step, not where one is recomputed."""
+        if torch.is_grad_enabled() and not self._has_arrived:
+            try:
+                self._note_leaves(output)
+            except Exception:  # in the forward pass of the loop: what is not understood is not cut
+                self._is_opaque = True
+
+    def _note_leaves(self, output: Any) -> None:
+        """Note the leaves that an output comes from."""
         self._has_looked = True
-        todo = [tensor.grad_fn or _accumulation(tensor) for tensor in tree.leaves(output) if tensor.requires_grad]
+        todo: list[Any] = [
+            tensor.grad_fn or _accumulation(tensor) for tensor in tree.leaves(output) if tensor.requires_grad
+        ]
         self._needs_grad = self._needs_grad or bool(todo)
         while todo:
-            node: Any = todo.pop()
+            node = todo.pop()
             if node is None or node in self._seen:
                 continue
             self._seen.add(node)
@@ -145,14 +156,15 @@ def _detach(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 def _accumulation(leaf: Tensor) -> Any:
     """Return what adds up the gradient of a leaf."""
-    return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    function: Any = leaf.view_as(leaf).grad_fn
+    return function.next_functions[0][0]
 
 
 @torch.enable_grad()
 def _count_unheld() -> tuple[int, int]:
     """Return the references to a leaf that nobody holds: when its gradient arrives, and afterwards."""
-    output = torch.zeros(1, device="cpu").requires_grad_() * 1
-    leaf = output.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    output: Any = torch.zeros(1, device="cpu").requires_grad_() * 1
+    leaf: Any = output.grad_fn.next_functions[0][0]
     leaves: dict[Any, list[int]] = {leaf: []}
 
     def arrive(leaf: Any, *_gradients: Any) -> None:

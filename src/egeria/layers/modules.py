@@ -32,7 +32,7 @@ class LayerModule:
     parameters: tuple[str, ...]
     """Names as in `model.named_parameters()`; every parameter of a model is in exactly one module."""
     num_parameters: int
-    """Elements of those parameters."""
+    """Elements of those parameters, trainable or not: what models are cut by."""
     tap: str
     """Dotted name of the submodule whose output is the output of this module."""
     shared_parameters: tuple[str, ...] = ()
@@ -55,6 +55,15 @@ class LayerModule:
             )
         values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
         return cls(**values)
+
+
+def count_trainable(model: nn.Module, module: LayerModule) -> int:
+    """Return the elements of those parameters of a layer module that need a gradient: what shares are counted of.
+
+    Its `num_parameters` has all of them, adapters and the weights that they leave alone.
+    """
+    parameters = (model.get_parameter(name) for name in module.parameters)
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 def parse_modules(

@@ -60,6 +60,9 @@ class TrainingTap:
         for handle in self._handles:
             handle.remove()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingTap:
+        return self  # a model in shards is copied hooks and all, for a moment
+
     def _keep(self, module: nn.Module, _args: Any, output: Any) -> None:
         activation = tree.first_activation(output)
         if activation is not None and module.training and torch.is_grad_enabled():

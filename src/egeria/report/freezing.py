@@ -21,7 +21,11 @@ class Module:
     name: str
     trainable: bool
     num_parameters: int | None
+    """Trainable or not."""
+    num_trainable: int | None
+    """In older journals, which do not have it, all parameters."""
     parameter_share: float | None
+    """Share of the trainable parameters."""
     forward_share: float | None
     """Share of the forward pass' floating-point operations; None where nobody profiled them."""
     steps_frozen: int
@@ -48,7 +52,7 @@ class DepthPoint:
     num_steps: int
     """How many steps that lasted."""
     parameter_share: float | None
-    """Share of all parameters that is frozen."""
+    """Share of the trainable parameters that is frozen."""
     skipped_share: float | None
     """Share of an iteration's compute that is skipped: the backward pass of the frozen modules."""
 
@@ -134,7 +138,8 @@ def _cut(history: History) -> list[Module]:
     if source is None:
         return []
     counts = [count if isinstance(count := entry.get("num_parameters"), int) else None for entry in source.modules]
-    total = sum(count or 0 for count in counts)
+    trained = [entry.get("num_trainable", count) for entry, count in zip(source.modules, counts, strict=True)]
+    total = sum(count or 0 for count in trained)
     profile = history.last(ComputeProfiled)
     forward_shares = profile.forward_shares if profile is not None else []
     is_profiled = len(forward_shares) == len(counts) and all(map(math.isfinite, forward_shares))
@@ -143,7 +148,8 @@ def _cut(history: History) -> list[Module]:
             name=str(entry.get("name", f"module {place}")),
             trainable=source.trainable[place] if place < len(source.trainable) else True,
             num_parameters=count,
-            parameter_share=count / total if count is not None and total else None,
+            num_trainable=trained[place],
+            parameter_share=trained[place] / total if trained[place] is not None and total else None,
             forward_share=forward_shares[place] if is_profiled else None,
             steps_frozen=0,
         )
@@ -153,7 +159,7 @@ def _cut(history: History) -> list[Module]:
 
 def _parameter_shares(history: History, modules: list[Module]) -> dict[int, float]:
     """Return the share of the parameters that is frozen at each depth."""
-    sums = list(itertools.accumulate(module.num_parameters or 0 for module in modules))
+    sums = list(itertools.accumulate(module.num_trainable or 0 for module in modules))
     shares = {depth: part / sums[-1] for depth, part in enumerate(sums, 1)} if any(sums) else {}
     # The session knows better than a sum: weights shared with an active module may stay in training.
     measured = {event.frozen: event.parameter_share for event in history.of(ModuleFrozen)}

@@ -16,7 +16,7 @@ from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.gradients import InputGradients
-from egeria.layers.modules import LayerModule
+from egeria.layers.modules import LayerModule, count_trainable
 from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
 from egeria.policy import Freeze, Thaw
@@ -50,6 +50,7 @@ class Applier:
         self.recorder, self.parallel = self.training.recorder, self.training.parallel
         freezes_tied = self.training.config.freezing.tied == "freeze"
         self._freezer = Freezer(self.training.model, self.modules, freeze_tied=freezes_tied)
+        self._num_trainable = [count_trainable(self.training.model, module) for module in self.modules]
         self._gradients = InputGradients(self._decline_saving)
         self._has_declined = False
         self.waiting: list[int] = []
@@ -94,7 +95,6 @@ class Applier:
             self._freezer.freeze_to(decision.module + 1)
         else:
             self._freeze_rehearsed(decision.module, batch)
-        num_frozen = sum(entry.num_parameters for entry in self.modules[: self.depth])
         self.recorder.write(
             ModuleFrozen(
                 step=step,
@@ -102,7 +102,7 @@ class Applier:
                 name=module.name,
                 frozen=self.depth,
                 reason=decision.reason,
-                parameter_share=num_frozen / max(1, sum(entry.num_parameters for entry in self.modules)),
+                parameter_share=sum(self._num_trainable[: self.depth]) / max(1, sum(self._num_trainable)),
             )
         )
 

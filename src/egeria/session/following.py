@@ -19,7 +19,7 @@ from egeria.errors import StateError
 from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
-from egeria.layers.modules import LayerModule, parse_modules
+from egeria.layers.modules import LayerModule, count_trainable, parse_modules
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
@@ -303,6 +303,8 @@ class Cut:
     modules: tuple[LayerModule, ...]
     trainable: tuple[bool, ...]
     """Whether each has any parameter to train."""
+    num_trainable: tuple[int, ...]
+    """Elements of the parameters of each that train; of fully trainable models its `num_parameters`."""
     deepest_freeze: int
     """The largest number of front modules that may be frozen."""
 
@@ -317,6 +319,7 @@ class Cut:
         chain = next((index for index, m in enumerate(modules) if m.tap in returned_to), len(modules) - 1)
         return cls(
             modules=tuple(modules),
+            num_trainable=tuple(count_trainable(model, module) for module in modules),
             trainable=tuple(any(model.get_parameter(n).requires_grad for n in m.parameters) for m in modules),
             deepest_freeze=min(chain, _deepest_with_busy_optimizers(training, modules)),
         )
@@ -342,7 +345,8 @@ class Cut:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of journal events about a cut."""
-        modules = [module.to_dict() for module in self.modules]
+        pairs = zip(self.modules, self.num_trainable, strict=True)
+        modules = [module.to_dict() | {"num_trainable": count} for module, count in pairs]
         return {"modules": modules, "trainable": list(self.trainable), "deepest_freeze": self.deepest_freeze}
 
 
