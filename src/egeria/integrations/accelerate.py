@@ -139,6 +139,8 @@ class AcceleratedRun:
         return repr(self._run)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copying and pickling ask for, before there is a run
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_run"], name)
 
 
