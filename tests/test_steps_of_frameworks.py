@@ -360,11 +360,28 @@ class Twice(SGD):
         return loss
 
 
-def test_an_optimizer_that_calls_its_closure_twice_has_no_noise_and_trains_as_ever(tmp_path):
+class Sharpness(SGD):
+    """Calls its closure once, from the weights that it has moved up the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        parameters = self.param_groups[0]["params"]
+        for parameter in parameters:
+            parameter.add_(0.01)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in parameters:
+            parameter.sub_(0.01)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Twice, Sharpness])
+def test_an_optimizer_that_uses_its_closure_otherwise_has_no_noise_and_trains_as_ever(kind, tmp_path):
     weights = []
     for watches in (False, True):
         model = network()
-        optimizer = Twice(model.parameters(), lr=0.1)
+        optimizer = kind(model.parameters(), lr=0.1)
         run = attach(model, optimizer, tmp_path) if watches else None
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -431,6 +448,13 @@ def test_micro_batches_count_once_for_each_optimizer_step(set_to_none, tmp_path)
     assert len(found) == 1
     assert count(tmp_path / "micro") == count(tmp_path / "step") == STEPS // MICRO
     assert losses_of(tmp_path / "micro") == pytest.approx(losses_of(tmp_path / "step"), rel=1e-6)
+
+
+def test_micro_batches_in_pairs_count_once_too(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "MICRO", 2)
+    with pytest.warns(egeria.EgeriaWarning, match="micro-batches") as found:
+        accumulate(tmp_path)
+    assert len(found) == 1 and count(tmp_path) == STEPS // 2
 
 
 @pytest.mark.filterwarnings("ignore:egeria")
