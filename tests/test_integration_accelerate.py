@@ -245,6 +245,21 @@ def test_the_trackers_get_the_scalars_by_optimizer_steps():
     assert (frozen[3], frozen[4], frozen[7], frozen[8], frozen[12]) == (0, 1, 1, 2, 2)
 
 
+def test_wandb_goes_on_counting_the_steps_of_the_loop(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    loop = Loop({"config": FREEZE}, log_with="wandb", project_dir=tmp_path)
+    loop.accelerator.init_trackers("project", init_kwargs={"wandb": {"dir": str(tmp_path)}})
+    for epoch in range(EPOCHS):
+        loop.epochs(epoch + 1, begin=epoch)
+        loop.accelerator.log({"epochs": epoch}, step=epoch)
+        assert wandb.run.step == epoch, "a step of ours would have W&B drop those of the loop"
+    loop.run.close()
+    assert wandb.run.summary["egeria/frozen"] == 2
+    loop.accelerator.end_training()
+
+
 def test_without_logging_nothing_is_logged():
     tracker = Tracked()
     loop = Loop({"config": FREEZE, "log": False}, log_with=tracker)

@@ -168,6 +168,7 @@ def _trackers(accelerator: Any) -> list[Tracker]:
     def log(values: Mapping[str, float], step: int) -> None:
         for tracker in accelerator.trackers:
             if tracker.name == "wandb":  # drops what comes with a smaller step, and the loop's own may count epochs
+                tracker.tracker.define_metric("egeria/*", step_metric="egeria/step")
                 tracker.log({**values, "egeria/step": step}, commit=False)
             else:
                 tracker.log(dict(values), step=step)
