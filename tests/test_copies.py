@@ -1,177 +1,230 @@
-"""Copies, averages and pickles of a model made in the middle of a run have nothing of ours."""
-
-from __future__ import annotations
+"""Copies of a model made while its front is frozen: the model as the user's own training would have it."""
 
 import copy
 import io
 import pickle
-import warnings
+import time
+from functools import partial
 
 import cloudpickle
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
-from egeria.journal import EgeriaWarning
+from egeria.layers.copies import PlainCopies, without_ours
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
-from egeria.testing import ScriptedController
-from loops import FAST, Loop, outside
-from menagerie import MENAGERIE
+from egeria.layers.taps import TrainingTap
+from egeria.skipping.replay import _answer
 
-SPECIMEN = next(specimen for specimen in MENAGERIE if specimen.name == "residual")
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.drop(self.norm(self.linear(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class CopiesItself(Net):
+    def __deepcopy__(self, memo):
+        made = type(self)()
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
 
 
 def saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 WAYS = {
     "deepcopy": copy.deepcopy,
-    "average": lambda model: AveragedModel(model).module,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "python pickle": lambda model: pickle.loads(pickle._dumps(model)),
+    "python pickle": lambda model: pickle.loads(pickle._dumps(model, protocol=2)),
     "cloudpickle": lambda model: pickle.loads(cloudpickle.dumps(model)),
     "torch.save": saved,
+    "average": lambda model: AveragedModel(model).module,
+    "in a list": lambda model: copy.deepcopy([model])[0],
 }
 
 
-class OwnCopy(nn.Sequential):
-    """A model that says itself how it is copied."""
-
-    def __deepcopy__(self, memo):
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
-        copied.note = "copied by itself"
-        return copied
+def user_froze(model):
+    model.stem.weight.requires_grad_(False)
+    model.blocks[0].norm.eval()
+    return model
 
 
-def frozen_loop(tmp_path, specimen=SPECIMEN, steps=None, **options):
-    loop = Loop(specimen, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path, **options})
-    loop.step(steps or 1)
-    while steps is None and not loop.run.frozen:
-        loop.step()
-    return loop
+def frozen(kind=Net, depth=2):
+    torch.manual_seed(0)
+    model = user_froze(kind())
+    freezer = Freezer(model, parse_modules(model, pattern=r"blocks\.\d"))
+    freezer.freeze_to(depth)
+    return model, freezer
 
 
-def ours_in(module):
-    """Return the names of what a module or its parameters have of this library."""
-    found = []
-    for name, part in module.named_modules():
-        for attribute, value in vars(part).items():
-            entries = value.values() if attribute.endswith("_hooks") else [value]
-            found += [
-                f"{name}.{attribute}"
-                for entry in entries
-                if str(getattr(getattr(entry, "func", entry), "__module__", "")).startswith("egeria")
-                or str(type(entry).__module__).startswith("egeria")
-            ]
-    return found + [name for name, parameter in module.named_parameters() if "__deepcopy__" in vars(parameter)]
+def looks(model):
+    """What a user can see of a model, apart from values."""
+    return {
+        name: (
+            module.training,
+            {key: entry.requires_grad for key, entry in module.named_parameters(recurse=False)},
+            {key: len(table) for key, table in vars(module).items() if "_hooks" in key},
+            sorted(vars(module)),
+        )
+        for name, module in model.named_modules()
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copy_is_as_if_nothing_had_been_attached(way, tmp_path):
-    loop, plain = frozen_loop(tmp_path), Loop(SPECIMEN)
-    copied = WAYS[way](loop.model)
-    assert ours_in(loop.model), "the test is empty if there is nothing to leave out"
-    assert ours_in(copied) == []
-    assert outside(copied) == outside(WAYS[way](plain.model.train()))
-    assert all(torch.equal(*pair) for pair in zip(loop.model.parameters(), copied.parameters(), strict=True))
-    before = loop.run.frozen
-    loop.step(2)
-    assert loop.run.frozen >= before > 0, "the run goes on with what is frozen"
-    assert not all(parameter.requires_grad for parameter in loop.model.parameters())
-    loop.run.close()
-    assert outside(loop.model) == outside(plain.model)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_made_before_the_first_step_is_clean(way, tmp_path):
-    loop = Loop(SPECIMEN, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})
-    assert ours_in(loop.model) and ours_in(WAYS[way](loop.model)) == []
-    loop.run.close()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_part_is_copied_clean_too(way, tmp_path):
-    loop = frozen_loop(tmp_path)
-    for name in loop.run.modules[0].submodules:
-        part = loop.model.get_submodule(name)
-        copied = WAYS[way](part)
-        assert ours_in(copied) == [] and all(parameter.requires_grad for parameter in copied.parameters())
-        assert all(entry.training for entry in copied.modules())
-    loop.run.close()
-
-
-def test_what_the_user_has_frozen_and_hooked_is_copied_as_it_is(tmp_path):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(4)])
-    model[0][0].bias.requires_grad_(False)
-    model[1][1].eval()
-    model[0].register_forward_hook(print_nothing)
-    freezer = Freezer(model, parse_modules(model, pattern=r"\d"))
-    freezer.freeze_to(2)
-    copied = copy.deepcopy(model)
-    assert [name for name, entry in copied.named_parameters() if not entry.requires_grad] == ["0.0.bias"]
-    assert [name for name, entry in copied.named_modules() if not entry.training] == ["1.1"]
-    assert len(copied[0]._forward_hooks) == 1
-    model.eval()
-    assert not any(entry.training for entry in copy.deepcopy(model).modules())
+@pytest.mark.parametrize("kind", [Net, CopiesItself])
+def test_a_copy_of_a_frozen_model_is_the_model_before_the_freeze(way, kind):
+    model, freezer = frozen(kind)
+    before, during = looks(user_froze(kind())), looks(model)
+    made = WAYS[way](model)
+    assert looks(made) == before
+    assert all(torch.equal(a, b) for a, b in zip(made.state_dict().values(), model.state_dict().values(), strict=True))
+    assert not any(vars(parameter) for parameter in made.parameters())
+    assert looks(model) == during, "the original has changed"
     freezer.thaw()
-    assert ours_in(model) == []
+    model.blocks[0].norm.eval()
+    assert looks(model) == before
+    assert not any(vars(parameter) for parameter in model.parameters())
 
 
-def print_nothing(*_):
-    pass
+@pytest.mark.parametrize("way", WAYS)
+def test_a_submodule_copied_alone_trains(way):
+    model, _ = frozen()
+    made = WAYS[way](model.blocks[1])
+    assert made.training and made.norm.training and made.drop.training
+    assert all(parameter.requires_grad for parameter in made.parameters())
+    assert not made._forward_pre_hooks
+    assert WAYS[way](model.blocks[1].linear).weight.requires_grad
 
 
-def test_a_model_that_copies_itself_gives_clean_copies():
-    model = OwnCopy(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)])
-    freezer = Freezer(model, parse_modules(model, pattern=r"\d"))
-    freezer.freeze_to(1)
-    copied = copy.deepcopy(model)
-    assert copied.note == "copied by itself" and ours_in(copied) == []
-    assert all(parameter.requires_grad for parameter in copied.parameters())
+def test_a_file_needs_no_egeria():
+    model, _ = frozen()
+    assert b"egeria" not in pickle.dumps(nn.Sequential(model.blocks[0].linear, model.blocks[1].norm))
+    assert b"egeria" not in pickle.dumps(list(model.parameters()))
 
 
-def test_model_and_optimizer_stay_together_in_a_copy(tmp_path):
-    loop = frozen_loop(tmp_path)
-    for way in (copy.deepcopy, WAYS["pickle"], WAYS["torch.save"]):
-        model, optimizer = way((loop.model, loop.optimizer))
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        assert held == {id(parameter) for parameter in model.parameters()}
-    loop.run.close()
+def test_a_model_in_inference_mode_is_copied_in_that_mode():
+    model, _ = frozen()
+    model.eval()
+    assert not any(module.training for module in copy.deepcopy(model).modules())
 
 
-def test_tied_weights_stay_tied_in_a_copy():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    freezer = Freezer(model, parse_modules(model, pattern=r"\d"))
-    freezer.freeze_to(2)
-    for way in WAYS.values():
-        copied = way(model)
-        assert copied[0].weight is copied[1].weight and copied[0].weight.requires_grad
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_an_optimizer_copied_with_the_model_trains_the_copy(way):
+    model, _ = frozen()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for pair in ([optimizer, model], [model, optimizer]):
+        parts = WAYS[way](pair)
+        made, its = (parts[1], parts[0]) if pair[0] is optimizer else parts
+        held = {id(parameter) for group in its.param_groups for parameter in group["params"]}
+        assert held == {id(parameter) for parameter in made.parameters()}
+        assert made.blocks[0].linear.weight.requires_grad
 
 
-def test_a_copy_trains_on_as_plain_training_would(tmp_path):
-    loop = frozen_loop(tmp_path)
-    copied = copy.deepcopy(loop.model)
-    args, kwargs = SPECIMEN.example(torch.Generator().manual_seed(3))
-    SPECIMEN.loss(copied(*args, **kwargs)).backward()
-    assert all(parameter.grad is not None for parameter in copied.parameters())
-    assert all(module.training for module in copied.modules())
-    loop.run.close()
+def test_hooks_of_the_user_are_copied_and_stay():
+    model, _ = frozen()
+    model.blocks[0].register_forward_pre_hook(notice)
+    made = copy.deepcopy(model)
+    assert list(made.blocks[0]._forward_pre_hooks.values()) == [notice]
+    assert len(model.blocks[0]._forward_pre_hooks) == 2
 
 
-def test_a_run_that_is_dropped_leaves_nothing_to_copy(tmp_path):
-    loop = frozen_loop(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EgeriaWarning)
-        loop.run = None
-    assert ours_in(loop.model) == []
-    assert isinstance(egeria.attach(loop.model, loop.optimizer, config=FAST).close(), type(None))
+def notice(_module, _args):
+    return None
+
+
+def test_a_tap_is_in_no_copy():
+    model = Net()
+    tap = TrainingTap(model, "blocks.1", 2)
+    made = copy.deepcopy(model)
+    pickle.dumps(model)
+    assert not made.blocks[1]._forward_hooks and model.blocks[1]._forward_hooks
+    tap.close()
+    assert looks(model) == looks(Net())
+
+
+def test_several_may_keep_the_same_module_out_of_copies():
+    model = Net()
+    first, second = PlainCopies(model), PlainCopies(model)
+    first.remove()
+    first.remove()
+    assert "__reduce_ex__" in vars(model)
+    second.remove()
+    assert sorted(vars(model)) == sorted(vars(Net()))
+
+
+def test_a_forward_that_we_replaced_is_the_users_own_in_a_copy():
+    stub = partial(_answer)
+    assert "forward" not in without_ours({"forward": stub, "_forward_hooks": {}})
+    stub.own_forward = notice
+    assert without_ours({"forward": stub})["forward"] is notice
+
+
+def test_a_frozen_wrapper_of_ddp_is_copied_plain(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, _ = frozen()
+        wrapper = nn.parallel.DistributedDataParallel(model)
+        for made in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)):
+            assert looks(made.module) == looks(user_froze(Net()))
+            made(torch.randn(3, 4)).sum().backward()
+            assert made.module.blocks[0].linear.weight.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["inline", "process"])
+def test_a_model_with_accelerates_mixed_precision_has_a_reference(tmp_path, kind):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    torch.manual_seed(0)
+    model, loader = Net(), DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,))), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model = accelerator.prepare(model)
+    config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
+    config |= {"bootstrapping": {"change_threshold": 1.0}, "controller": {"budget_share": 1000.0, "load_limit": 1.0}}
+    run = egeria.attach(model, optimizer, loader, config=config, directory=tmp_path, controller=kind)
+    declined, readings = [], []
+    end = time.monotonic() + 60
+    while not readings and not declined and time.monotonic() < end:
+        for inputs, targets in loader:
+            loss = nn.functional.cross_entropy(run.model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+            if kind == "process":
+                time.sleep(0.05)
+        events = egeria.journal.read_journal(tmp_path).events
+        declined = [e for e in events if type(e).__name__ in ("Declined", "FaultCaught")]
+        readings = [e for e in events if type(e).__name__ == "PlasticityRead"]
+    run.close()
+    assert not declined, declined
+    assert readings

@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from egeria.layers.copies import is_ours
+from egeria.layers.copies import without_ours, without_wrappers
 
 BLOCK_BYTES = 64 * 1024
 ALIGNMENT = 64
@@ -182,7 +182,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         except RuntimeError:  # parametrized modules refuse, for the sake of files that outlive their classes
             make, arguments, state, rest = copyreg.__newobj__, (type(thing),), vars(thing), []  # type: ignore[attr-defined]
         if isinstance(state, dict):
-            state = {name: _without_dropped_hooks(name, value) for name, value in state.items()}
+            state = without_wrappers(without_ours(state))
+            state = {name: OrderedDict() if name in DROPPED_HOOKS else value for name, value in state.items()}
         return (make, arguments, state, *rest[:3])
 
 
@@ -201,15 +202,6 @@ class _Unpickler(pickle.Unpickler):
                 tensor = location.view(self._memory, self._begin).clone()
             self._tensors[key] = nn.Parameter(tensor, requires_grad=False) if location.is_parameter else tensor
         return self._tensors[key]
-
-
-def _without_dropped_hooks(name: str, value: Any) -> Any:
-    if name in DROPPED_HOOKS:
-        return OrderedDict()
-    if name != "_forward_pre_hooks":
-        return value
-    # Ours are no part of the model; a reference made before the freeze has none either.
-    return OrderedDict((key, hook) for key, hook in value.items() if not is_ours(hook))
 
 
 def _aligned(size_bytes: int, alignment: int = ALIGNMENT) -> int:

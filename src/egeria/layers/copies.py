@@ -1,138 +1,164 @@
-"""Copies and pickles of a model in training, as if it had never been touched: no hook, no frozen flag, no stand-in."""
+"""Copies of a model in training, made by `deepcopy`, `pickle` or `torch.save`: without what this library keeps on it.
+
+What is ours on a module: hooks that are functions or methods of this library, and instance attributes named in
+`INSTANCE` whose value is one. A function of ours that stands in for a `forward` of the user's on the instance names
+that as its `own_forward`. Whoever puts such a thing on a module for longer than a forward pass keeps the module's
+copies free of it by `PlainCopies`; parameters that were frozen by us are given to it too.
+"""
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-_NAMES = ("__deepcopy__", "__reduce_ex__")
-"""What `copy.deepcopy` and `pickle` look for, on the very object first."""
+COPYING = ("__reduce_ex__", "__deepcopy__")
+"""How Python asks an object for a copy. It asks the instance first."""
+INSTANCE = ("forward", *COPYING)
+"""Attributes of an instance that may be ours."""
 
 
-def is_ours(entry: Any) -> bool:
-    """Return whether a hook or an attribute is of this library, or a function of it with arguments given in advance."""
-    return str(getattr(getattr(entry, "func", entry), "__module__", "")).startswith("egeria.")
+def is_ours(hook: Any) -> bool:
+    """Return whether a hook is a function of this library, or one with arguments given in advance (`partial`)."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("egeria.")
 
 
-def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module without our hooks, and without what we put in place of its methods."""
-    found = {
-        name: value for name, value in attributes.items() if name not in (*_NAMES, "forward") or not is_ours(value)
-    }
-    forward = attributes.get("forward")
-    if is_ours(forward) and getattr(forward, "own", None) is not None:
-        found["forward"] = forward.own  # type: ignore[union-attr]
-    tables = [name for name in found if name.startswith(("_forward_pre_hooks", "_forward_hooks"))]
-    ours = {key for name in tables for key, hook in found[name].items() if is_ours(hook)}
-    if ours:  # the hooks, and what was said about them when they were registered
-        for name in tables:
-            found[name] = type(found[name])((key, hook) for key, hook in found[name].items() if key not in ours)
-    return found
+def without_ours(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module, or of a parameter, without hooks and functions of ours among them."""
+    tables = {name: table for name, table in attributes.items() if name.endswith("_hooks") and isinstance(table, dict)}
+    ours = {key for table in tables.values() for key, hook in table.items() if is_ours(hook)}
+    kept: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if name in INSTANCE and is_ours(value):
+            if getattr(value, "own_forward", None) is not None:
+                kept[name] = value.own_forward
+        elif isinstance(value, dict) and "_hooks" in name and not ours.isdisjoint(value):
+            kept[name] = type(value)((key, entry) for key, entry in value.items() if key not in ours)
+        else:
+            kept[name] = value
+    return kept
 
 
-def remove_ours(model: nn.Module) -> None:
-    """Take what is ours off a copy of a model: there it serves nobody, and a layer with a hook is no plain layer."""
+def without_wrappers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module without the mixed precision that Accelerate puts around its `forward`.
+
+    That refuses to be pickled, and would override the number format of a reference model.
+    """
+    original = attributes.get("_original_forward")
+    if original is None or "forward" not in attributes:
+        return dict(attributes)
+    kept = {name: value for name, value in attributes.items() if name not in ("forward", "_original_forward")}
+    owner = getattr(original, "__self__", None)
+    is_of_class = getattr(original, "__func__", None) is getattr(type(owner), "forward", ...)
+    return kept if is_of_class else kept | {"forward": original}
+
+
+def remove_ours(model: nn.Module, *, keeps: frozenset[nn.Module] = frozenset()) -> None:
+    """Take what is ours off the modules of a copy, in place; but for those that it shares with the original."""
     for module in model.modules():
-        _set(vars(module), without_ours(vars(module)))
+        if module not in keeps:
+            _set(vars(module), without_ours(vars(module)))
 
 
-class KeptOutOfCopies:
-    """Keeps what is ours out of copies of some modules and parameters, until it is closed.
+def take_off_wrappers(model: nn.Module) -> None:
+    """Take off the modules of a copy, in place, what `without_wrappers` leaves out."""
+    for module in model.modules():
+        _set(vars(module), without_wrappers(vars(module)))
 
-    `copy.deepcopy` (and so averages of weights), `pickle` and `torch.save` give modules without our hooks and in the
-    mode that they would have, and parameters that need a gradient. What the user has frozen or hooked is copied as it
-    is. Entries may be kept by several of these.
+
+def _set(table: dict[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name in table.keys() - wanted.keys():
+        del table[name]
+    table.update(wanted)
+
+
+class PlainCopies:
+    """Keeps what is ours out of copies of one module or parameter, until it is removed.
+
+    Copies are as the user's own training would have made them, whichever object holds what is copied; files hold no
+    reference to this library. Several may be in force for one thing.
 
     Args:
-        entries: modules, and parameters that are frozen for now.
-        mode_of: the model whose mode the modules have but for us; None if they have their own.
+        thing: a module; or a parameter that was frozen by us, which needs a gradient in copies.
+        training: gives the mode that copies of the module have; None leaves them as the module is.
     """
 
-    def __init__(self, entries: Iterable[nn.Module | nn.Parameter], mode_of: nn.Module | None = None) -> None:
-        self._modes = mode_of is not None
-        self._copiers: list[_Copier] = []
-        for entry in entries:
-            copier = vars(entry).get(_NAMES[0])
-            if not isinstance(copier, _Copier):
-                copier = _Copier(entry)
-            copier.users += 1
-            if mode_of is not None:
-                copier.mode_of = weakref.ref(mode_of)
-            self._copiers.append(copier)
+    def __init__(self, thing: nn.Module | nn.Parameter, training: Callable[[], bool] | None = None) -> None:
+        self._training = training
+        found = getattr(vars(thing).get("__reduce_ex__"), "__self__", None)
+        self._copier = found if isinstance(found, _Copier) else _Copier(thing)
+        self._copier.holders.append(self)
 
-    def close(self) -> None:
-        """Let entries be copied as they are; more than once is no error."""
-        copiers, self._copiers = self._copiers, []
-        for copier in copiers:
-            copier.users -= 1
-            if self._modes:
-                copier.mode_of = None
-            if copier.users == 0:
-                copier.remove()
+    def remove(self) -> None:
+        """Let copies be made as the thing is; removing twice is fine."""
+        if self in self._copier.holders:
+            self._copier.holders.remove(self)
+            if not self._copier.holders:
+                self._copier.close()
+
+    def mode(self) -> bool | None:
+        """Return the mode of copies, None where it is the module's own."""
+        return None if self._training is None else self._training()
 
 
 class _Copier:
-    """Copies and pickles one module or parameter, in place of its own methods."""
+    """Answers for one module or parameter when Python copies it."""
 
-    def __init__(self, entry: Any) -> None:
-        self._entry = weakref.ref(entry)
-        self.users = 0
-        self.mode_of: weakref.ref[nn.Module] | None = None
-        vars(entry).update({"__deepcopy__": self, "__reduce_ex__": self.reduce})
+    def __init__(self, thing: nn.Module | nn.Parameter) -> None:
+        self._thing = thing
+        self.holders: list[PlainCopies] = []
+        table = vars(thing)
+        self._own = {name: table.pop(name) for name in COPYING if name in table}  # what the user has put there
+        self._reduce, self._deepcopy = thing.__reduce_ex__, getattr(thing, "__deepcopy__", None)
+        table["__reduce_ex__"] = self.reduce
+        if self._deepcopy is not None:
+            table["__deepcopy__"] = self.deepcopy
 
-    def remove(self) -> None:
-        entry = self._entry()
-        for name in _NAMES:
-            vars(entry).pop(name, None)
+    def close(self) -> None:
+        table = vars(self._thing)
+        for name in COPYING:
+            table.pop(name, None)
+        table.update(self._own)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Copier:
-        return self
+    def reduce(self, protocol: Any) -> Any:
+        """Return how to build a copy, as `object.__reduce_ex__` does."""
+        if isinstance(self._thing, nn.Module):
+            made = self._reduce(protocol)
+            return tuple(map(self._clean, made)) if isinstance(made, tuple) else made
+        twin = nn.Parameter(self._thing.detach(), requires_grad=True)
+        vars(twin).update(without_ours(vars(self._thing)) | self._own)
+        return twin.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __call__(self, memo: dict[int, Any]) -> Any:
-        """Stand for `__deepcopy__` of the entry."""
-        entry: Any = self._entry()
-        own: Callable[..., Any] | None = getattr(type(entry), "__deepcopy__", None)
-        if own is not None:
-            copied = own(entry, memo)
-            if isinstance(entry, torch.Tensor):
-                return copied.requires_grad_()
-            _set(vars(copied), self._as_found(vars(copied)))
-            return copied
-        reduced: Any = type(entry).__reduce_ex__
-        make, arguments, state = (*reduced(entry, 4), None)[:3]
-        copied = memo[id(entry)] = make(*copy.deepcopy(arguments, memo))
-        state = copy.deepcopy(self._as_found(state), memo)
-        copied.__setstate__(state) if hasattr(copied, "__setstate__") else vars(copied).update(state)
+    def deepcopy(self, memo: dict[int, Any]) -> Any:
+        """Return a copy of something whose class copies itself."""
+        assert self._deepcopy is not None
+        copied = self._deepcopy(memo)
+        if isinstance(copied, nn.Module) and isinstance(self._thing, nn.Module):
+            remove_ours(copied, keeps=frozenset(self._thing.modules()))
+            if copied is not self._thing:
+                copied.__dict__["training"] = self._mode(copied.training)
+        elif isinstance(copied, torch.Tensor) and copied is not self._thing:
+            _set(vars(copied), without_ours(vars(copied)))
+            copied.requires_grad_(True)
         return copied
 
-    def reduce(self, protocol: int) -> Any:
-        """Stand for `__reduce_ex__` of the entry."""
-        entry: Any = self._entry()
-        own: Any = type(entry).__reduce_ex__
-        if not isinstance(entry, torch.Tensor):
-            make, arguments, *rest = own(entry, protocol)
-            return (make, arguments, *(self._as_found(state) for state in rest[:1]), *rest[1:])
-        kept = {name: vars(entry).pop(name) for name in _NAMES}
-        try:
-            make, (data, _, *rest) = own(entry, protocol)
-        finally:
-            vars(entry).update(kept)
-        return make, (data, True, *rest)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copier:
+        return self  # a class that copies its attributes one by one takes it along for a moment
 
-    def _as_found(self, state: Any) -> Any:
-        """Return the state of a module as it would be without us."""
-        if not isinstance(state, dict):  # of a class that makes its own
-            return state
-        found, model = without_ours(state), self.mode_of() if self.mode_of else None
-        return found if model is None or "training" not in found else {**found, "training": model.training}
+    def _mode(self, current: bool) -> bool:
+        modes = [mode for holder in self.holders if (mode := holder.mode()) is not None]
+        return modes[0] if modes else current
+
+    def _clean(self, part: Any) -> Any:
+        """Return a part of what makes a module without what is ours: attributes may be its state or an argument."""
+        if isinstance(part, dict) and "_forward_hooks" in part:
+            return without_ours(part) | self._own | {"training": self._mode(part.get("training", True))}
+        return tuple(map(self._clean, part)) if type(part) is tuple else part
 
 
-def _set(attributes: dict[str, Any], found: dict[str, Any]) -> None:
-    for name in attributes.keys() - found.keys():
-        del attributes[name]
-    attributes.update(found)
+def deepcopy_as_is(attributes: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """Return a deep copy of attributes of a module, ours included."""
+    return copy.deepcopy({name: value for name, value in attributes.items() if name not in COPYING}, memo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
-from egeria.layers.copies import KeptOutOfCopies
+from egeria.layers.copies import PlainCopies
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
 
@@ -24,8 +25,7 @@ class _Record:
     parameters: tuple[nn.Parameter, ...] = ()
     """Those that needed a gradient."""
     modes: tuple[tuple[nn.Module, bool], ...] = ()
-    handles: tuple[RemovableHandle, ...] = ()
-    copies: KeptOutOfCopies | None = None
+    handles: tuple[RemovableHandle | PlainCopies, ...] = ()
 
 
 class Freezer:
@@ -77,12 +77,10 @@ class Freezer:
         for record in self._records:
             for handle in record.handles:
                 handle.remove()
-            if record.copies is not None:
-                record.copies.close()
             for parameter in record.parameters:
                 parameter.requires_grad_(True)
             for submodule, was_training in record.modes:
-                submodule.training = was_training and self._model.training
+                submodule.training = self._mode(was_training)
         self._records.clear()
 
     def stay_in_inference_mode(self) -> None:
@@ -91,6 +89,10 @@ class Freezer:
             for submodule, _ in record.modes:
                 if submodule.training:
                     submodule.training = False
+
+    def _mode(self, was_training: bool) -> bool:
+        """Return the mode that a submodule would have without us."""
+        return was_training and self._model.training
 
     def _freeze(self, module: LayerModule, *, detaches: bool) -> _Record:
         kept = set() if self._freeze_tied else set(module.shared_parameters)
@@ -104,12 +106,15 @@ class Freezer:
             parameter.requires_grad_(False).grad = None
         for submodule, _ in modes:
             submodule.training = False
-        handles = [root.register_forward_pre_hook(_stay_in_inference_mode, prepend=True) for root in roots]
+        handles: list[RemovableHandle | PlainCopies] = [PlainCopies(parameter) for parameter in parameters]
+        handles += [PlainCopies(submodule, partial(self._mode, was_training)) for submodule, was_training in modes]
+        handles += [root.register_forward_pre_hook(_stay_in_inference_mode, prepend=True) for root in roots]
         if detaches:
             handles += [root.register_forward_pre_hook(_detach_inputs, with_kwargs=True) for root in roots]
-        learning = (submodule for submodule, was_training in modes if was_training)
-        copies = KeptOutOfCopies([*parameters, *learning], mode_of=self._model)
-        return _Record(parameters=parameters, modes=modes, handles=tuple(handles), copies=copies)
+        return _Record(parameters=parameters, modes=modes, handles=tuple(handles))
+
+
+# Hooks are functions of this file, not closures: a model may be copied in its own forward pass, hooks and all.
 
 
 def _stay_in_inference_mode(module: nn.Module, _args: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from egeria import dist, tree
 from egeria.layers.batch import Batch
-from egeria.layers.copies import without_ours
+from egeria.layers.copies import deepcopy_as_is, without_ours
 
 _Function = TypeVar("_Function", bound=Any)
 
@@ -174,7 +174,7 @@ def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
             memo[id(module)] = plain.__new__(plain)
             shells.append((memo[id(module)], attributes))
     for shell, attributes in shells:
-        shell.__dict__.update(copy.deepcopy(attributes, memo))
+        shell.__dict__.update(deepcopy_as_is(attributes, memo))
     return copy.deepcopy(model, memo)
 
 

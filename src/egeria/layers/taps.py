@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
 from egeria.layers.batch import Batch
+from egeria.layers.copies import PlainCopies
 from egeria.layers.modules import LayerModule
 from egeria.layers.undisturbed import undisturbed
 
@@ -52,14 +52,13 @@ class TrainingTap:
     def __init__(self, model: nn.Module, tap: str, num_rows: int) -> None:
         self.activation: Tensor | None = None
         self._num_rows = num_rows
-        self._handle: RemovableHandle = model.get_submodule(tap).register_forward_hook(self._keep)
+        watched = model.get_submodule(tap)
+        self._handles = watched.register_forward_hook(self._keep), PlainCopies(watched)
 
     def close(self) -> None:
         """Remove the hook."""
-        self._handle.remove()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingTap:
-        return self  # it watches one model, and a copy of that takes the hook along for a moment
+        for handle in self._handles:
+            handle.remove()
 
     def _keep(self, module: nn.Module, _args: Any, output: Any) -> None:
         activation = tree.first_activation(output)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from egeria import tree
 from egeria.errors import ReferenceModelError
 from egeria.layers.batch import Autocast, Batch
-from egeria.layers.copies import remove_ours
+from egeria.layers.copies import remove_ours, take_off_wrappers
 from egeria.layers.taps import TapReachedError, capture
 from egeria.layers.undisturbed import kept_random_state, undisturbed
 from egeria.reference.machine import Workload
@@ -59,6 +59,7 @@ def refresh_snapshot(snapshot: nn.Module | None, model: nn.Module, device: torch
             f"Give it a `__deepcopy__`, or keep what cannot be copied out of its attributes."
         ) from error
     remove_ours(copied)
+    take_off_wrappers(copied)
     return copied.to(device)
 
 

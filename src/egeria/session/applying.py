@@ -15,6 +15,7 @@ from egeria.events import FreezeWaits, ModuleFrozen, Recompiled, Rewrapped, Thaw
 from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
+from egeria.layers.gradients import InputGradients
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
@@ -49,6 +50,8 @@ class Applier:
         self.recorder, self.parallel = self.training.recorder, self.training.parallel
         freezes_tied = self.training.config.freezing.tied == "freeze"
         self._freezer = Freezer(self.training.model, self.modules, freeze_tied=freezes_tied)
+        self._gradients = InputGradients(self._decline_saving)
+        self._has_declined = False
         self.waiting: list[int] = []
         """Layer modules that were decided to freeze, and train on until compiling again repays itself."""
         self._depth_in_force = 0
@@ -126,6 +129,10 @@ class Applier:
         hooks.call_before(self._check_before_forward if is_watched else None)
         if not has_changed:
             return
+        # Hooks do not fire in compiled code; units of shards have hooks of their own on what crosses.
+        looks = not (hooks.is_compiled or self.training.is_sharded or self._has_declined)
+        frozen_modules = self.modules[: self.depth] if looks else ()
+        self._gradients.follow([self.training.model.get_submodule(module.tap) for module in frozen_modules])
         self.compiling.note_change()
         if not is_alone:
             trained = [parameter for parameter in self.training.model.parameters() if parameter.requires_grad]
@@ -137,6 +144,10 @@ class Applier:
         self.waiting = []
         self._freezer.thaw()
         self.put_in_force()
+
+    def after_step(self) -> None:
+        """Cut gradients that run through the frozen layers for nobody, as far as that is known by now."""
+        self._gradients.after_step()
 
     def describe(self) -> str:
         """Return what is frozen and what trains, as text that is the same wherever that is the same."""
@@ -161,6 +172,7 @@ class Applier:
     def _freeze_rehearsed(self, index: int, batch: Batch) -> None:
         """Refuse a freeze that takes the gradient of an output, and report one that saves less than it could."""
         module = self.modules[index]
+        self._has_declined = False
         before = self._rehearse(module, batch)
         self._freezer.freeze_to(index + 1, input_needs_grad=batch.needs_grad)
         after = before and self._rehearse(module, batch)
@@ -173,11 +185,15 @@ class Applier:
                 f"because it is a branch of its own and not in front of the others"
             )
         if batch.needs_grad or tree.requires_grad(after.boundary):
-            self.recorder.decline(
-                f"the full saving behind {module.name}",
+            self._has_declined = True
+            self._decline_saving(
                 "its output still needs a gradient, because a trainable tensor outside the frozen layer modules "
                 "(the input, or a parameter of another module) feeds it; the backward pass runs through it",
             )
+
+    def _decline_saving(self, reason: str) -> None:
+        if self.depth:
+            self.recorder.decline(f"the full saving behind {self.modules[self.depth - 1].name}", reason)
 
     def _rehearse(self, module: LayerModule, batch: Batch) -> _Rehearsal | None:
         """Run the model once, undisturbed but with gradients; an outline of a sharded one, where that is possible."""

@@ -20,6 +20,7 @@ from egeria.controller import Controller, ControllerChoice
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClosed, RunStarted
 from egeria.journal import Recorder, run_directory
+from egeria.layers.gradients import prompts_refusal
 from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy
 from egeria.policy import FORESIGHT, PLASTICITY, Policy, PolicyMaker, UnfreezeRule, choose_interval, find_policy
@@ -360,6 +361,7 @@ def _cut(training: Training) -> tuple[Cut | None, str]:
     refusal = training.parallel.refusal()
     if any(isinstance(optimizer, LBFGS) for optimizer in training.optimizers):
         refusal = "LBFGS moves parameters by its history, also those without a gradient"
+    refusal = refusal or prompts_refusal(training.model)
     if refusal:
         return None, refusal
     try:

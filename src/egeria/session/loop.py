@@ -138,6 +138,8 @@ class Session:
                 self._guard("ending an interval", self._end_interval)
             if self.parts is not None and self.ranks.meets:
                 self._guard("agreeing on what is frozen", self._agree)
+        if self.parts is not None:
+            self._guard("cutting gradients at the boundary", self.parts.applier.after_step)
         self._prepare_step()
 
     def close(self) -> None:

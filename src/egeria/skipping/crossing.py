@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from egeria.errors import EgeriaError, UncacheableError
 from egeria.layers.batch import Batch
+from egeria.layers.copies import is_ours
 from egeria.layers.modules import LayerModule
 from egeria.skipping.probe import Probe, Trial, first_difference, gradients_agree
 from egeria.skipping.replay import Place, Template, Values
@@ -254,4 +255,4 @@ def _hooks(model: nn.Module, roots: Iterable[nn.Module]) -> Iterator[tuple[str, 
     for name, module in model.named_modules():
         parts = [part for part in module.modules() if not any(True for _ in part.children())]
         if all(part in inside for part in parts):
-            yield from ((name, hook) for hook in module._forward_hooks.values())
+            yield from ((name, hook) for hook in module._forward_hooks.values() if not is_ours(hook))

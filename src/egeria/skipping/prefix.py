@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from egeria.errors import UncacheableError
 from egeria.layers.batch import Batch
+from egeria.layers.copies import is_ours
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import without_torch
 from egeria.skipping.crossing import (
@@ -88,7 +89,8 @@ class Prefix:
 
     def is_hooked(self) -> bool:
         """Return whether a forward hook was put on a frozen layer since, which replaying would leave out."""
-        return any(without_torch(module._forward_hooks) for module in self._modules)
+        hooks = (hook for module in self._modules for hook in without_torch(module._forward_hooks).values())
+        return any(not is_ours(hook) for hook in hooks)
 
     def fits(self, batch: Batch, rows: Sequence[Tensor]) -> bool:
         """Return whether rows [B, ...] have the shapes that a batch of a known kind needs."""

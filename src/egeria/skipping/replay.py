@@ -134,7 +134,9 @@ def stubbed(model: nn.Module, template: Template, values: Values) -> Iterator[di
         for root in template.roots:
             attributes = vars(model.get_submodule(root))
             before.append((attributes, {"forward": attributes["forward"]} if "forward" in attributes else {}))
-            attributes["forward"] = partial(_answer, template, root, values, calls)
+            stub = partial(_answer, template, root, values, calls)
+            stub.own_forward = attributes.get("forward")  # type: ignore[attr-defined]  # what copies keep
+            attributes["forward"] = stub
         yield calls
     finally:
         for attributes, own in before:

@@ -1,0 +1,175 @@
+"""Gradients that flow through a frozen front for nobody: found in the loop's own passes, and cut at its boundary.
+
+`enable_input_require_grads` of `transformers` makes the output of an embedding need a gradient, for the sake of
+activation checkpointing; the backward pass then runs through every frozen layer, and trains nothing there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria import tree
+from egeria.layers.copies import PlainCopies
+
+TRIES = 5
+"""Optimizer steps in which a gradient must be seen to be nobody's."""
+_TRAINED = (
+    "a trainable tensor outside the frozen layer modules (the input, or a parameter of another module) feeds it; "
+    "the backward pass runs through it"
+)
+_HELD = (
+    "a tensor in front of it was set to require one (requires_grad_), and the loop may read its gradient; let nothing "
+    "keep that tensor, or leave requires_grad_ out"
+)
+
+
+class InputGradients:
+    """Detaches what frozen layer modules give, once it is sure that the gradients behind serve nobody.
+
+    A pass is looked at where the output of a frozen module needs a gradient: the leaves that it comes from. With a
+    parameter among them nothing is cut, nor where something holds on to a leaf when its gradient arrives or when the
+    optimizer has stepped: an input that the loop itself made to require a gradient, say. Nothing that trains is
+    behind the cut, so all gradients that are left are the same, bit for bit.
+
+    Args:
+        decline: called with the reason why gradients go on to flow through the frozen modules.
+    """
+
+    def __init__(self, decline: Callable[[str], None]) -> None:
+        self._decline = decline
+        self._hooks: dict[nn.Module, list[Any]] = {}
+        self._watches: list[Any] = []
+        self._cut: set[nn.Module] = set()
+        self._reset()
+
+    def follow(self, taps: Sequence[nn.Module]) -> None:
+        """Look at the outputs of these submodules from the next forward pass on; those that were cut before stay so.
+
+        Args:
+            taps: the submodules whose outputs are those of the frozen layer modules; none stops everything.
+        """
+        self._reset()
+        for tap in [tap for tap in self._hooks if tap not in taps or tap not in self._cut]:
+            for handle in self._hooks.pop(tap):
+                handle.remove()
+        self._cut.intersection_update(taps)
+        for tap in taps:
+            if tap not in self._hooks:
+                self._hooks[tap] = [tap.register_forward_hook(self._look), PlainCopies(tap)]
+        self._unheld = _count_unheld() if taps else (0, 0)
+
+    def after_step(self) -> None:
+        """Judge what the passes of this optimizer step have shown; the loop has zeroed or kept gradients by now."""
+        leaves, self._leaves = self._leaves, {}
+        self._remove_watches()
+        if not self._has_looked or len(self._cut) == len(self._hooks):
+            return
+        if not self._needs_grad:  # nothing to cut
+            self._end_look()
+        elif any(isinstance(leaf.variable, nn.Parameter) for leaf in leaves) or self._is_opaque:
+            self._end_look(_TRAINED)
+        elif leaves and all(self._is_unread(leaf, counts) for leaf, counts in leaves.items()):
+            self._end_look(cuts=True)
+        elif self._tries == 1:
+            self._end_look(_HELD)
+        else:
+            tries = self._tries - 1
+            self._reset()
+            self._tries = tries
+
+    def _reset(self) -> None:
+        self._remove_watches()
+        self._leaves: dict[Any, list[int]] = {}
+        self._seen: set[Any] = set()
+        self._has_looked = self._needs_grad = self._is_opaque = self._has_arrived = False
+        self._tries = TRIES
+
+    def _remove_watches(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
+
+    def _end_look(self, reason: str = "", *, cuts: bool = False) -> None:
+        """Take the hooks off that look, or have them cut from here on."""
+        for tap in [tap for tap in self._hooks if tap not in self._cut]:
+            for handle in self._hooks.pop(tap):
+                handle.remove()
+            if cuts:
+                self._hooks[tap] = [tap.register_forward_hook(_detach), PlainCopies(tap)]
+                self._cut.add(tap)
+        self._reset()
+        if reason:
+            self._decline(f"its output still needs a gradient, because {reason}")
+
+    def _look(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Note the leaves that an output comes from; in the first passes of a step, not where one is recomputed."""
+        if not torch.is_grad_enabled() or self._has_arrived:
+            return
+        self._has_looked = True
+        todo = [tensor.grad_fn or _accumulation(tensor) for tensor in tree.leaves(output) if tensor.requires_grad]
+        self._needs_grad = self._needs_grad or bool(todo)
+        while todo:
+            node: Any = todo.pop()
+            if node is None or node in self._seen:
+                continue
+            self._seen.add(node)
+            self._is_opaque = self._is_opaque or "CheckpointFunction" in node.name()  # trains what is inside it
+            if hasattr(node, "variable") and node not in self._leaves:
+                self._leaves[node] = []
+                self._watches.append(node.register_hook(partial(self._arrive, node)))
+            todo += [following for following, _ in node.next_functions]
+
+    def _arrive(self, leaf: Any, *_gradients: Any) -> None:
+        """Note that the gradient of a leaf was added up, and how many hold the leaf then."""
+        self._has_arrived = True
+        if leaf in self._leaves:
+            self._leaves[leaf].append(sys.getrefcount(leaf.variable))
+
+    def _is_unread(self, leaf: Any, counts: Sequence[int]) -> bool:
+        """Return whether nobody can have read the gradient of a leaf: it came, and nobody held the leaf."""
+        hooks = leaf.variable._backward_hooks, leaf.variable._post_accumulate_grad_hooks
+        arriving, after = self._unheld
+        is_free = sys.getrefcount(leaf.variable) <= after and all(count <= arriving for count in counts)
+        return bool(counts) and is_free and not any(hooks)
+
+
+def _detach(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return tree.detach(output) if tree.requires_grad(output) else None
+
+
+def _accumulation(leaf: Tensor) -> Any:
+    """Return what adds up the gradient of a leaf."""
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+@torch.enable_grad()
+def _count_unheld() -> tuple[int, int]:
+    """Return the references to a leaf that nobody holds: when its gradient arrives, and afterwards."""
+    output = torch.zeros(1, device="cpu").requires_grad_() * 1
+    leaf = output.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    leaves: dict[Any, list[int]] = {leaf: []}
+
+    def arrive(leaf: Any, *_gradients: Any) -> None:
+        leaves[leaf].append(sys.getrefcount(leaf.variable))
+
+    watch = leaf.register_hook(partial(arrive, leaf))
+    output.sum().backward()
+    watch.remove()
+    return leaves[leaf][0], sys.getrefcount(leaf.variable)
+
+
+def prompts_refusal(model: nn.Module) -> str:
+    """Return why a model that trains prompts by PEFT is not frozen; empty for any other."""
+    settings = getattr(model, "active_peft_config", None) if hasattr(model, "prompt_encoder") else None
+    if not getattr(settings, "is_prompt_learning", False):
+        return ""
+    return (
+        "it trains prompts (PEFT prompt learning), which are in front of all layers: the backward pass runs through "
+        "every frozen layer to them, so that freezing would save nothing"
+    )
