@@ -61,6 +61,7 @@ def train(options: argparse.Namespace) -> float:
         accelerator.log({"accuracy": accuracy}, step=step)
         accelerator.print(f"step {step:5}  loss {loss.item():.3f}  accuracy {accuracy:.2%}")
     accelerator.end_training()
+    accelerator.print(f"accuracy {accuracy:.2%}")
     return accuracy
 
 
@@ -89,4 +90,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    print(f"accuracy {train(parse()):.2%}")
+    train(parse())

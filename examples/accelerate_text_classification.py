@@ -114,7 +114,9 @@ def train(options: argparse.Namespace) -> float:
             if step == options.steps:
                 break
         accelerator.print(f"step {step:5}  loss {loss.item():.3f}")
-    return evaluate(accelerator, model, test_loader)
+    accuracy = evaluate(accelerator, model, test_loader)
+    accelerator.print(f"accuracy {accuracy:.2%}")
+    return accuracy
 
 
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> float:
@@ -143,4 +145,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    print(f"accuracy {train(parse()):.2%}")
+    train(parse())

@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.tracking import GeneralTracker  # noqa: E402
 from accelerate.utils import TorchDynamoPlugin  # noqa: E402
 
-from egeria import ConfigError, Run, read_journal  # noqa: E402
+from egeria import ConfigError, EgeriaWarning, Run, read_journal  # noqa: E402
 from egeria.events import (  # noqa: E402
     CacheUsed,
     Declined,
@@ -245,6 +245,21 @@ def test_the_trackers_get_the_scalars_by_optimizer_steps():
     assert (frozen[3], frozen[4], frozen[7], frozen[8], frozen[12]) == (0, 1, 1, 2, 2)
 
 
+def test_wandb_goes_on_counting_the_steps_of_the_loop(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    loop = Loop({"config": FREEZE}, log_with="wandb", project_dir=tmp_path)
+    loop.accelerator.init_trackers("project", init_kwargs={"wandb": {"dir": str(tmp_path)}})
+    for epoch in range(EPOCHS):
+        loop.epochs(epoch + 1, begin=epoch)
+        loop.accelerator.log({"epochs": epoch}, step=epoch)
+        assert wandb.run.step == epoch, "a step of ours would have W&B drop those of the loop"
+    loop.run.close()
+    assert wandb.run.summary["egeria/frozen"] == 2
+    loop.accelerator.end_training()
+
+
 def test_without_logging_nothing_is_logged():
     tracker = Tracked()
     loop = Loop({"config": FREEZE, "log": False}, log_with=tracker)
@@ -261,6 +276,25 @@ def test_arguments_outside_their_contract_are_errors():
         attach(loop.accelerator, loop.model, loop.optimizer, total_steps=0)
     with attach(loop.accelerator, loop.model, loop.optimizer) as run, pytest.raises(ConfigError, match="loss"):
         run.step("low")
+
+
+class DeepSpeedEngine(nn.Module):
+    """As the one of DeepSpeed: a model within, which it trains in flat copies of the parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        flat = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+        self.optimizer = torch.optim.SGD([flat], lr=0.1)
+
+
+def test_deepspeed_is_declined_with_the_way_out():
+    engine, accelerator = DeepSpeedEngine(Net()), Accelerator(cpu=True)
+    with pytest.warns(EgeriaWarning, match=r"DeepSpeed \(ZeRO\) .* Use fully_shard"):
+        run = attach(accelerator, engine, engine.optimizer, total_steps=10, directory="run")
+    run.step(1.0)
+    assert run.modules == ()
+    run.close()
 
 
 @pytest.mark.parametrize("way", ["by the accelerator", "in place", "before"])

@@ -380,6 +380,19 @@ def test_a_moving_average_of_the_weights_goes_along(tmp_path):
     assert freezes(tmp_path) == [(6, 1), (12, 2)]
 
 
+def test_steps_without_a_loss_are_counted(tmp_path):
+    class Skips(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 2 else loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of Lightning, and ours that a loss is not finite
+        trainer = fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=Skips)
+    assert trainer.global_step == read_journal(tmp_path).of(RunClosed)[0].step == 20
+    assert freezes(tmp_path) == [(6, 1), (12, 2)]
+
+
 def test_endless_training_has_no_length(tmp_path):
     config = {"policy": {"name": "egeria"}, "plasticity": {"interval_steps": 2, "window": 2}}
     callback = EgeriaCallback(config=config, controller="inline", directory=tmp_path)
@@ -505,7 +518,9 @@ def fit_on_ranks(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test"}
     warnings.simplefilter("ignore")
-    ours = [] if config is None else [EgeriaCallback(config=config, directory=folder)]
+    options = dict(options)
+    name = options.pop("watched", None)
+    ours = [] if config is None else [EgeriaCallback(name, config=config, directory=folder)]
     strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
     trainer = fit(*ours, *callbacks, strategy=strategy, devices=2, batches=2 * BATCHES, **options)
     return end_of(trainer)
@@ -578,8 +593,9 @@ def resume_on_ranks(folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-def test_two_ranks_follow_a_module_that_calls_itself(tmp_path):
-    first, second = run_ranks(fit_on_ranks, str(tmp_path), FREEZE, {"model": Whole})
+@pytest.mark.parametrize("options", [{"model": Whole}, {"model": Parts, "watched": "net"}], ids=["itself", "part"])
+def test_two_ranks_follow_a_module_that_calls_itself_and_a_part(options, tmp_path):
+    first, second = run_ranks(fit_on_ranks, str(tmp_path), FREEZE, options)
     weights = [{k: v for k, v in end.items() if k != "random" and "running" not in k} for end in (first, second)]
     assert differences(*weights) == []
     assert freezes(tmp_path) == [(6, 1), (12, 2)]

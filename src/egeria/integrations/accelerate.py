@@ -139,6 +139,8 @@ class AcceleratedRun:
         return repr(self._run)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copying and pickling ask for, before there is a run
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_run"], name)
 
 
@@ -166,6 +168,7 @@ def _trackers(accelerator: Any) -> list[Tracker]:
     def log(values: Mapping[str, float], step: int) -> None:
         for tracker in accelerator.trackers:
             if tracker.name == "wandb":  # drops what comes with a smaller step, and the loop's own may count epochs
+                tracker.tracker.define_metric("egeria/*", step_metric="egeria/step")
                 tracker.log({**values, "egeria/step": step}, commit=False)
             else:
                 tracker.log(dict(values), step=step)

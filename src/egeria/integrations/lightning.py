@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from egeria import session
@@ -128,12 +129,13 @@ class EgeriaCallback(Callback):
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
-            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # by which Lightning has divided it
+            num_batches = trainer.accumulate_grad_batches  # by which Lightning has divided it
+            self._losses.append(loss.detach() if num_batches == 1 else loss.detach() * num_batches)
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
         losses, self._losses = self._losses, []
-        self._run.step(sum(losses) / len(losses) if losses else math.nan)
+        self._run.step(_mean(losses))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the model as it was found, after the last scalars and the report were logged."""
@@ -252,6 +254,13 @@ def _has_forward(module: nn.Module) -> bool:
     kinds = type(without_wrapper(module)).__mro__
     owner = next(kind for kind in kinds if "forward" in vars(kind))
     return owner.__name__ not in ("Module", "LightningModule")
+
+
+def _mean(losses: Sequence[Tensor]) -> Tensor | float:
+    """Return the mean loss of a step, on its device; not a number where `training_step` returned none."""
+    if not losses:
+        return math.nan
+    return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).mean()
 
 
 def _total_steps(trainer: Any, first_step: int) -> int | None:

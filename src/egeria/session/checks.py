@@ -58,7 +58,7 @@ def check_training(
         device = "cpu" if settings.reference.device == "auto" else settings.reference.device
         plasticity = replace(settings.plasticity, mode="train")
         settings = replace(settings, plasticity=plasticity, reference=replace(settings.reference, device=device))
-    optimizers = _check_optimizers(model, optimizer)
+    optimizers = _check_optimizers(model, optimizer, is_refused=parallel.refusal() is not None)
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_whole and total_steps > 0):
         raise ConfigError(
@@ -108,8 +108,11 @@ def unwrap_scheduler(scheduler: Any) -> Any:
     return scheduler
 
 
-def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers as a list, without the wrappers of frameworks."""
+def _check_optimizers(model: nn.Module, optimizer: Any, *, is_refused: bool) -> list[Optimizer]:
+    """Return the optimizers as a list, without the wrappers of frameworks.
+
+    What cannot be frozen may be trained in other tensors than its parameters, as by ZeRO: that is no error.
+    """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [_unwrap(entry, INNER_OPTIMIZERS) for entry in given]
     for entry in optimizers:
@@ -120,7 +123,7 @@ def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
             )
     known = {id(parameter) for parameter in model.parameters()}
     held = (parameter for entry in optimizers for group in entry.param_groups for parameter in group["params"])
-    if not any(id(parameter) in known for parameter in held):
+    if not is_refused and not any(id(parameter) in known for parameter in held):
         raise ConfigError(
             "attach takes an optimizer that trains parameters of the model, found one that holds none of them. "
             "Build it from model.parameters() of this very model, after moving it to its device."
