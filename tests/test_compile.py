@@ -91,11 +91,13 @@ class Training:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", egeria.EgeriaWarning)
             self.run = egeria.attach(given, self.optimizer, config=config, directory=directory, **attach)
-        self.called = self.run.model
+        self.called = given
         if way == "after":
-            self.called = torch.compile(self.run.model, backend=self.graphs)
+            self.called = torch.compile(self.model, backend=self.graphs)
         elif way == "in place, after":
-            self.run.model.compile(backend=self.graphs)
+            self.model.compile(backend=self.graphs)
+        elif way == "run.model":
+            self.called = torch.compile(self.run.model, backend=self.graphs)
         self.data = torch.Generator().manual_seed(1)
         self.losses = []
 
@@ -112,7 +114,7 @@ class Training:
             self.losses.append(loss.item())
 
 
-WAYS = ["before", "in place", "after", "in place, after"]
+WAYS = ["before", "in place", "after", "in place, after", "run.model"]
 """To compile, before or after `attach`."""
 
 
@@ -271,3 +273,19 @@ def test_compiled_replicas_freeze_alike(way):
     (frozen, first, told, graphs), (also, second, *_) = run_ranks(train_replica, way)
     assert frozen == also == 3 and told == [] and graphs >= 4
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_a_compiled_container_of_torch_is_followed_too(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)], nn.Linear(6, 2))
+    compiled, optimizer = torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), lr=0.05)
+    options = {"config": FAST, "controller": ScriptedController(), "directory": tmp_path}
+    with egeria.attach(compiled, optimizer, **options) as run:
+        while not run.frozen:
+            loss = compiled(torch.randn(8, 6)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+        assert run._session.clock.step < 60
+    assert not compiled._forward_pre_hooks and not model._forward_pre_hooks

@@ -49,25 +49,25 @@ class ModelHooks:
         self._notice: weakref.WeakMethod[Callable[[], None]] | None = None
         self._batch: Batch | None = None
         """Arguments of the call under way, for `forward`."""
-        self._handle: RemovableHandle | None = None
-        self._copies: list[PlainCopies] = []
+        self._handles: list[RemovableHandle | PlainCopies] = []
 
     def open(self) -> None:
         """Put the hook on the model, ahead of those of others."""
-        if self._handle is None:
-            hook = self._before_forward
-            self._handle = self.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-            self._copies = [PlainCopies(module) for module in self.model.modules()]
+        if self._handles:
+            return
+        called = self._parallel.called if self._parallel.is_compiled else None
+        is_of_torch = type(self.model).forward.__module__.startswith("torch.")  # which compiles its hooks too
+        for module in (self.model, called) if called is not None and is_of_torch else (self.model,):
+            hook = module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            self._handles += [hook, PlainCopies(module)]
+        self._handles += map(PlainCopies, self.model.modules())
 
     def close(self) -> None:
         """Leave the model as it was found."""
         self.skip_with(None)
         self._keep = self._before = self._notice = None
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        while self._copies:
-            self._copies.pop().remove()
+        while self._handles:
+            self._handles.pop().remove()
 
     def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
         """Hand the arguments of coming training calls to `keep`; None stops that."""
