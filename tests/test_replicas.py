@@ -49,13 +49,14 @@ class Frozen:
         self.model = self.strategy.take(model)
         self.modules = parse_modules(self.model, pattern=r"\d")
         self.freezer = Freezer(self.model, self.modules)
-        self.wrapper = self.strategy.rewrap()
+        self.wrapper = self.strategy.wrap()
 
     def freeze_to(self, depth):
         self.freezer.thaw()
         self.freezer.freeze_to(depth)
         names = [name for module in self.modules[:depth] for name in module.submodules]
-        assert self.strategy.rewrap(names) is self.wrapper, "the loop goes on calling the same object"
+        self.strategy.update(names)
+        assert self.strategy.wrap() is self.wrapper, "the loop goes on calling the same object"
 
     def backward(self, step=0, width=8):
         self.model.train()
@@ -205,7 +206,7 @@ def two_lines(wraps_itself):
             optimizer.step()
             optimizer.zero_grad()
             run.step(loss)
-        frozen, wrapper = run.frozen, run.model.__dict__["_target"]
+        frozen, wrapper = run.frozen, run._session.training.parallel.called
         with run.model.no_sync():
             pass
         names = list(run.model.state_dict())

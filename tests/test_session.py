@@ -175,17 +175,38 @@ def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(loss, tmp_path):
     assert interval.step == 2 and interval.loss == 1.5
 
 
-def test_a_loop_that_never_calls_run_model_is_told(tmp_path):
-    model, optimizer = model_and_optimizer()
-    run = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
-    (x,), _ = PARTS.example(torch.Generator())
-    with pytest.warns(EgeriaWarning, match=r"does not call run\.model in training mode"):
-        for _ in range(30):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            run.step(loss)
+def test_the_loop_goes_on_calling_its_own_model(tmp_path):
+    loops = [Loop(PARTS), Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})]
+    model, run = loops[1].model, loops[1].run
+    run.model = model  # what the loop calls
+    while not run.frozen:
+        before = [loop.step() for loop in loops]
+        assert before[0] == before[1]
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda model, x: model.head(model.parts.a(x)), "calls parts of it"),
+        (lambda model, x: torch.nn.functional.linear(x, next(model.parameters())), "no call in training mode"),
+        (lambda model, x: model.eval()(x), "no call in training mode"),
+    ],
+)
+def test_a_loop_that_never_calls_the_model_in_training_is_told_at_its_first_step(call, told, tmp_path):
+    model, optimizer = model_and_optimizer()
+    (x,), _ = PARTS.example(torch.Generator())
+    with egeria.attach(model, optimizer, config=FAST, directory=tmp_path) as run:
+        with pytest.warns(EgeriaWarning, match=told):
+            run.step(step_of(call, model, optimizer, x))
+        run.step(step_of(call, model, optimizer, x))
+
+
+def step_of(call, model, optimizer, x):
+    loss = call(model, x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 @pytest.mark.parametrize("wrapper", ["DeepSpeedEngine", "FullyShardedDataParallel"])

@@ -293,11 +293,11 @@ def thaw_after_a_resume():
     modules = parse_modules(strategy.take(model))
     freezer = Freezer(model, modules)
     freezer.freeze_to(2)
-    strategy.rewrap()
+    strategy.update()
     x = torch.ones(4, 8)
     model(x).float().square().mean().backward()
     freezer.thaw()
-    strategy.rewrap()
+    strategy.update()
     model(x).float().square().mean().backward()
     return [str(entry.grad.dtype) for entry in model.parameters()]
 

@@ -73,7 +73,7 @@ class Replica:
         self._subject = subject
         self._strategy = Replicas()
         self.model = self._strategy.take(subject.build())
-        self._network = self._strategy.rewrap()
+        self._network = self._strategy.wrap()
         self.modules = parse_modules(self.model)
         self._freezer = Freezer(self.model, self.modules)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
@@ -91,7 +91,7 @@ class Replica:
         self._freezer.freeze_to(depth)
         names = [name for module in self.modules[:depth] for name in module.submodules]
         began = time.perf_counter()
-        self._strategy.rewrap(names)
+        self._strategy.update(names)
         return time.perf_counter() - began
 
     def iterate(self, count: int) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Training with a boundary that stays where it is put: plain, frozen, or with the front from the cache.
 
-What is measured are the library's own parts, `Freezer`, `ModelHandle`, `SampleFeed` and `ActivationCache`, put
+What is measured are the library's own parts, `Freezer`, `ModelHooks`, `SampleFeed` and `ActivationCache`, put
 together as a session does, but without a controller: nothing is evaluated, and the boundary moves when told.
 """
 
@@ -28,7 +28,8 @@ from egeria.events import CacheDecided, CacheUsed
 from egeria.journal import Recorder
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import LayerModule, parse_modules
-from egeria.session.following import ModelHandle
+from egeria.parallel import SingleProcess
+from egeria.session.following import ModelHooks
 
 QUIET_S = 0.3
 """Without a new row in the store for so long, the writer is done."""
@@ -95,7 +96,8 @@ class Arm:
         self.modules = parse_modules(self.model)
         self.loader = subject.loader()
         self.optimizer = subject.optimizer(self.model)
-        self.network = ModelHandle(self.model)
+        self.network = self.model
+        self._hooks = ModelHooks(self.model, SingleProcess())
         self._random_state = torch.get_rng_state()
         self._freezer: Freezer | None = None
         self._recorder = Recorder(None)
@@ -113,7 +115,7 @@ class Arm:
                 recorder=self._recorder,
                 spend=self._spend,
             )
-            self.network.skip_with(self._cache.forward)
+            self._hooks.skip_with(self._cache.forward)
 
     @property
     def decided(self) -> CacheDecided | None:

@@ -19,6 +19,13 @@ COMPILED_SHARDS = (
     "the model is sharded and compiled: its layers can only be watched in the training pass, and hooks do not fire in "
     "compiled code. Leave out torch.compile, or use DistributedDataParallel"
 )
+_BARE = (
+    "the model is trained by several processes and called without DistributedDataParallel, so that nothing joins "
+    "their gradients. Call run.model in its place, which wraps it, or wrap it yourself"
+)
+_PART = (
+    "DistributedDataParallel joins only some processes of the job. Wrap the model before attach, and pass the wrapper"
+)
 FIRST_ITERATIONS = 2
 """Iterations after which buckets are laid out for good: they are ordered again after the first backward pass."""
 
@@ -39,12 +46,19 @@ class ParallelStrategy:
         self.num_ranks = 1
         self._group: Any = None
         """What the processes exchange numbers of the CPU in; None where there is one only."""
-        self._called = self._model = nn.Module()
-        """What the loop calls, and the model itself, without any wrapper."""
+        self.called: nn.Module | None = None
+        """What `run.model` calls; None as long as it is open what wraps the model."""
+        self._model = nn.Module()
+        """The model itself, without any wrapper."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what was given to `attach` is compiled."""
+        return self.called is not None and without_wrapper(self.called) is not self.called
 
     def take(self, model: nn.Module) -> nn.Module:
         """Take over what was given to `attach`; return the model itself, without any wrapper."""
-        self._called, self._model = model, without_wrapper(model)
+        self.called, self._model = model, without_wrapper(model)
         return self._model
 
     def refusal(self) -> str | None:
@@ -67,20 +81,24 @@ class ParallelStrategy:
     def settle(self) -> None:
         """Put parameters into the form in which what trains can be changed."""
 
-    def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
-        """Return what the loop is to call, now that gradients may have been switched on or off.
+    def see_call(self) -> None:
+        """See a training call of the model begin, within whatever wraps it."""
+
+    def wrap(self) -> nn.Module:
+        """Return what `run.model` calls, made now if it has to be."""
+        assert self.called is not None
+        return self.called
+
+    def update(self, frozen: Collection[str] = ()) -> None:
+        """Let what wraps the model follow, now that gradients may have been switched on or off.
 
         Args:
             frozen: names of the submodules that are frozen now.
         """
-        return self._called
 
 
 def choose_parallel(model: nn.Module) -> ParallelStrategy:
-    """Return the strategy for what was given to `attach`.
-
-    A bare model in a job of several processes is one replica of it, and `attach` wraps it.
-    """
+    """Return the strategy for what was given to `attach`; a bare model in a job of several processes is a replica."""
     refused = _refuse_wrapper(model) or (_refuse_shards(model) if is_sharded(model) else None)
     if refused is None and is_sharded(model):
         return Sharded()
@@ -95,45 +113,87 @@ class SingleProcess(ParallelStrategy):
 class Replicas(ParallelStrategy):
     """Replicas of the model under `DistributedDataParallel`: what is frozen drops out of the reduction of gradients.
 
-    The wrapper stays the same object, so that the loop continues to call it; the buckets in it are rebuilt whenever
-    layers freeze or thaw. Its options and communication hooks stay.
+    The wrapper is the one that was given, or the one that a bare model is found in at its first training call, as
+    frameworks wrap it; else the first call of `run.model` makes one. It stays the same object with its options and
+    communication hooks, and its buckets are rebuilt whenever layers freeze or thaw.
 
     Args:
-        options: of `DistributedDataParallel`, for a bare model, which is wrapped here.
+        options: of `DistributedDataParallel`, where it is made here.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self._options = options
         self._wrapper: Any = None
+        self._was_seen = False
         self._trained: tuple[str, ...] = ()
         """Names of the parameters that are reduced."""
+        self._frozen: Collection[str] = ()
+        """Names of the submodules that are frozen."""
         self._idle: frozenset[str] = frozenset()
         """Names of the buffers that are not broadcast any more."""
 
     def take(self, model: nn.Module) -> nn.Module:
-        """Return the model itself; a bare one is wrapped first."""
-        wrapper: Any = without_wrapper(model)
-        if not isinstance(wrapper, DistributedDataParallel):
-            model = wrapper = DistributedDataParallel(model, **{**_device(model), **self._options})
-        self._called, self._wrapper, self._model = model, wrapper, without_wrapper(wrapper.module)
-        group = wrapper.process_group
+        """Return the model itself."""
+        wrapper, group = without_wrapper(model), distributed.group.WORLD
+        if isinstance(wrapper, DistributedDataParallel):
+            self.called, self._model = model, without_wrapper(wrapper.module)
+            self._adopt(wrapper)
+            group = wrapper.process_group
+        else:
+            self._model = wrapper
+            self._given = model
         self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
         self._group = _group_on_the_cpu(group)
-        self._trained = self._trainable()
         return self._model
 
     def refusal(self) -> str | None:
         """Refuse what cannot be watched, and options that fix at the first iteration what is reduced."""
-        return super().refusal() or _refuse_options(self._wrapper)
+        return super().refusal() or (_refuse_options(self._wrapper) if self._wrapper else None)
 
-    def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
-        """Return the wrapper, its buckets rebuilt if other parameters train than before."""
-        trained, idle = self._trainable(), frozenset(_buffers_of(self._wrapper.module, frozen))
+    def see_call(self) -> None:
+        """Find the wrapper of a bare model at its first training call."""
+        if self._was_seen:
+            return
+        self._was_seen = True
+        if self._wrapper is not None:
+            return
+        find: Any = DistributedDataParallel._get_active_ddp_module
+        wrapper = find()
+        if wrapper is None:
+            self._refused = _BARE
+        elif distributed.get_world_size(wrapper.process_group) != self.num_ranks:
+            self._refused = _PART
+        else:
+            self.called = wrapper
+            self._adopt(wrapper)
+            if self._refused is None and _refuse_options(wrapper) is None and self._frozen:
+                # A resumed state has frozen layers before the wrapper was known, or made.
+                self._trained = ()
+                self.update(self._frozen)
+                wrapper.reducer.prepare_for_forward()
+
+    def wrap(self) -> nn.Module:
+        """Return the wrapper, made now if there is none."""
+        if self.called is None:
+            self.called = DistributedDataParallel(self._given, **{**_device(self._model), **self._options})
+            self._adopt(self.called)
+            self.update(self._frozen)
+        return self.called
+
+    def update(self, frozen: Collection[str] = ()) -> None:
+        """Rebuild the buckets of the wrapper if other parameters train than before."""
+        self._frozen = tuple(frozen)
+        if self._wrapper is None:
+            return
+        trained, idle = self._trainable(), frozenset(_buffers_of(self._wrapper.module, self._model, frozen))
         if (trained, idle) != (self._trained, self._idle):
             _rebuild(self._wrapper, idle_before=self._idle, idle=idle)
             self._trained, self._idle = trained, idle
-        return self._called
+
+    def _adopt(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._trained = self._trainable()
 
     def _trainable(self) -> tuple[str, ...]:
         named = self._wrapper.module.named_parameters()
@@ -160,17 +220,16 @@ class Sharded(ParallelStrategy):
 
     def refusal(self) -> str | None:
         """Refuse what cannot be watched, and what is in parts of another kind."""
-        return super().refusal() or _refuse_shards(self._called)
+        return super().refusal() or _refuse_shards(self.wrap())
 
     def settle(self) -> None:
         """Put parameters in parts, where an evaluation of the loop's own has left whole ones: no change would stick."""
         reshard(self._model)
 
-    def rewrap(self, frozen: Collection[str] = ()) -> nn.Module:
-        """Return what was given to `take`, ready for what trains now."""
+    def update(self, frozen: Collection[str] = ()) -> None:
+        """Make the parts ready for what trains now."""
         for module in self._model.modules():
             choose_dtypes_again(module)
-        return self._called
 
 
 def _group_on_the_cpu(group: Any) -> Any:
@@ -199,13 +258,13 @@ def _device(model: nn.Module) -> dict[str, Any]:
     return {"device_ids": [next(iter(devices))]} if is_single else {}
 
 
-def _buffers_of(model: nn.Module, frozen: Collection[str]) -> list[str]:
-    bare = without_wrapper(model)
-    prefix = "" if bare is model else "_orig_mod."
+def _buffers_of(wrapped: nn.Module, model: nn.Module, frozen: Collection[str]) -> list[str]:
+    """Return the names of the buffers of frozen submodules of a model, in the module that holds it."""
+    prefix = next(name for name, module in wrapped.named_modules() if module is model)
     return [
-        f"{prefix}{name}.{buffer}" if name else f"{prefix}{buffer}"
+        ".".join(part for part in (prefix, name, buffer) if part)
         for name in frozen
-        for buffer, _ in bare.get_submodule(name).named_buffers()
+        for buffer, _ in model.get_submodule(name).named_buffers()
     ]
 
 

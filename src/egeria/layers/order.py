@@ -26,7 +26,7 @@ class CallOrder:
     _names: dict[str, None] = field(default_factory=dict)
     _last: str = ""
     _has_grad: bool = False
-    _is_complete: bool = False
+    is_complete: bool = False
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -41,18 +41,18 @@ class CallOrder:
 
     def begin(self, _model: nn.Module, _inputs: object) -> None:
         """Forget a pass that was not completed."""
-        if not self._is_complete:
+        if not self.is_complete:
             for noted in (self._names, self.returned_to, self.without_grad):
                 noted.clear()
             self._has_grad = torch.is_grad_enabled()
 
     def complete(self, _model: nn.Module, _inputs: object, _output: object) -> None:
         """Note no more calls."""
-        self._is_complete = True
+        self.is_complete = True
 
     def note(self, name: str, module: nn.Module, _inputs: object) -> None:
         """Note the call of a submodule."""
-        if self._is_complete:
+        if self.is_complete:
             return
         parameters = list(module.parameters())
         if not parameters:
@@ -88,6 +88,11 @@ class OrderRecorder:
         self.close = weakref.finalize(self, _remove, handles)
         """Removes the hooks; what was recorded stays readable. Closing twice is fine."""
 
+    @property
+    def called_alone(self) -> tuple[str, ...]:
+        """The names of the submodules that were called so far, the model itself never."""
+        return () if self._calls.is_complete else self._calls.order
+
     def record(self) -> CallOrder | None:
         """Return what was recorded, and close; None if there was no forward pass yet."""
         if not self._calls.order:
@@ -114,6 +119,11 @@ class OrderOfBatch:
         self._model, self._names, self._keep_next = model, tuple(names), keep_next
         self._batch: Batch | None = None
         keep_next(self._keep)
+
+    @property
+    def called_alone(self) -> tuple[str, ...]:
+        """Nothing: hooks of submodules do not fire."""
+        return ()
 
     def record(self) -> CallOrder | None:
         """Return what was recorded; None if there was no training forward yet."""

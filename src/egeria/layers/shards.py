@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from egeria import dist, tree
 from egeria.layers.batch import Batch
+
+_Function = TypeVar("_Function", bound=Any)
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
@@ -28,6 +30,20 @@ def is_compiled(model: nn.Module) -> bool:
 compiling_callback: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 """Returns what compiles the functions called now; None or False where nothing does. Not to be called by a function of
 its own, which would be compiled first."""
+
+
+def run_uncompiled(function: _Function) -> _Function:
+    """Have torch run a function as it is where its callers are compiled, and go on compiling what it calls.
+
+    Costs nothing per call, and is no graph break: for hooks that run ahead of a compiled forward pass.
+    """
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, default))
+    elif hasattr(eval_frame, "skip_code"):
+        eval_frame.skip_code(function.__code__)
+    return function
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+_own_passes = threading.local()
+
+
+def is_own_pass() -> bool:
+    """Return whether this thread is within `undisturbed`: a forward pass now is ours, not the user's."""
+    return bool(getattr(_own_passes, "depth", 0))
 
 
 @contextmanager
@@ -34,6 +42,7 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
     learning = _learning_buffers(modules) if keeps_modes else set()
     fused = torch.backends.mha.get_fastpath_enabled()
+    _own_passes.depth = getattr(_own_passes, "depth", 0) + 1
     try:
         torch.backends.mha.set_fastpath_enabled(fused and keeps_modes)
         for module in modules:
@@ -44,6 +53,7 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
         with kept_random_state(model), torch.set_grad_enabled(gradients):
             yield
     finally:
+        _own_passes.depth -= 1
         torch.backends.mha.set_fastpath_enabled(fused)
         for module, before, own_buffers in attributes:
             _restore(vars(module), before)

@@ -19,7 +19,7 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
 from egeria.policy import Freeze, Thaw
-from egeria.session.following import HarmfulFreezeError, ModelHandle, Training
+from egeria.session.following import HarmfulFreezeError, ModelHooks, Training
 from egeria.session.ranks import Subject
 from egeria.session.timing import Stopwatch
 
@@ -118,12 +118,12 @@ class Applier:
 
     def put_in_force(self) -> None:
         """Let the loop call the model as it is now; with several processes, only gradients of what trains are sent."""
-        watch, handle, is_alone = Stopwatch(), self.training.handle, self.parallel.num_ranks == 1
+        watch, hooks, is_alone = Stopwatch(), self.training.hooks, self.parallel.num_ranks == 1
         has_changed, self._depth_in_force = self._depth_in_force != self.depth, self.depth
         frozen = [name for module in self.modules[: self.depth] for name in module.submodules]
-        handle.call_instead(self.parallel.rewrap(frozen))
-        is_watched = self.depth > 0 and (handle.is_compiled or not is_alone)
-        handle.call_before(self._check_before_forward if is_watched else None)
+        self.parallel.update(frozen)
+        is_watched = self.depth > 0 and (hooks.is_compiled or not is_alone)
+        hooks.call_before(self._check_before_forward if is_watched else None)
         if not has_changed:
             return
         self.compiling.note_change()
@@ -145,7 +145,7 @@ class Applier:
 
     def _reason_to_wait(self, saved_s: float | None) -> str | None:
         """Return why a freeze has to wait: compiling the model again would take longer than it saves."""
-        if not self.training.handle.is_compiled:
+        if not self.training.hooks.is_compiled:
             return None
         reason = self.compiling.reason_to_wait(saved_s)
         does_wait = self.training.ranks.from_leader(Subject.GATE, reason is not None)
@@ -221,8 +221,8 @@ class Compiling:
     lowered again at the end.
     """
 
-    handle: ModelHandle
-    """What the loop calls, which sees whether it is compiled."""
+    hooks: ModelHooks
+    """On the model; they see whether it is compiled."""
     recorder: Recorder
 
     def __post_init__(self) -> None:
@@ -236,7 +236,7 @@ class Compiling:
 
     def make_room(self, num_modules: int) -> None:
         """Let as many graphs of a function be compiled as freezing module by module needs."""
-        if not self.handle.is_compiled or self._limits:
+        if not self.hooks.is_compiled or self._limits:
             return
         config: Any = _dynamo().config
         for name, needed in (
@@ -253,7 +253,7 @@ class Compiling:
 
     def look(self, step: int) -> float:
         """Return the seconds that freezing made the last iterations compile, and journal them."""
-        if not self.handle.is_compiled:
+        if not self.hooks.is_compiled:
             return 0.0
         seconds = _seconds_so_far()
         spent, self._seconds = seconds - self._seconds, seconds

@@ -26,7 +26,7 @@ from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy
 from egeria.policy import FORESIGHT, PLASTICITY, Policy, PolicyMaker, UnfreezeRule, choose_interval, find_policy
 from egeria.session.checks import agree_on_the_run, check_training, choose_controller, choose_rule, read_config
-from egeria.session.following import Cut, ModelHandle, Training
+from egeria.session.following import Cut, ModelHandle, ModelHooks, Training
 from egeria.session.loop import Session
 from egeria.session.ranks import Ranks
 from egeria.session.timing import Stopwatch
@@ -54,7 +54,7 @@ def attach(
     cannot be cut, or a directory that cannot be written, is no error: the run continues without, with a warning.
 
     Args:
-        model: the model in training; call `run.model` in its place.
+        model: the model in training; the loop goes on calling it, or the wrapper that it is in.
         optimizer: the optimizer, or all of them; never changed.
         loader: the training loader, to count its steps and workers; with `cache.enabled` its samples are followed.
         scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw; never stepped.
@@ -80,7 +80,7 @@ def attach(
     recorder = Recorder(_journal_directory(directory) if ranks.leads else None, echoes=not ranks.leads)
     training = Training(
         model=model,
-        handle=ModelHandle(model),
+        hooks=ModelHooks(model, parallel),
         optimizers=optimizers,
         config=settings,
         total_steps=total_steps,
@@ -88,7 +88,6 @@ def attach(
         ranks=ranks,
         recorder=recorder,
     )
-    training.handle.call_instead(parallel.rewrap())
     make_policy = partial(_make_policy, training, rule)
     cut, interval_steps = _begin(training, make_policy, choice, rule_name, loader)
     session = Session(
@@ -101,14 +100,15 @@ def attach(
         scheduler=scheduler,
     )
     session.timer.add_overhead(*watch.read())
-    return Run(training.handle, session, recorder)
+    return Run(ModelHandle(training.hooks, parallel), session, recorder)
 
 
 class Run:
     """One training run that egeria watches. Made by `egeria.attach`; also a context manager.
 
     Attributes:
-        model: call it in the loop in place of the model.
+        model: may be called in place of the model; wraps a bare one in `DistributedDataParallel` where several
+            processes train it.
         directory: where the journal and the report live; None if nothing is written.
     """
 

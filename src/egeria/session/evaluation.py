@@ -87,15 +87,15 @@ class Evaluation:
 
         Also without a monitored module: to calibrate the first reference on, or to rehearse a freeze on.
         """
-        index, handle = self.policy.monitored, self.training.handle
+        index, hooks = self.policy.monitored, self.training.hooks
         if index is None and self.policy.stage != BOOTSTRAPPING and PLASTICITY in self.policy.needs:
             return
         self.disarm()
         self._armed, self._samples = index, 0
-        handle.keep_next(self._keep)
+        hooks.keep_next(self._keep)
         if index is None:
             self._take_in(self.controller.poll())
-        elif self._reads_training and handle.is_compiled:
+        elif self._reads_training and hooks.is_compiled:
             reason = "the model is compiled, where nothing can be read; readings are made in inference mode"
             self.recorder.decline("reading the training pass itself", reason)
         elif self._reads_training:
@@ -103,7 +103,7 @@ class Evaluation:
 
     def disarm(self) -> None:
         """Release the batch and the hook on the training forward."""
-        self.training.handle.keep_next(None)
+        self.training.hooks.keep_next(None)
         self.batch = self._armed = None
         if self._tap is not None:
             self._tap.close()
@@ -253,8 +253,8 @@ class Evaluation:
             return None  # it became the monitored one at this very step: nothing was kept for it
         self._evaluations_since_refresh += 1
         if self.batch is None:
-            self._drop(evaluation, index, "run.model was not called in training mode before this step")
-            self._count_failure("the loop does not call run.model in training mode; call it in place of the model")
+            self._drop(evaluation, index, "the model was not called in training mode before this step")
+            self._count_failure("the loop does not call the model in training mode")
             return None
         activation = self._capture(module, self.batch)
         if activation is None:

@@ -1,4 +1,4 @@
-"""Following a model in training: the handle that the loop calls, its cut into layer modules, its execution order."""
+"""Following a model in training: the hook on it, what skips its forward, its cut into modules, its execution order."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from egeria.config import Config
 from egeria.errors import StateError
@@ -18,25 +20,157 @@ from egeria.journal import Recorder
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule, parse_modules
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
-from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, without_wrapper
+from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
+from egeria.layers.undisturbed import is_own_pass
 from egeria.parallel import ParallelStrategy
 from egeria.session.ranks import Ranks
 
 
-class ModelHandle(nn.Module):
-    """Stands for a model: same parameters, submodules, state and attributes, one call in between.
+class ModelHooks:
+    """Watches the training calls of a model by one hook on the model itself: the loop calls what it always called.
 
+    Calls in evaluation mode or without gradients, and passes of our own, go by unseen. Inside compiled code the hook
+    is left out; a model that is compiled as such runs it ahead of its graphs.
+
+    Args:
+        model: without any wrapper.
+        parallel: how several processes train together; it learns from the first call what wraps the model.
+    """
+
+    def __init__(self, model: nn.Module, parallel: ParallelStrategy) -> None:
+        self.model, self._parallel = model, parallel
+        self.is_compiled = is_compiled(model) or parallel.is_compiled
+        self.was_called = False
+        """Whether there was a training call."""
+        self._keep: Callable[[Batch], None] | None = None
+        self._skip: Callable[[Callable[[], Any], Batch], Any] | None = None
+        self._before: Callable[[], None] | None = None
+        self._notice: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._batch: Batch | None = None
+        """Arguments of the call under way, for `forward`."""
+        self._handle: RemovableHandle | None = None
+
+    def open(self) -> None:
+        """Put the hook on the model, ahead of those of others."""
+        if self._handle is None:
+            hook = self._before_forward
+            self._handle = self.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        self.skip_with(None)
+        self._keep = self._before = self._notice = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
+        """Hand the arguments of coming training calls to `keep`; None stops that."""
+        self._keep = keep
+
+    def call_before(self, before: Callable[[], None] | None) -> None:
+        """Call `before` ahead of each training call; None stops that."""
+        self._before = before
+
+    def skip_with(self, skip: Callable[[Callable[[], Any], Batch], Any] | None) -> None:
+        """Let `skip` make the forward passes: it is given the model's own and its arguments; None stops that."""
+        attributes, self._skip = vars(self.model), skip
+        mine = isinstance(attributes.get("forward"), SkippingForward)
+        if skip is not None and not mine:
+            attributes["forward"] = SkippingForward(self, self.model.forward, attributes.get("forward"))
+        elif skip is None and mine:
+            attributes.pop("forward").restore(attributes)
+
+    def when_compiled(self, notice: Callable[[], None]) -> None:
+        """Call a method once calls turn out to be compiled, before the first of them is, if its owner still lives."""
+        self._notice = weakref.WeakMethod(notice)
+
+    def note_compiled(self) -> None:
+        """Take note that the model is compiled."""
+        if not self.is_compiled:
+            self.is_compiled = True
+            if self._notice and (notice := self._notice()):
+                notice()
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Make the forward pass of a call that the hook has seen begin."""
+        batch, self._batch = self._batch, None
+        if batch is None or self._skip is None or is_own_pass():
+            return call()
+        return self._skip(call, batch)
+
+    @run_uncompiled
+    def _before_forward(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See a call of the model; the function itself is never compiled."""
+        if torch.compiler.is_compiling() or is_own_pass():
+            return
+        is_called_compiled = compiling_callback() not in (None, False)
+        disable: Any = torch.compiler.disable
+        prepare = disable(self._prepare) if is_called_compiled else self._prepare
+        prepare(args, kwargs, is_called_compiled)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> None:
+        self._batch = None
+        if is_called_compiled or self.model._compiled_call_impl is not None:
+            self.note_compiled()
+        if not self.model.training or not torch.is_grad_enabled():
+            return
+        self.was_called = True
+        self._parallel.see_call()
+        if self._before is not None:
+            self._before()
+        if self._keep is None and self._skip is None:
+            return
+        device = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
+        batch = Batch.of_call(args, kwargs, device)
+        if self._keep is not None:
+            self._keep(batch)
+        if self._skip is not None:
+            self._batch = batch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
+        return self  # it watches one model
+
+
+class SkippingForward:
+    """The `forward` of a model while the cache may skip the front of it.
+
+    Args:
+        hooks: on the model.
+        forward: of the model, which this stands for.
+        own: what was an attribute of this very model before, rather than of its class.
+    """
+
+    def __init__(self, hooks: ModelHooks, forward: Callable[..., Any], own: Any) -> None:
+        self._hooks, self._own = hooks, own
+        self.__wrapped__ = forward  # its signature is read from here
+
+    @run_uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the forward pass, or have the cache make it."""
+        return self._hooks.forward(partial(self.__wrapped__, *args, **kwargs))
+
+    def restore(self, attributes: dict[str, Any]) -> None:
+        """Give a model its own `forward` back."""
+        if self._own is not None:
+            attributes["forward"] = self._own
+
+
+class ModelHandle(nn.Module):
+    """Stands for a model: same parameters, submodules, state and attributes; calls go to the wrapper, if it has one.
+
+    A bare model in a job of several processes is wrapped in `DistributedDataParallel` when the handle is called.
     The handle shares the tables of the model itself, so that names, `state_dict` and `.to()` are the model's own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, hooks: ModelHooks, parallel: ParallelStrategy) -> None:
         attributes = self.__dict__
         attributes["_bare"] = self
         super().__init__()
+        model = hooks.model
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             attributes[table] = model.__dict__[table]
-        attributes |= {"_bare": model, "_target": model, "is_compiled": is_compiled(model)}
-        attributes |= dict.fromkeys(("_keep", "_skip", "_before", "_notice"))
+        attributes |= {"_bare": model, "_hooks": hooks, "_parallel": parallel}
 
     @property
     def training(self) -> bool:
@@ -48,71 +182,26 @@ class ModelHandle(nn.Module):
         if self._bare is not self:  # nn.Module's own constructor sets it first
             self._bare.training = mode
 
-    def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
-        """Hand the arguments of coming training forwards to `keep`; None stops that."""
-        self.__dict__["_keep"] = keep
-
-    def skip_with(self, skip: Callable[[Callable[[], Any], Batch], Any] | None) -> None:
-        """Let `skip` make the training forwards: it is given the call and its arguments; None stops that."""
-        self.__dict__["_skip"] = skip
-
-    def call_before(self, before: Callable[[], None] | None) -> None:
-        """Call `before` ahead of each training forward; None stops that."""
-        self.__dict__["_before"] = before
-
-    def call_instead(self, target: nn.Module) -> None:
-        """Forward calls to `target` from now on: the model, or a wrapper around it."""
-        self.__dict__["_target"] = target
-        if without_wrapper(target) is not target:
-            self._note_compiled()
-
-    def when_compiled(self, notice: Callable[[], None]) -> None:
-        """Call a method once calls turn out to be compiled, before the first of them is, if its owner still lives."""
-        self.__dict__["_notice"] = weakref.WeakMethod(notice)
-
-    def _note_compiled(self) -> None:
-        if not self.is_compiled:
-            self.__dict__["is_compiled"] = True
-            if self._notice and (notice := self._notice()):
-                notice()
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         if torch.compiler.is_compiling():  # only in this very function does that leave the handle out
             torch._dynamo.skip_frame("egeria: a handle is called as it is, and what it calls is compiled")
-        is_called_compiled = compiling_callback() not in (None, False)
-        disable: Any = torch.compiler.disable
-        prepare = disable(self._prepare) if is_called_compiled else self._prepare
-        batch = prepare(args, kwargs, is_called_compiled)
-        if batch is None or self._skip is None:
-            return self._target(*args, **kwargs)
-        return self._skip(partial(self._target, *args, **kwargs), batch)
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> Batch | None:
-        """Do what must precede a call; return its arguments where somebody needs them."""
-        if is_called_compiled or self._bare._compiled_call_impl is not None:
-            self._note_compiled()
-        if not self._bare.training or not torch.is_grad_enabled():
-            return None
-        if self._before is not None:
-            self._before()
-        if self._keep is None and self._skip is None:
-            return None
-        device = next((parameter.device.type for parameter in self._bare.parameters()), "cpu")
-        batch = Batch.of_call(args, kwargs, device)
-        if self._keep is not None:
-            self._keep(batch)
-        return batch
+        called, disable = self._parallel.called, cast(Any, torch.compiler.disable)
+        if called is None:
+            is_training = self._bare.training and torch.is_grad_enabled()
+            called = disable(self._parallel.wrap)() if is_training else self._bare
+        return called(*args, **kwargs)
 
     def train(self, mode: bool = True) -> ModelHandle:
         """Set the mode of the model."""
-        self._target.train(mode)
+        called = self._parallel.called
+        (self._bare if called is None else called).train(mode)
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model in place."""
         self._bare.compile(*args, **kwargs)
-        self._note_compiled()
+        self._hooks.note_compiled()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model, under its own names."""
@@ -126,9 +215,12 @@ class ModelHandle(nn.Module):
         try:
             return getattr(self.__dict__["_bare"], name)
         except AttributeError:
-            if self.__dict__["_target"] is self.__dict__["_bare"]:
+            parallel = self.__dict__.get("_parallel")
+            if parallel is None or parallel.called is self._bare:
                 raise
-            return getattr(self.__dict__["_target"], name)  # what a wrapper has, such as `no_sync`
+            if parallel.called is None and not hasattr(DistributedDataParallel, name):
+                raise
+            return getattr(parallel.wrap(), name)  # what a wrapper has, such as `no_sync`
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_bare"], name, value)
@@ -154,7 +246,7 @@ class Training:
 
     model: nn.Module
     """Without any wrapper."""
-    handle: ModelHandle
+    hooks: ModelHooks
     optimizers: Sequence[Optimizer]
     config: Config
     total_steps: int | None
@@ -275,6 +367,15 @@ def watch_order(training: Training, modules: Sequence[LayerModule]) -> OrderReco
     In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there.
     """
     names = [name for module in modules for name in module.submodules]
-    if training.handle.is_compiled:
-        return OrderOfBatch(training.model, names, training.handle.keep_next)
+    if training.hooks.is_compiled:
+        return OrderOfBatch(training.model, names, training.hooks.keep_next)
     return OrderRecorder(training.model, names)
+
+
+def not_called(parts: Sequence[str]) -> str:
+    """Return why nothing can be frozen where a step was made without a training call of the model."""
+    found = f"the loop calls parts of it ({', '.join(parts[:3])})" if parts else "no call in training mode was seen"
+    return (
+        f"the model given to attach was not called in training mode before the first step: {found}. "
+        "Call the model itself in the loop, model(inputs), or attach the part that is called"
+    )

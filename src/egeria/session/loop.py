@@ -26,7 +26,7 @@ from egeria.policy import (
 )
 from egeria.session.applying import Applier, Compiling
 from egeria.session.evaluation import Evaluation
-from egeria.session.following import Cut, HarmfulFreezeError, Training, watch_order
+from egeria.session.following import Cut, HarmfulFreezeError, Training, not_called, watch_order
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.optimizer_steps import LayerRates, Wanted
@@ -76,7 +76,9 @@ class Session:
         self.training, self.ranks, self.recorder = training, training.ranks, training.recorder
         self.timer, self.clock = IterationTimer(), IntervalClock(interval_steps=interval_steps)
         self._make_policy, self._make_controller = make_policy, make_controller
-        self.compiling = Compiling(training.handle, self.recorder)
+        if cut is not None:
+            training.hooks.open()
+        self.compiling = Compiling(training.hooks, self.recorder)
         self.budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
         self.skipping = begin_skipping(training, loader, self.timer.take_out) if cut else None
         """Skips the frozen forward pass; None leaves it as it is."""
@@ -91,9 +93,10 @@ class Session:
             self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out)
         self._order = watch_order(self.training, self.modules) if self.parts else None
         """Records the execution order until the first forward pass has shown it."""
+        self._has_checked_calls = False
         self._past_controller_cpu_s = 0.0
         self._faults_in_a_row: dict[str, int] = {}
-        self.training.handle.when_compiled(self._note_compiled)
+        self.training.hooks.when_compiled(self._note_compiled)
         self.compiling.make_room(len(self.modules))
         if self.parts is None:
             self.ranks.part()
@@ -120,6 +123,8 @@ class Session:
         self.recorder.step = self.clock.step
         seconds = self.compiling.look(self.clock.step)
         self.timer.add_overhead(seconds, seconds)
+        if not self._has_checked_calls:
+            self._guard("looking for calls of the model", self._check_calls)
         if self._order is not None:
             self._guard("ordering the layer modules", self._settle_order)
         if ends_interval or self._may_have_readings:
@@ -135,7 +140,6 @@ class Session:
     def close(self) -> None:
         """Leave the model and the loader as they were found, for good."""
         self._release()
-        self._guard("closing the cache", self._end_skipping)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides."""
@@ -273,6 +277,16 @@ class Session:
         if evaluation and self.clock.next_step_ends and self.ranks.leads and not evaluation.has_given_up:
             evaluation.arm()
 
+    def _check_calls(self) -> None:
+        """Decline, at the first step, to freeze a model whose calls cannot be followed."""
+        self._has_checked_calls = True
+        if self.parts is None:
+            return
+        called = self._order.called_alone if self._order else ()
+        reason = self.training.parallel.refusal() if self.training.hooks.was_called else not_called(called)
+        if reason:
+            raise HarmfulFreezeError(reason)
+
     def _settle_order(self) -> None:
         """Cut the model again if its first forward pass ran in another order than it is defined in."""
         seen = self._order.record() if self._order else None
@@ -333,6 +347,8 @@ class Session:
             self._rates.close()
         self.ranks.part()
         self._release_parts()
+        self._guard("closing the cache", self._end_skipping)
+        self.training.hooks.close()
 
     def _release_parts(self, successor: CutParts | None = None) -> None:
         if self._order is not None:

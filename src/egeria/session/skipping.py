@@ -52,7 +52,7 @@ class Skipping:
         self._cache = cache
         self._make_outlook = make_outlook
         self._depth = 0
-        training.handle.skip_with(cache.forward)
+        training.hooks.skip_with(cache.forward)
 
     def follow(self, frozen: Sequence[LayerModule], policy: Policy, clock: IntervalClock) -> None:
         """Move the boundary of the cache if layers were frozen or thawed since the last call."""
@@ -67,7 +67,7 @@ class Skipping:
 
     def close(self) -> None:
         """Stop for good: the loader and the forward pass are the user's own again."""
-        self._training.handle.skip_with(None)
+        self._training.hooks.skip_with(None)
         self._cache.close()
 
     def _outlook(self, policy: Policy, clock: IntervalClock) -> Outlook:
@@ -119,7 +119,7 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
 
 def _refusal(training: Training) -> str:
     """Return why the forward pass of a model is not skipped; empty where it may be."""
-    if training.handle.is_compiled:
+    if training.hooks.is_compiled:
         return COMPILED
     if training.is_sharded:
         return SHARDED
