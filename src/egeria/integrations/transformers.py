@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from egeria.config import Config
 from egeria.errors import EgeriaError, brief
 from egeria.journal import FILE_NAME, Recorder
 from egeria.policy import PolicyMaker
+from egeria.report.build import write_files
+from egeria.report.trackers import find_trackers, scalars
 from egeria.session.checks import read_config
 
 STATE_FILE = "egeria.pt"
@@ -34,6 +37,8 @@ STATE_FILE = "egeria.pt"
 DIRECTORY = "egeria"
 """Where the journal goes, inside `output_dir`."""
 MOST_DIRECTORIES = 1000
+TRACKERS = ("_wandb", "_ml_flow")
+"""Attributes of the trainer's own callbacks that hold trackers which take files."""
 
 logger = logging.getLogger("egeria")
 
@@ -47,8 +52,8 @@ class EgeriaCallback(TrainerCallback):
     Args:
         config: an `egeria.Config`, nested dictionaries, or the path of a TOML file.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of your own.
-        directory: where the journal and the report go. None takes `egeria` in the trainer's `output_dir`. Where a
-            journal is there already, as with a second `train`, a number is appended: `egeria-2`.
+        directory: where the journal and the report go. None takes `egeria` in the trainer's `output_dir`. Where the
+            journal of another training is there already, a number is appended: `egeria-2`.
         log: whether the entries of `Trainer.log` about the training also have egeria's numbers, so that all trackers
             in `report_to` draw them.
         save_reference: whether checkpoints hold the reference model too, which may take as many bytes as the
@@ -149,29 +154,30 @@ class EgeriaCallback(TrainerCallback):
     def _begin(
         self, args: Any, state: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, train_dataloader: Any, **_: Any
     ) -> None:
-        directory = _unused(self._directory or self._output_folder(args) / DIRECTORY)
+        parent, name = self._journal_place(args)
+        saved = self._saved_state()
 
-        def attach(total_steps: int) -> egeria.Run:
-            return egeria.attach(
+        def attach(directory: Path, done: int) -> egeria.Run:
+            self.run = egeria.attach(
                 model,
                 optimizer,
                 train_dataloader,
                 scheduler=lr_scheduler,
-                total_steps=total_steps,
+                total_steps=max(1, state.max_steps - done),
                 config=self._config,
                 directory=directory,
             )
+            return self.run
 
-        saved = self._saved_state()
-        # Without its own state a resumed run knows of the steps to come only.
-        self.run = attach(state.max_steps if saved else max(1, state.max_steps - state.global_step))
-        if saved:
+        if saved is not None:
             try:
-                self.run.load_state_dict(saved)
-            except EgeriaError as error:
-                self.run.close()
-                self._notes.decline("resuming", str(error))
-                self.run = attach(max(1, state.max_steps - state.global_step))
+                attach(parent / saved["journal"], 0).load_state_dict(saved["run"])
+                return
+            except (EgeriaError, LookupError, TypeError) as error:
+                self.close()
+                self._notes.decline("resuming", brief(error))
+        # Without its own state a run knows of the steps to come only.
+        attach(_unused(parent / name), state.global_step)
 
     def _saved_state(self) -> dict[str, Any] | None:
         """Return the state in the checkpoint that training goes on from; None where a process has none to read."""
@@ -199,9 +205,15 @@ class EgeriaCallback(TrainerCallback):
         state = run.state_dict()
         if not self._saves_reference and state["engine"] is not None:
             state["engine"]["evaluator"]["controller"] = {}
+        journal = DIRECTORY if run.directory is None else run.directory.name
         unfinished = folder / f"{STATE_FILE}.part"
-        torch.save(state, unfinished)
+        torch.save({"journal": journal, "run": state}, unfinished)
         unfinished.replace(folder / STATE_FILE)
+
+    def _journal_place(self, args: Any) -> tuple[Path, str]:
+        """Return the folder in which the journal gets a directory, and the name of that."""
+        given = self._directory or self._output_folder(args) / DIRECTORY
+        return given.parent, given.name
 
     def _output_folder(self, args: Any) -> Path:
         """Return where checkpoints go: `output_dir`, or in a hyperparameter search the folder of the trial in it."""
@@ -220,20 +232,27 @@ class EgeriaCallback(TrainerCallback):
         """Stand in for `trainer.log`: add egeria's numbers, and after the last entry write the report."""
         is_last = "train_runtime" in logs
         if self.run is not None and self._logs and (is_last or "loss" in logs) and dist.rank() == 0:
-            self._guard("logging", functools.partial(self._add_scalars, logs), ends_run=False)
+            run = self.run
+            self._guard("logging", lambda: logs.update(scalars(run.summary())), ends_run=False)
         log(logs, *args, **kwargs)
         if is_last and self.run is not None:
             self._guard("reporting", self._report, ends_run=False)
 
-    def _add_scalars(self, logs: dict[str, float]) -> None:
-        """Add egeria's numbers to an entry."""
-
     def _report(self) -> None:
-        """End the run, whose training is done, and write its report while the trackers still take files."""
-        run = self.run
+        """End the run, whose training is done; write its report and give it to the trackers, which still take files."""
+        run, callbacks = self.run, self._trainer.callback_handler.callbacks
         self.close()
-        if run is not None and run.directory is not None:
-            self.report = egeria.report(run.directory).path
+        if run is None or run.directory is None:
+            return
+        self.report = egeria.report(run.directory).path
+        held = [getattr(entry, name, None) for entry in callbacks for name in TRACKERS]
+        trackers = find_trackers([entry for entry in held if entry is not None]) if self._logs else []
+        keepers = [tracker.keep for tracker in trackers if tracker.keep is not None]
+        if keepers:
+            with TemporaryDirectory(prefix="egeria-report-") as folder:
+                write_files(run.directory, Path(folder))
+                for keep in keepers:
+                    keep(Path(folder))
 
     def _guard(self, what: str, action: Callable[[], object], *, ends_run: bool = True) -> None:
         """Run one of our own steps so that nothing it raises reaches the trainer.

@@ -1,6 +1,6 @@
 """The append-only record of a run: every decision is an event, and reports read nothing else."""
 
 from egeria.journal.reader import FILE_NAME, Journal, read_journal
-from egeria.journal.recorder import EgeriaWarning, Recorder
+from egeria.journal.recorder import EgeriaWarning, Recorder, run_directory
 
-__all__ = ["FILE_NAME", "EgeriaWarning", "Journal", "Recorder", "read_journal"]
+__all__ = ["FILE_NAME", "EgeriaWarning", "Journal", "Recorder", "read_journal", "run_directory"]

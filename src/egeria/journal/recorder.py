@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from egeria.events import SCHEMA_VERSION, Declined, Event, FaultCaught
 from egeria.journal.reader import FILE_NAME
 
 KEPT_IN_MEMORY = 1000
+RUNS = Path("egeria_runs")
 
 
 class EgeriaWarning(UserWarning):
@@ -43,6 +45,7 @@ class Recorder:
         self._warned: set[str] = set()
         self._faults: dict[str, int] = {}
         self._file: IO[str] | None = None
+        self._listeners: dict[object, Callable[[Event], object]] = {}
         if directory is not None:
             self._guard(lambda: self._open(directory))
 
@@ -51,9 +54,31 @@ class Recorder:
         self.recent.append(event)
         if self._file is not None:
             self._guard(lambda: self._append(event.to_dict()))
+        for key, listener in list(self._listeners.items()):
+            try:
+                listener(event)
+            except Exception as error:
+                self._listeners.pop(key, None)
+                name = getattr(listener, "__qualname__", type(listener).__name__)
+                self.warn(
+                    f"listener {name} {id(key)}",
+                    f"egeria: a callback for events, {name}, raised {type(error).__name__}: {error}. It is not called "
+                    f"any more; training continues.",
+                )
+
+    def listen(self, listener: Callable[[Event], object]) -> Callable[[], None]:
+        """Call `listener` with each event from now on; return what ends that. One that raises is dropped."""
+        key = object()
+        self._listeners[key] = listener
+
+        def remove() -> None:
+            self._listeners.pop(key, None)
+
+        return remove
 
     def close(self) -> None:
-        """Close the file; further events stay in memory."""
+        """Close the file and release the listeners; further events stay in memory."""
+        self._listeners.clear()
         file, self._file = self._file, None
         if file is not None:
             self._guard(file.close)
@@ -116,6 +141,22 @@ class Recorder:
                 f"The journal in {self.directory} cannot be written: {error}. Training continues; events stay "
                 f"in memory. Give `attach` a writable `directory` with free space.",
             )
+
+
+def run_directory(given: str | Path | None) -> Path:
+    """Return what was given, else make one that no other run writes to; where that fails, the journal says so."""
+    if given is not None:
+        return Path(given)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
+        try:
+            (RUNS / f"{name}{suffix}").mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            break
+        return RUNS / f"{name}{suffix}"
+    return RUNS / name
 
 
 def _close(file: IO[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from egeria.report.history import read_history
 from egeria.report.summary import Clock, Summary, summarize
-from egeria.report.wording import cautions, duration, number, percent, printable, progress, verdict
+from egeria.report.wording import cautions, duration, frozen_when, number, percent, printable, progress, verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -88,6 +88,24 @@ def report(directory: str | Path) -> Report:
     return Report(summary=summary, path=path, message=f"page: {path}")
 
 
+def write_files(directory: str | Path, into: Path) -> None:
+    """Write the report of a run as files for a tracker: the page, and each of its pictures as an SVG.
+
+    Raises:
+        JournalError: there is no journal, or a newer version of egeria wrote it.
+        OSError: they cannot be written.
+    """
+    from egeria.report.page import render_page  # noqa: PLC0415
+    from egeria.report.pictures import draw_pictures  # noqa: PLC0415
+    from egeria.report.svg import as_file  # noqa: PLC0415
+
+    summary = summarize(read_history(directory))
+    (into / PAGE_NAME).write_text(render_page(summary), encoding="utf-8", errors="replace")
+    for picture in draw_pictures(summary):
+        name = picture.title.lower().replace(" ", "-")
+        (into / f"{name}.svg").write_text(as_file(picture.svg), encoding="utf-8", errors="replace")
+
+
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the headline numbers, each under its name."""
     of_modules = f" of {len(summary.modules)} modules" if summary.modules else ""
@@ -98,7 +116,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
         ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
-        ("frozen now", f"{summary.frozen_now}{of_modules} ({now} of parameters)"),
+        (f"frozen {frozen_when(summary)}", f"{summary.frozen_now}{of_modules} ({now} of parameters)"),
         ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),
     ]
     rows += [(m.name, f"{number(m.final)} (best {number(m.best)})") for m in summary.metrics[:MAX_METRICS]]

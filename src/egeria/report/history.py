@@ -52,7 +52,11 @@ class History:
 
 def read_history(directory: str | Path) -> History:
     """Read a journal and keep the course that its last process stands on."""
-    journal = read_journal(directory)
+    return course_of(read_journal(directory))
+
+
+def course_of(journal: Journal) -> History:
+    """Keep the course that the last process of a journal stands on."""
     kept: list[list[Event]] = []
     num_overridden = num_earlier_runs = 0
     for process in _processes(journal):

@@ -31,6 +31,7 @@ def render_page(summary: Summary) -> str:
         progress=wording.progress(summary),
         verdict=wording.verdict(summary),
         cautions=wording.cautions(summary),
+        frozen_when=wording.frozen_when(summary),
         pictures=draw_pictures(summary),
         events=[
             (wording.count(event.step), *line(event))

@@ -180,10 +180,8 @@ def summarize(history: History) -> Summary:
     started = history.last(events.RunStarted) or _UNKNOWN_START
     depths = freezing.depth_points(history)
     intervals = measured_intervals(history)
-    wall = _clock(intervals, "iteration_wall_s", history.overhead_wall_s)
-    cpu = _clock(intervals, "iteration_cpu_s", history.overhead_cpu_s)
+    wall, cpu = wall_clock(history), cpu_clock(history)
     faults = Counter((event.where, event.error) for event in history.of(events.FaultCaught))
-    stages = [event.stage for event in history.events if isinstance(event, (events.StageChanged, events.Resumed))]
     return Summary(
         history=history,
         started=started,
@@ -192,7 +190,7 @@ def summarize(history: History) -> Summary:
         deepest_freeze=(history.last(events.ModulesOrdered) or started).deepest_freeze,
         steps_done=history.last_step,
         steps_measured=sum(interval.num_steps for interval in intervals),
-        stage=stages[-1] if stages else first_stage(setting(started, "policy", "name")),
+        stage=stage_of(history),
         wall=wall,
         cpu=cpu,
         paces=_paces(intervals, wall.unfrozen_iteration_s, cpu.unfrozen_iteration_s),
@@ -209,6 +207,23 @@ def summarize(history: History) -> Summary:
         formats=list_formats(history),
         cache=list_uses(history),
     )
+
+
+def stage_of(history: History) -> str:
+    """Return the stage that a run is in at the end of its journal."""
+    stages = [event.stage for event in history.events if isinstance(event, (events.StageChanged, events.Resumed))]
+    started = history.last(events.RunStarted) or _UNKNOWN_START
+    return stages[-1] if stages else first_stage(setting(started, "policy", "name"))
+
+
+def wall_clock(history: History) -> Clock:
+    """Return the training time by the wall clock."""
+    return _clock(measured_intervals(history), "iteration_wall_s", history.overhead_wall_s)
+
+
+def cpu_clock(history: History) -> Clock:
+    """Return the training time by the CPU clock."""
+    return _clock(measured_intervals(history), "iteration_cpu_s", history.overhead_cpu_s)
 
 
 def measured_intervals(history: History) -> list[events.IntervalMeasured]:

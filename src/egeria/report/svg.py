@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -74,6 +75,14 @@ def draw(
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return _inline(buffer.getvalue(), prefix, alt)
+
+
+def as_file(svg: str) -> str:
+    """Return an inline picture as a file of its own: with a name space, a background, and the page's light colours."""
+    style = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+    colours = dict(reversed(re.findall(r"--([\w-]+): (#\w+)", style)))  # the light ones come first
+    svg = re.sub(r"var\(--([\w-]+)\)", lambda match: colours.get(match[1], match[0]), svg)
+    return svg.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" style="background:{colours["card"]}" ', 1)
 
 
 def plot(

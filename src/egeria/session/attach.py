@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import gc
 import logging
-import os
 import platform
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,18 +18,21 @@ from torch.optim import LBFGS, Optimizer
 from egeria.config import Config
 from egeria.controller import Controller, ControllerChoice
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
-from egeria.events import ControllerChosen, MetricLogged, Resumed, RunClosed, RunStarted
-from egeria.journal import Recorder
+from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClosed, RunStarted
+from egeria.journal import Recorder, run_directory
 from egeria.layers.modules import LayerModule
 from egeria.parallel import ParallelStrategy
 from egeria.policy import FORESIGHT, PLASTICITY, Policy, PolicyMaker, UnfreezeRule, choose_interval, find_policy
+from egeria.report.live import RunSummary
+from egeria.report.trackers import find_trackers
 from egeria.session.checks import agree_on_the_run, check_training, choose_controller, choose_rule, read_config
 from egeria.session.following import Cut, ModelHandle, ModelHooks, Training
 from egeria.session.loop import Session
+from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks
+from egeria.session.showing import Showing, as_html, in_a_line
 from egeria.session.timing import Stopwatch
 
-RUNS = Path("egeria_runs")
 STATE_SCHEMA = 1
 
 
@@ -47,6 +48,7 @@ def attach(
     controller: str | Controller | None = None,
     policy: str | PolicyMaker | None = None,
     parallel: ParallelStrategy | None = None,
+    log_to: Any = None,
 ) -> Run:
     """Watch a training run and freeze its front layers as they converge; `run.close()` undoes everything.
 
@@ -64,20 +66,25 @@ def attach(
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your own.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of your own.
         parallel: how several processes train together; None takes that from the model's wrapper and the job.
+        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`, a callable
+            `(values, step)`, or a list of these: gets the run's numbers under `egeria/`, and the report at the end.
 
     Returns:
         The run: call `run.step(loss)` once after each optimizer step.
 
     Raises:
-        ConfigError: an argument or a setting is outside its contract.
+        ConfigError: an argument or a setting is outside its contract, or an open run watches this model.
     """
     watch, settings = Stopwatch(), read_config(config, controller, policy)
     model, optimizers, settings, parallel = check_training(model, optimizer, total_steps, settings, parallel)
+    _check_unwatched(model)
+    trackers = find_trackers(log_to)
     rule_name, rule = choose_rule(settings, scheduler, total_steps)
     choice, make_controller = choose_controller(settings, model, controller, loader)
     ranks = Ranks(parallel)
     # Of several processes only the first keeps a journal.
-    recorder = Recorder(_journal_directory(directory) if ranks.leads else None, echoes=not ranks.leads)
+    recorder = Recorder(run_directory(directory) if ranks.leads else None, echoes=not ranks.leads)
+    showing = Showing(recorder, trackers if ranks.leads else ())
     training = Training(
         model=model,
         hooks=ModelHooks(model, parallel),
@@ -100,7 +107,8 @@ def attach(
         scheduler=scheduler,
     )
     session.timer.add_overhead(*watch.read())
-    return Run(ModelHandle(training.hooks, parallel), session, recorder)
+    run = _OPEN_RUNS[id(model)] = Run(ModelHandle(training.hooks, parallel), session, showing)
+    return run
 
 
 class Run:
@@ -112,11 +120,11 @@ class Run:
         directory: where the journal and the report live; None if nothing is written.
     """
 
-    def __init__(self, handle: ModelHandle, session: Session, recorder: Recorder) -> None:
+    def __init__(self, handle: ModelHandle, session: Session, showing: Showing) -> None:
         self.model = handle
+        self._session, self._showing = session, showing
+        self._recorder = recorder = session.recorder
         self.directory: Path | None = recorder.directory
-        self._session = session
-        self._recorder = recorder
         self._closed = False
         # A run that is dropped without `close` must not leave a frozen model or an open file behind.
         self._finalizer = weakref.finalize(self, _release, session, recorder)
@@ -151,6 +159,7 @@ class Run:
         self._session.timer.enter()
         try:
             self._session.step(loss)
+            self._showing.end_step()
         finally:
             self._session.timer.leave()
 
@@ -158,6 +167,38 @@ class Run:
         """Put numbers into the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
         values = {name: float(value) for name, value in metrics.items()}
         self._recorder.write(MetricLogged(step=self._session.clock.step, values=values))
+
+    def summary(self) -> RunSummary:
+        """Return where the run stands: steps, stage, what is frozen, time saved and overhead so far."""
+        return self._showing.summary()
+
+    def on_event(self, callback: Callable[[Event], object]) -> Callable[[], None]:
+        """Call `callback` with each event of the journal from now on, as it is written, until the run is closed.
+
+        Of several processes each calls its own callbacks, with the events that it sees: decisions and its own
+        measurements in all, what concerns the controller and the reference model in the first alone.
+
+        Args:
+            callback: takes an event of `egeria.events`. One that raises is called no more, with a warning.
+
+        Returns:
+            A function that ends the calls.
+
+        Raises:
+            ConfigError: it cannot be called.
+        """
+        if not callable(callback):
+            raise ConfigError(
+                f"run.on_event takes a function of one event, found {type(callback).__name__}. "
+                f"Pass the function itself, such as run.on_event(print)."
+            )
+        return self._recorder.listen(callback)
+
+    def __repr__(self) -> str:
+        return f"<egeria.Run: {in_a_line(self.summary())}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.summary())
 
     @property
     def packed(self) -> Packed:
@@ -210,6 +251,7 @@ class Run:
                 controller_cpu_s=session.controller_cpu_s,
             )
         )
+        self._showing.close()
         self._finalizer()
 
     def __enter__(self) -> Run:
@@ -219,38 +261,21 @@ class Run:
         self.close()
 
 
-class Packed:
-    """The state of a run in one piece.
+_OPEN_RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+"""By the id of the model, which a run keeps alive. Closed ones may be among them."""
 
-    `torch.distributed.checkpoint` takes states apart and loads them entry by entry into a state that has the same
-    entries; those of a run come and go. In one piece there is one entry, and all processes load the same. It must be
-    that of the first: save with `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions,
-    but not the reference model and what was measured since the last evaluation, which are made again then.
-    """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as one entry of bytes."""
-        file = io.BytesIO()
-        torch.save(self._run.state_dict(), file)
-        return {"state": file.getvalue()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        Raises:
-            StateError: it is of a newer egeria, or of another model. Nothing has changed then.
-        """
-        try:
-            loaded = torch.load(io.BytesIO(state["state"]), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise StateError(
-                f"The state of a run is what run.packed saved; this one cannot be read ({error}). "
-                f"Take an earlier checkpoint, or go on without loading it."
-            ) from error
-        self._run.load_state_dict(loaded)
+def _check_unwatched(model: nn.Module) -> None:
+    """Raise ConfigError if an open run watches a model."""
+    model = model.__dict__["_bare"] if isinstance(model, ModelHandle) else model
+    if id(model) in _OPEN_RUNS:
+        gc.collect()  # one that was dropped in a cycle, such as that of a traceback, is released by this
+    run = _OPEN_RUNS.get(id(model))
+    if run is not None and not run._closed:
+        raise ConfigError(
+            f"attach takes a model that no open run watches, found one that {run!r} watches. Call run.close() of that "
+            f"run first, or go on with it."
+        )
 
 
 def _release(session: Session, recorder: Recorder) -> None:
@@ -330,22 +355,6 @@ def _cut(training: Training) -> tuple[Cut | None, str]:
         return Cut.of(training, training.parse()), ""
     except UnsupportedModelError as error:
         return None, str(error)
-
-
-def _journal_directory(given: str | Path | None) -> Path:
-    """Return what was given, else make one that no other run writes to; where that fails, the journal says so."""
-    if given is not None:
-        return Path(given)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
-        try:
-            (RUNS / f"{name}{suffix}").mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError:
-            break
-        return RUNS / f"{name}{suffix}"
-    return RUNS / name
 
 
 def _environment(model: nn.Module, loader: Any) -> dict[str, Any]:

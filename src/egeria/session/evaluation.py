@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,8 @@ from egeria.session.timing import Budget, IterationTimer, Stopwatch, count_itera
 
 FAILURES_BEFORE_GIVING_UP = 3
 
+logger = logging.getLogger("egeria")
+
 
 @dataclass(eq=False)
 class Evaluation:
@@ -66,6 +69,7 @@ class Evaluation:
         self._armed: int | None = None
         self._tap: TrainingTap | None = None
         self._num_failures = 0
+        self._has_read = False
         self._evaluations_since_refresh: int | None = None
         """Requested ones: intervals without a loss do not count."""
         self._refreshed_at: int | None = None
@@ -298,7 +302,7 @@ class Evaluation:
         elif result.evaluation < self.valid_from:
             late = "it came late: everything thawed meanwhile"
         if isinstance(result, Reading) and not late and math.isfinite(result.value):
-            self._num_failures = 0
+            self._num_failures, self._has_read = 0, True
             self._finished.append(replace(result, **costs))
             return
         reason = f"the value is {result.value}" if isinstance(result, Reading) else result.reason
@@ -323,8 +327,7 @@ class Evaluation:
         else:
             self.recorder.write(event)
         if isinstance(event, RungTaken) and event.before:
-            change = f"the reference model changes from {event.before} to {event.after}"
-            self.recorder.warn(f"rung {event.after}", f"egeria: {change}: {event.reason}. Training continues.")
+            logger.info("the reference model changes from %s to %s: %s", event.before, event.after, event.reason)
         elif isinstance(event, ControllerRestarted):
             message = f"egeria: the controller process was replaced: {event.reason}. Training continues."
             self.recorder.warn("restarts of the controller", message)
@@ -342,8 +345,12 @@ class Evaluation:
 
     def _close_controller(self) -> None:
         """End the controller; what it had not handed over, or not finished, is journaled as dropped."""
-        self.status = self.controller.close()
-        for report in self.status.reports:
-            if isinstance(report, (Reading, ReadingDropped)):
-                reason = "the run ended before it was judged" if isinstance(report, Reading) else report.reason
-                self._drop(report.evaluation, report.module, reason)
+        was_apart, self.status = self.status.is_asynchronous, self.controller.close()
+        late = [report for report in self.status.reports if isinstance(report, (Reading, ReadingDropped))]
+        for report in late:
+            reason = "the run ended before it was judged" if isinstance(report, Reading) else report.reason
+            self._drop(report.evaluation, report.module, reason)
+        if late and was_apart and not self._has_read and not self.has_given_up:
+            message = "egeria: the run ended before its controller process, which takes seconds to start, had given a "
+            message += 'reading, so nothing could freeze. Give attach controller="inline", or train for longer.'
+            self.recorder.warn("a short run", message)
