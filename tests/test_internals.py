@@ -111,7 +111,7 @@ def train(calls, directory, policy, settings, is_watched):
                     calls.is_on = is_watched(run, step)
                     calls.ours = [] if calls.is_on else calls.ours
                     x, y = next(batches)
-                    nn.functional.cross_entropy(run.model(x), y).backward()
+                    nn.functional.cross_entropy(model(x), y).backward()
                     optimizer.step()
                     optimizer.zero_grad()
                     run.step(0.5)
