@@ -30,7 +30,7 @@ from egeria.journal import FILE_NAME, Recorder
 from egeria.policy import PolicyMaker
 from egeria.report.build import write_files
 from egeria.report.trackers import find_trackers, scalars
-from egeria.session.checks import read_config
+from egeria.session.checks import choose_rule, read_config
 
 STATE_FILE = "egeria.pt"
 """The state of the run, inside each checkpoint."""
@@ -79,6 +79,7 @@ class EgeriaCallback(TrainerCallback):
         self.run: egeria.Run | None = None
         self.report: Path | None = None
         self._config = read_config(config, None, policy)
+        choose_rule(self._config, scheduler=None, total_steps=1)  # finds what it names
         self._directory = None if directory is None else Path(directory)
         self._logs, self._saves_reference = log, save_reference
         self._trainer: Any = None
