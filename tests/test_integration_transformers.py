@@ -398,18 +398,41 @@ def test_a_wrong_setting_is_an_error_at_once():
         EgeriaCallback(policy="no such policy")
 
 
-def test_training_that_cannot_be_followed_is_declined_with_the_reason(tmp_path):
-    trained = trainer(tmp_path, EgeriaCallback(FREEZE))
-    trained.is_deepspeed_enabled = False
-    callback = trained.callback_handler.callbacks[-2]
-    reasons = {}
-    for name, args in {
-        "DeepSpeed": {"deepspeed": "config.json", "n_gpu": 1},
-        "DataParallel": {"deepspeed": None, "n_gpu": 2},
-    }.items():
-        callback._trainer = trained
-        reasons[name] = callback._refusal(SimpleNamespace(**args))
-    assert all(reason.startswith(name) for name, reason in reasons.items())
+class Says(TrainerCallback):
+    """Sets something of the trainer when it begins, as an engine that is not installed here would."""
+
+    def __init__(self, **values):
+        self.values, self.trainer = values, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        vars(self.trainer).update(self.values)
+
+
+class OwnTrain(Trainer):
+    def train(self):
+        return self._inner_training_loop(args=self.args, batch_size=4)
+
+
+DECLINED = {
+    "DataParallel": ({"_n_gpu": 2}, {}, Trainer),
+    "FSDP": ({}, {"is_fsdp_enabled": True}, Trainer),
+    "DeepSpeed": ({}, {"is_deepspeed_enabled": True}, Trainer),
+    "the trainer has a `train` of its own": ({}, {}, OwnTrain),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_cannot_be_followed_is_declined_with_the_reason(reason, tmp_path):
+    of_arguments, of_trainer, kind = DECLINED[reason]
+    callback, says = EgeriaCallback(FREEZE), Says(**of_trainer)
+    trained = trainer(tmp_path, callback, kind=kind)
+    trained.callback_handler.callbacks.insert(0, says)
+    says.trainer = trained
+    vars(trained.args).update(of_arguments)
+    with pytest.warns(EgeriaWarning, match=f"egeria: freezing: {reason}"):
+        trained.train()
+    assert trained.state.global_step == 16
+    assert not (tmp_path / "egeria").exists()
 
 
 def lora(model, **changes):
@@ -523,7 +546,8 @@ def test_sentence_transformers_trainer(tmp_path):
     set_seed(0)
     bert().bert.save_pretrained(tmp_path / "bert")
     tokenizer(tmp_path).save_pretrained(tmp_path / "bert")
-    parts = library.models
+    parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="an older release")
+    losses_of = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="an older release")
     words = parts.Transformer(str(tmp_path / "bert"))
     model = library.SentenceTransformer(modules=[words, parts.Pooling(16)], device="cpu")
     data = datasets.Dataset.from_dict({"anchor": ["1 2 3", "4 5 6"] * 32, "positive": ["1 2 4", "4 5 7"] * 32})
@@ -533,7 +557,7 @@ def test_sentence_transformers_trainer(tmp_path):
         model=model,
         args=arguments(tmp_path / "out", library.SentenceTransformerTrainingArguments),
         train_dataset=data,
-        loss=library.losses.MultipleNegativesRankingLoss(model),
+        loss=losses_of.MultipleNegativesRankingLoss(model),
         callbacks=[callback, watch],
     )
     trained.train()
