@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import warnings
+from collections import Counter
 from itertools import islice
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import egeria
 from cached import Pictures, freezes_up_to, small_resnet
@@ -27,12 +31,14 @@ def shuffled(dataset, **options):
 class Trained:
     """One training by a loop of its own."""
 
-    def __init__(self, loop, directory, *, cached, build=small_resnet, num_samples=80, loader=None):
+    def __init__(self, loop, directory, *, cached, build=small_resnet, dataset=None, loader=None, prepare=None):
         torch.manual_seed(0)
         self.model = build()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
-        self.dataset = Pictures(num_samples)
+        self.dataset = Pictures() if dataset is None else dataset
         self.loader = loader or shuffled(self.dataset)
+        if prepare is not None:
+            self.loader = prepare(self.loader)
         self.losses = []
         self.seen = []
         with warnings.catch_warnings():
@@ -68,6 +74,10 @@ class Trained:
         return sum({event.generation: event.hits for event in self.journal.of(CacheUsed)}.values())
 
     @property
+    def num_mismatches(self):
+        return sum({event.generation: event.mismatches for event in self.journal.of(CacheUsed)}.values())
+
+    @property
     def reasons(self):
         return [event.reason for event in self.journal.of(CacheDecided)]
 
@@ -100,7 +110,7 @@ def test_epochs_that_end_with_very_few_rows(build, rest, tmp_path):
         for _ in range(9):
             training.epoch()
 
-    stored = both(loop, tmp_path, build=build, num_samples=40 + rest)
+    stored = both(loop, tmp_path, build=build, dataset=Pictures(40 + rest))
     assert stored.num_hits > 150
     assert stored.journal.of(Declined) == []
 
@@ -165,3 +175,211 @@ def test_the_decision_of_a_second_run_on_one_loader_has_the_true_reason(tmp_path
     with egeria.attach(model, optimizer, loader, directory=tmp_path / "first", config={"cache": {"enabled": True}}):
         second = Trained(loop, tmp_path / "second", cached=True, loader=loader)
     assert "another run already watches this loader" in second.reasons[0]
+
+
+class Ahead:
+    """Loops over loaders that run ahead of the model; each is given a training and yields its batches."""
+
+    def one_ahead(self, loader):
+        batches = iter(loader)
+        current = next(batches)
+        for following in batches:
+            yield current
+            current = following
+        yield current
+
+    def groups_of_three(self, loader):
+        batches = iter(loader)
+        while group := list(islice(batches, 3)):
+            yield from group
+
+    def thread_two_ahead(self, loader):
+        ready = queue.Queue(maxsize=2)
+
+        def fill():
+            for batch in loader:
+                ready.put(batch)
+            ready.put(None)
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        while (batch := ready.get(timeout=60)) is not None:
+            yield batch
+        thread.join(timeout=60)
+
+    def copied_one_ahead(self, loader):
+        for images, labels in self.one_ahead(loader):
+            yield images.clone(), labels.clone()
+
+    def copied_by_the_loader_one_ahead(self, loader):
+        return self.one_ahead((images.clone(), labels.clone()) for images, labels in loader)
+
+    def copied_in_groups_of_three(self, loader):
+        for images, labels in self.groups_of_three(loader):
+            yield images.clone(), labels
+
+    def made_anew_one_ahead(self, loader):
+        for images, labels in self.one_ahead(loader):
+            yield images * 2 - 1, labels
+
+    def made_anew_in_groups_of_three(self, loader):
+        for images, labels in self.groups_of_three(loader):
+            yield images * 2 - 1, labels
+
+    def without_every_fourth(self, loader):
+        yield from (batch for number, batch in enumerate(loader) if number % 4 != 3)
+
+    def without_every_fourth_one_ahead(self, loader):
+        yield from (batch for number, batch in enumerate(self.one_ahead(loader)) if number % 4 != 3)
+
+    def copied_without_every_fourth(self, loader):
+        for images, labels in self.without_every_fourth(loader):
+            yield images.clone(), labels
+
+    def made_anew_without_every_fourth(self, loader):
+        for images, labels in self.without_every_fourth(loader):
+            yield images * 2 - 1, labels
+
+
+class Counted(nn.Conv2d):
+    """The first layer of a model; `calls` counts how often it is computed."""
+
+    calls: ClassVar = Counter()
+
+    def forward(self, images):
+        self.calls["all"] += 1
+        return super().forward(images)
+
+
+def counted_resnet():
+    model = small_resnet()
+    model.conv1.__class__ = Counted
+    return model
+
+
+def counting(training):
+    """Return how a loop calls a model so that it is known which forward passes computed the first layer."""
+    training.computed = []
+
+    def call(network, images):
+        before = Counted.calls["all"]
+        output = network(images)
+        training.computed.append(Counted.calls["all"] - before)
+        return output
+
+    return call
+
+
+@pytest.mark.parametrize("way", [name for name in vars(Ahead) if not name.startswith("_")])
+def test_loops_that_run_ahead_of_the_model(way, tmp_path):
+    def loop(training):
+        call = counting(training)
+        for _ in range(7):
+            training.epoch(getattr(Ahead(), way)(training.loader), call)
+
+    stored = both(loop, tmp_path, build=counted_resnet)
+    assert stored.journal.of(Declined) == [] and stored.num_mismatches == 0
+    assert stored.num_hits > 150, stored.reasons
+    assert sum(stored.computed[-7:]) <= 1, "but for a check, the last forward passes computed nothing of the front"
+
+
+def prepared(loader):
+    return pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(loader)
+
+
+def dispatched(loader):
+    module = pytest.importorskip("accelerate.data_loader")
+    return module.prepare_data_loader(loader, device=torch.device("cpu"), put_on_device=True, dispatch_batches=True)
+
+
+def dealt_out(loader):
+    """Return the loader of the second of two processes."""
+    module = pytest.importorskip("accelerate.data_loader")
+    return module.prepare_data_loader(loader, num_processes=2, process_index=1, put_on_device=False)
+
+
+@pytest.mark.parametrize("prepare", [prepared, dispatched, dealt_out])
+def test_loaders_of_accelerate(prepare, tmp_path):
+    def loop(training):
+        call = counting(training)
+        for _ in range(13 if prepare is dealt_out else 7):
+            training.epoch(call=call)
+
+    stored = both(loop, tmp_path, build=counted_resnet, prepare=prepare)
+    assert stored.journal.of(Declined) == [] and stored.num_mismatches == 0
+    assert stored.num_hits > 150, stored.reasons
+    assert sum(stored.computed[-5:]) <= 1
+
+
+def test_an_epoch_of_another_loader_does_not_end_it(tmp_path):
+    """Such as the first of a resumed run, whose first batches `skip_first_batches` leaves out."""
+
+    def loop(training):
+        skip = pytest.importorskip("accelerate").skip_first_batches
+        training.epoch()
+        for _ in range(2):  # it freezes in these
+            training.epoch(skip(training.loader, 1))
+        call = counting(training)
+        for _ in range(5):
+            training.epoch(call=call)
+
+    stored = both(loop, tmp_path, build=counted_resnet, prepare=prepared)
+    assert "does not hand out the batches" in stored.reasons[0]
+    assert stored.num_hits > 150 and stored.num_mismatches == 0
+    assert sum(stored.computed[-5:]) <= 1
+
+
+class Sentences(Dataset):
+    """Tokens, and as labels the same with more or fewer of them left out."""
+
+    def __init__(self):
+        self.tokens = torch.randint(0, 50, (72, 12), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        tokens = self.tokens[index]
+        return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(12) > index % 8, -100)}
+
+
+class LanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4)])
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, input_ids, labels, num_items_in_batch):
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        loss = cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": loss / num_items_in_batch}
+
+
+def test_a_loop_like_the_trainer_of_transformers(tmp_path):
+    """Which fetches the batches of one optimizer step, counts the words in them, and calls the model with their number."""
+
+    def loop(training):
+        for _ in range(8):
+            batches = iter(training.loader)
+            while group := list(islice(batches, 3)):
+                num_items = sum((batch["labels"] != -100).sum() for batch in group)
+                step(training, group, num_items)
+
+    def step(training, group, num_items):
+        losses = []
+        for batch in group:
+            training.run.model.train()
+            inputs = {name: tensor.to("cpu") for name, tensor in batch.items()}
+            losses.append(training.run.model(**inputs, num_items_in_batch=num_items)["loss"])
+            losses[-1].backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.run.step(sum(losses).detach())
+        training.losses += [loss.item() for loss in losses]
+
+    stored = both(loop, tmp_path, build=LanguageModel, dataset=Sentences(), prepare=prepared)
+    assert stored.journal.of(Declined) == [] and stored.num_mismatches == 0
+    assert stored.num_hits > 150, stored.reasons

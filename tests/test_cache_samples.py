@@ -140,12 +140,13 @@ def epoch(loader):
 
 
 def check_epoch(loader, feed, count=None):
-    """Check that `current` is each batch's content, and that what was to come came."""
+    """Check that what is taken is each batch's content, and that what was to come came."""
     seen = []
     announced = None
     offset = feed._hook._dataset.indices[0] if isinstance(feed._hook._dataset, Subset) else 0
-    for numbers, _ in loader:
-        current = feed.current
+    for numbers, noise in loader:
+        current = feed.take((numbers, noise))
+        assert current is feed.current
         assert (current.samples + offset).tolist() == numbers.tolist()
         if announced is not None:
             assert announced == current.number
@@ -228,7 +229,9 @@ def test_batches_drawn_ahead_are_still_handed_out_after_close():
     loader = build("sequential")
     feed = feed_of(loader)
     iterator = iter(loader)
-    got = next(iterator)[0].tolist()
+    batch = next(iterator)
+    got = batch[0].tolist()
+    feed.take(batch)
     assert [drawn.samples.tolist() for drawn in feed.upcoming(2)] == [[4, 5, 6, 7], [8, 9, 10, 11]]
     feed.close()
     for numbers, _ in iterator:
@@ -240,7 +243,8 @@ def test_drawing_ahead_goes_on_and_ends_with_the_epoch():
     loader = build("sequential")
     feed = feed_of(loader)
     for begun in range(2):
-        for index, _ in enumerate(loader):
+        for index, batch in enumerate(loader):
+            feed.take(batch)
             expected = min(4, len(loader) - index - 1)
             if begun:
                 assert len(feed._passes.latest._ahead) == expected, "drawn by the loader itself from now on"
@@ -253,7 +257,7 @@ def test_workers_announce_what_they_work_at():
     feed = feed_of(loader)
     iterator = iter(loader)
     assert len(feed.upcoming(10)) == 4 and feed.current is None
-    next(iterator)
+    feed.take(next(iterator))
     assert len(feed.upcoming(10)) == 4 and len(feed.upcoming(3)) == 3
     del iterator
 
@@ -316,8 +320,8 @@ def test_several_passes_at_once(workers):
         assert feed.current.samples.tolist() == pair[1][0].tolist()
     first, second = iter(loader), iter(loader)
     for iterator in (first, second, second, first, second):
-        numbers, _ = next(iterator)
-        assert feed.current.samples.tolist() == numbers.tolist()
+        batch = next(iterator)
+        assert feed.take(batch).samples.tolist() == batch[0].tolist()
         coming = feed.upcoming(1)[0].samples.tolist()
         assert coming == feed._passes.latest.coming(1)[0].samples.tolist()
         assert iterator._sampler_iter is feed._passes.latest
@@ -338,8 +342,8 @@ def test_persistent_workers_started_before():
     feed = feed_of(loader)
     next(iterator)
     assert feed.current is None and feed.upcoming(2) == []
-    for _ in iterator:
-        pass
+    for batch in iterator:
+        assert feed.take(batch) is None
     check_epoch(loader, feed)
     check_epoch(loader, feed)
     before = loader._iterator

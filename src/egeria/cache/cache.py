@@ -34,6 +34,10 @@ from egeria.layers.modules import LayerModule
 from egeria.skipping.crossing import check_runs_once
 
 WHAT = "the activation cache"
+OTHER_LOADER = (
+    "the loader given to attach does not hand out the batches that the model is called with; give it the one that the "
+    "loop iterates over, such as `accelerator.prepare` returns"
+)
 REPORT_BATCHES = 500
 """Batches between two entries in the journal on how a generation does."""
 
@@ -72,6 +76,8 @@ class ActivationCache:
     _number: int = 0
     _rollback: Rollback | None = None
     _has_reported_damage: bool = False
+    _is_other_loader: bool = False
+    """Whether nothing is stored only because the batches come from another loader, so far."""
 
     def __post_init__(self) -> None:
         """Refuse where the settings leave nothing to store."""
@@ -103,8 +109,10 @@ class ActivationCache:
         self.num_forwards += 1
         user_forward = UserForward(call)
         try:
-            indices = self._current_indices()
+            indices = self._indices_of(batch)
             self._observe(batch, indices)
+            if self._is_other_loader and indices is not None:
+                self._switch_to(self._timed_forward())
             if isinstance(self.mode, TimedForward) and self.mode.has_seen_enough(
                 indices is not None or self.feed is None
             ):
@@ -140,10 +148,10 @@ class ActivationCache:
             self._directory.close()
             self._directory = None
 
-    def _current_indices(self) -> BatchIndices | None:
-        """Return the samples of the batch that the loader handed out last; None if so few that other kernels run."""
+    def _indices_of(self, batch: Batch) -> BatchIndices | None:
+        """Return the samples of a batch; None if they are not known, or so few that other kernels run."""
         try:
-            indices = None if self.feed is None else self.feed.current
+            indices = None if self.feed is None else self.feed.take(batch.arguments)
             num_rows = 0 if indices is None else len(indices.samples)
             self._most_rows = max(self._most_rows, num_rows)
             return indices if num_rows >= min(LEAST_ROWS, self._most_rows) else None
@@ -180,7 +188,7 @@ class ActivationCache:
         reason = self.refusal or self.share.refusal(self.feed)
         numbers: dict[str, float] = {}
         if not reason and indices is None:
-            reason = "the loader given to attach does not hand out the batches that the model is called with"
+            reason = OTHER_LOADER
             self.recorder.decline(WHAT, reason)
         if not reason and indices is not None:
             try:
@@ -193,6 +201,7 @@ class ActivationCache:
                 self.recorder.decline(WHAT, reason)
         if reason:
             self._compute(reason, numbers)
+        self._is_other_loader = reason == OTHER_LOADER
         self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _try_to_store(self, batch: Batch, indices: BatchIndices, timed: TimedForward) -> tuple[str, dict[str, float]]:
@@ -257,7 +266,7 @@ class ActivationCache:
     def _switch_to(self, mode: PlainForward | Generation) -> None:
         self.report()
         self.mode.close()
-        self.mode, self._has_reported_damage = mode, False
+        self.mode, self._has_reported_damage, self._is_other_loader = mode, False, False
         self._rollback = None if mode.name == PlainForward.name else Rollback(self.model)
 
     def place(self) -> CacheDirectory:

@@ -34,6 +34,8 @@ PART_ELEMENTS = 2**17  # made at a time: half a megabyte stays in the processor'
 IGNORED_LABEL = -100  # what the loss skips, hence what labels are padded with
 MANTISSA_BITS = {torch.int32: 23, torch.int64: 52}  # of the float type of that size
 MASKS = ("attention_mask", "decoder_attention_mask")
+OF_THE_LOSS = "num_items_in_batch"
+"""Argument by which models of transformers divide their loss: of all batches of an optimizer step, not of a sample."""
 
 
 @torch.no_grad()
@@ -42,7 +44,7 @@ def fingerprints(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_rows: int
 
     Tensors whose first axis has `num_rows` entries count row by row, all others count for every row.
     Padding does not: trailing zeros add nothing, two-dimensional integers are multiplied by the
-    attention mask of their shape, and -100 in labels is read as 0. On an accelerator this waits for it.
+    attention mask of their shape, and -100 in labels is read as 0. Nor does `num_items_in_batch`. On an accelerator this waits for it.
 
     Args:
         args: positional arguments of the model.
@@ -76,7 +78,7 @@ def agree(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for tensor in tree.leaves(args):
         yield "", tensor
-    for name in sorted(kwargs):  # the order in which a caller names them means nothing
+    for name in sorted(kwargs.keys() - {OF_THE_LOSS}):  # the order in which a caller names them means nothing
         for tensor in tree.leaves(kwargs[name]):
             yield name, tensor
 

@@ -17,6 +17,8 @@ from egeria.cache.augmentation import BatchKind, ViewedDataset
 from egeria.cache.samples import BatchIndices, EpochIterator, IdColumn, NoSamplesError, Passes, RecordingBatchSampler
 
 METHOD, STATE = "_get_iterator", "__getstate__"
+INNER = ("base_dataloader", "_dataloader")
+"""Where the loaders of Accelerate and of Lightning Fabric have the one of torch that they iterate over."""
 
 
 class SampleFeed:
@@ -27,7 +29,7 @@ class SampleFeed:
     known of the batches to come, and there are no views.
 
     Args:
-        loader: the training `DataLoader`.
+        loader: the training `DataLoader`, or one of Accelerate's or Lightning Fabric's around it.
         id_column: key of a batch that holds one integer for each row; None looks for one where that is needed.
         base_seed: root of all seeds of stateless augmentation; the same in every process and after a resume.
 
@@ -36,6 +38,7 @@ class SampleFeed:
     """
 
     def __init__(self, loader: Any, *, id_column: str | None, base_seed: int) -> None:
+        loader = _innermost(loader)
         if not isinstance(loader, DataLoader):
             raise NoSamplesError(
                 "samples are identified by the sampler of a torch DataLoader, but the loader is a "
@@ -57,14 +60,27 @@ class SampleFeed:
     def current(self) -> BatchIndices | None:
         """Return what the loader handed out last; None before the first batch, after the last and after `close`.
 
-        In a loop that takes a batch in advance (to copy it to the device, say) this is the batch after the one
-        the model sees. Raises NoSamplesError where the samples cannot be identified after all.
+        Raises NoSamplesError where the samples cannot be identified after all.
         """
-        if not self._finalizer.alive:
-            return None
-        if self._passes.failure is not None:
+        return self._passes.current if self._is_followed() else None
+
+    def take(self, call: Any) -> BatchIndices | None:
+        """Return the samples of the batch that a training forward is made of; None where that cannot be told.
+
+        It may be any that was handed out: loaders and loops run ahead of the model.
+
+        Args:
+            call: the arguments of the model.
+
+        Raises:
+            NoSamplesError: the samples cannot be identified after all.
+        """
+        return self._passes.pending.take(call) if self._is_followed() else None
+
+    def _is_followed(self) -> bool:
+        if self._finalizer.alive and self._passes.failure is not None:
             raise NoSamplesError(self._passes.failure)
-        return self._passes.current
+        return self._finalizer.alive
 
     @property
     def numbers_by_sight(self) -> bool:
@@ -72,14 +88,17 @@ class SampleFeed:
         return self._passes.refusal is not None
 
     def upcoming(self, count: int) -> list[BatchIndices]:
-        """Return at most `count` next batches: drawn in advance from now on, or those that workers have or work at."""
+        """Return at most `count` batches that come after the one taken last.
+
+        They are handed out already, or are drawn in advance from now on, or workers have them or work at them.
+        """
         latest = self._passes.latest
         if not self._finalizer.alive or latest is None:
             return []
         if self._draws_ahead:
             self._passes.num_ahead = max(self._passes.num_ahead, count)
             latest.draw_ahead(count)
-        return latest.coming(count)
+        return [*self._passes.pending.waiting(), *latest.coming(count)][:count]
 
     def use_views(self, num_views: int | None) -> bool:
         """Make the augmentation stateless, with so many views of each sample, one after the other from epoch to epoch.
@@ -118,6 +137,13 @@ class SampleFeed:
     def close(self) -> None:
         """Give the loader back exactly as it was, also in the middle of an epoch; what is drawn is still handed out."""
         self._finalizer()
+
+
+def _innermost(loader: Any) -> Any:
+    """Return the loader of torch that one of a framework's iterates over."""
+    attributes = getattr(loader, "__dict__", {})
+    inner = next((attributes[name] for name in INNER if isinstance(attributes.get(name), DataLoader)), None)
+    return loader if inner is None else _innermost(inner)
 
 
 def _refusal(loader: DataLoader[Any]) -> str | None:

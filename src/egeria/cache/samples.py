@@ -18,6 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from egeria import tree
 from egeria.cache.augmentation import BatchKind, ViewedIndex
+from egeria.cache.pending import PendingBatches
 from egeria.errors import EgeriaError
 
 NAMES = ("sample_id", "example_id", "idx", "index", "id")
@@ -50,6 +51,7 @@ class Passes:
     refusal: str | None
     """Why the samples cannot be identified from what the sampler draws; then they are read from the column."""
     current: BatchIndices | None = None
+    pending: PendingBatches = field(default_factory=PendingBatches)
     latest: EpochIterator | None = None
     failure: str | None = None
     """Why the samples cannot be identified at all."""
@@ -68,6 +70,7 @@ class Passes:
 
     def begun(self, iterator: Any) -> None:
         """Record that an iterator of the loader begins a pass."""
+        self.pending.begin()
         source = getattr(iterator, "_sampler_iter", None)
         if isinstance(source, EpochIterator):
             self.latest = source
@@ -82,11 +85,13 @@ class Passes:
         self.current = self._advanced(iterator)
         if self.current is None and self.refusal is not None and self.failure is None:
             self.current = self._read(batch, self.refusal)
+        self.pending.add(self.current, batch)
 
     def stopped(self, iterator: Any) -> None:
         """Record that it raises instead, at the end or as a batch could not be made: that one is gone too."""
         self._advanced(iterator)
         self.current = None
+        self.pending.end()
 
     def _advanced(self, iterator: Any) -> BatchIndices | None:
         source = iterator._sampler_iter
