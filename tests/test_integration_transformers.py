@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import egeria
-from egeria.events import Declined, FaultCaught, ModuleFrozen, Resumed, RunClosed, RunStarted
+from egeria.events import CacheUsed, Declined, FaultCaught, ModuleFrozen, Resumed, RunClosed, RunStarted
 from egeria.session import EgeriaWarning
 from egeria.session.applying import Compiling
 from loops import FAST, outside
@@ -55,6 +55,9 @@ def bert(**changes):
     return transformers.BertForSequenceClassification(
         transformers.BertConfig(**shape, intermediate_size=32, num_labels=3, **changes)
     )
+
+
+STEADY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def sentences(count=64, **more):
@@ -627,5 +630,16 @@ def test_two_ranks_go_on_as_if_uninterrupted(tmp_path):
         assert all((mine[2][name] == value).all() for name, value in theirs[2].items())
 
 
-def test_the_cache_serves_the_batches_of_an_accumulation_group(tmp_path):
-    pytest.skip("the cache does not follow loaders that run ahead yet")
+@pytest.mark.parametrize("steps", [1, 2], ids=["plain", "accumulation"])
+def test_the_cache_serves_what_trainer_fetches_ahead(steps, tmp_path):
+    config = {**FREEZE, "policy": {"name": "static", "schedule": "0.2:2"}, "cache": {"enabled": True, "gate": "open"}}
+    epochs = {"max_steps": -1, "num_train_epochs": 8, "gradient_accumulation_steps": steps}
+    set_seed(0)
+    plain, _, _ = train_watched(tmp_path / "plain", {**config, "cache": {}}, model=bert(**STEADY), **epochs)
+    set_seed(0)
+    trained, _, frozen = train_watched(tmp_path / "cached", config, model=bert(**STEADY), **epochs)
+    journal = assert_clean(tmp_path / "cached" / "egeria")
+    used = journal.of(CacheUsed)
+    assert frozen[128 // steps] == 2
+    assert sum(event.hits for event in used) > 64
+    assert losses(trained) == pytest.approx(losses(plain), abs=1e-6)
