@@ -18,7 +18,7 @@ from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
 from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
 from egeria.policy.evidence import LearningRateHistory
 from egeria.report.replay import replay
-from egeria.session.measuring import Foresight
+from egeria.session.foreseeing import Foresight
 from egeria.testing import ScriptedController
 
 STEPS_PER_EPOCH, NUM_EPOCHS = 50, 20

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +16,8 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
 from egeria.session.following import Training
+from egeria.session.foreseeing import Foresight
 from egeria.session.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
-
-MOST_CALLS = 1_000_000
-"""A longer schedule is not played forward; at 3 to 10 µs a call this one takes seconds."""
-SAME = 1e-6
-"""Relative difference under which the rate found is the one foreseen."""
 
 
 @dataclass(eq=False)
@@ -46,16 +39,16 @@ class Measures:
         hook = partial(OptimizerHooks, self.training.optimizers, self.training.recorder, self.spend)
         if GRADIENTS in needs:
             gradients = self._parts[GRADIENTS] = GradientSums(model)
-            self._hooks[GRADIENTS] = hook(what="adding up gradients", before=gradients.take_in)
+            self._hooks[GRADIENTS] = hook(what="adding up gradients", before=gradients.take_in, reads_gradients=True)
         if WEIGHTS in needs:
             self._parts[WEIGHTS] = WeightChanges(model, self.training.ranks.sums if self.training.is_sharded else list)
         if NOISE in needs:
             noise = self._parts[NOISE] = StepNoise(model)
             self._hooks[NOISE] = hook(
-                what="measuring noise", before=noise.before, after=noise.after, takes_closures=False
+                what="measuring noise", before=noise.before, after=noise.after, reads_gradients=True
             )
         if FORESIGHT in needs:
-            self._parts[FORESIGHT] = Foresight(self.scheduler, self.training.total_steps)
+            self._parts[FORESIGHT] = self._foresee()
 
     def take(self, step: int, rate: float, modules: Sequence[LayerModule], num_frozen: int) -> dict[str, Any]:
         """Return the measures of an interval that has ended, by the names of their journal fields."""
@@ -86,6 +79,20 @@ class Measures:
         """Restore a saved state; measures that it lacks restart."""
         for name, part in self._parts.items():
             part.load_state_dict(state.get(name, {}) if self._is_whole(name) else {})
+
+    def _foresee(self) -> Foresight:
+        """Return the foresight, and say what follows where there is none."""
+        training, recorder = self.training, self.training.recorder
+        foresight = Foresight(self.scheduler, training.total_steps, recorder.warn)
+        if foresight.refusal and training.total_steps is not None:
+            recorder.decline(
+                "freezing",
+                f"the learning rates of {type(self.scheduler).__name__} cannot be foreseen ({foresight.refusal}), and "
+                f"{training.policy_name!r} freezes nothing while the rate to come is unknown. Give attach a scheduler "
+                f"that goes by the number of calls alone, or none (the rate then counts as if it stayed), or "
+                f"policy='egeria', which does not look ahead",
+            )
+        return foresight
 
     def _is_whole(self, name: str) -> bool:
         """Return whether a measure is the same in all processes."""
@@ -164,125 +171,3 @@ def _change(moved: float, size: float) -> float:
     if moved == 0:
         return 0.0
     return math.sqrt(moved) / math.sqrt(size) if size else math.inf
-
-
-class Ahead(NamedTuple):
-    """The learning rate still to come."""
-
-    way: float
-    """Its sum over the steps to the end of the run."""
-    last_rate: float
-    """That of the last step."""
-
-
-class Foresight:
-    """Returns how much learning rate is still to come: the user's scheduler, played forward on a copy.
-
-    The scheduler is only read. How many optimizer steps lie between two of its calls is seen from the loop, so
-    that schedules by epoch and by step are both understood.
-
-    Args:
-        scheduler: of `torch.optim.lr_scheduler` or made like those. Without one the rate may stay or be lowered by
-            hand, so the worst of both is foreseen: it stays as it is to the end, where it is zero.
-        total_steps: optimizer steps of the run; None where unknown.
-    """
-
-    def __init__(self, scheduler: Any, total_steps: int | None) -> None:
-        self._scheduler, self._total_steps = scheduler, total_steps
-        self._calls: int | None = None
-        """Calls of the scheduler, as it counts them, when it was last looked at."""
-        self._changes: list[tuple[int, int]] = []
-        """Step and calls at the first and the newest change of that number."""
-        self._played: list[float] = []
-        """Rates after `_played_from` calls, and after each further one: played once, as long as they come true."""
-        self._played_from = 0
-        self._played_groups: list[int] = []
-
-    def ahead(self, step: int, rate: float) -> Ahead | None:
-        """Return the learning rate still to come.
-
-        Args:
-            step: optimizer steps done.
-            rate: the learning rate now.
-
-        Returns:
-            None where it is unknown: no `total_steps`, a schedule that depends on the training (plateaus), one
-            that has come to zero, or not enough calls seen yet.
-        """
-        self._observe(step)
-        if self._total_steps is None:
-            return None
-        if self._scheduler is None:
-            return Ahead(rate * max(0, self._total_steps - step), 0.0)
-        if len(self._changes) < 2 or rate <= 0:
-            return None
-        (first_step, first_calls), (last_step, last_calls) = self._changes
-        period = (last_step - first_step) / (last_calls - first_calls)
-        left = max(0, self._total_steps - step)
-        until_next = min(left, max(0.0, last_step + period - step))
-        num_calls = math.ceil((left - until_next) / period)
-        shares = self._shares(num_calls, rate)
-        if shares is None:
-            return None
-        way = rate * (until_next + sum(shares) * (left - until_next) / max(1, num_calls))
-        return Ahead(way, rate * shares[-1] if shares else rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was seen of the scheduler."""
-        return {"calls": self._calls, "changes": [list(change) for change in self._changes]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
-        self._calls = state.get("calls")
-        self._changes = [(step, calls) for step, calls in state.get("changes", [])]
-
-    def _observe(self, step: int) -> None:
-        calls = getattr(self._scheduler, "last_epoch", None)
-        if not isinstance(calls, int) or calls == self._calls:
-            return
-        if self._calls is not None and calls < self._calls:  # it was restarted
-            self._changes, self._played, self._calls = [], [], None
-        if self._calls is not None:
-            self._changes = [*self._changes[:1], (step, calls)]
-        self._calls = calls
-
-    def _shares(self, num_calls: int, rate: float) -> list[float] | None:
-        """Return the rate after each of the next calls, as a share of the rate now; None where it is unknown.
-
-        Groups of parameters may have schedules of their own: those count that have this rate now.
-        """
-        assert self._calls is not None
-        if num_calls > MOST_CALLS:
-            return None
-        try:
-            groups = self._scheduler.optimizer.param_groups
-            fitting = [index for index, group in enumerate(groups) if abs(float(group["lr"]) - rate) <= SAME * rate]
-            if not fitting:
-                return None
-            known = self._played[self._calls - self._played_from :] if self._calls >= self._played_from else []
-            is_true = fitting == self._played_groups and len(known) > num_calls and abs(known[0] - rate) <= SAME * rate
-            if not is_true:
-                self._played = known = [rate, *play(self._scheduler, num_calls, fitting)]
-                self._played_from, self._played_groups = self._calls, fitting
-        except Exception:  # whatever a scheduler of the user's own makes of being copied: it cannot be foreseen then
-            return None
-        return [later / rate for later in known[1 : num_calls + 1]]
-
-
-def play(scheduler: Any, num_calls: int, fitting: Sequence[int]) -> list[float]:
-    """Return the largest rate of some groups after each of the next calls; the scheduler itself stays as it is."""
-    optimizer = scheduler.optimizer
-    groups = [
-        {"params": [], **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}}
-        for group in optimizer.param_groups
-    ]
-    # Some schedulers look for the method.
-    stand_in = SimpleNamespace(param_groups=groups, defaults=dict(optimizer.defaults), step=lambda: None)
-    twin = copy.deepcopy(scheduler, {id(optimizer): stand_in})
-    rates = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of calls without a step of the optimizer: there is none to make
-        for _ in range(num_calls):
-            twin.step()
-            rates.append(max(float(groups[index]["lr"]) for index in fitting))
-    return rates

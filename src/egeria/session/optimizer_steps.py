@@ -39,17 +39,20 @@ class OptimizerHooks:
     """Is not done where it fails, in the words of a warning."""
     before: Callable[[Optimizer], None]
     after: Callable[[Optimizer], None] | None = None
-    takes_closures: bool = True
-    """Whether steps with a closure, which computes gradients within the step, are called back for."""
+    reads_gradients: bool = False
+    """Whether `before` needs the gradients of the step. A closure computes them within the step: `before` is then
+    called behind it. An optimizer that calls its closure several times uses other gradients than those of the first
+    call, so that callbacks end there."""
 
     def __post_init__(self) -> None:
         self._handles: list[Any] = []
         self._has_given_up = False
+        self._call_before = self._guarded(self.before)
         try:
             for optimizer in self.optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(self._calling(self.before)))
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 if self.after is not None:
-                    self._handles.append(optimizer.register_step_post_hook(self._calling(self.after)))
+                    self._handles.append(optimizer.register_step_post_hook(self._guarded(self.after)))
         except AttributeError as error:  # what wraps an optimizer need not have hooks
             self.close()
             self.recorder.decline(self.what, f"an optimizer takes no hooks on its steps ({error})")
@@ -65,13 +68,44 @@ class OptimizerHooks:
         for handle in handles:
             handle.remove()
 
-    def _calling(self, action: Callable[[Optimizer], None]) -> Callable[..., None]:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Call `before`, or have the closure call it, and then return the arguments that the step is to have."""
+        closure = kwargs.get("closure") or next((entry for entry in args[1:] if callable(entry)), None)
+        if closure is None or not self.reads_gradients or self._has_given_up:
+            self._call_before(optimizer)
+            return None
+        behind = self._behind(closure, optimizer)
+        return tuple(behind if entry is closure else entry for entry in args), {
+            name: behind if entry is closure else entry for name, entry in kwargs.items()
+        }
+
+    def _behind(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+        """Return the closure with `before` called behind its first call."""
+        num_calls = 0
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            result = closure(*args, **kwargs)
+            num_calls += 1
+            if num_calls == 1:
+                self._call_before(optimizer)
+            elif not self._has_given_up:
+                self._give_up("the optimizer calls its closure several times in a step")
+            return result
+
+        return call
+
+    def _give_up(self, reason: str) -> None:
+        """End all callbacks; hooks must not be removed in the midst of a step, which goes through them."""
+        self._has_given_up = True
+        self.recorder.decline(self.what, reason)
+
+    def _guarded(self, action: Callable[[Optimizer], None]) -> Callable[..., None]:
         faults_in_a_row = 0
 
-        def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def call(optimizer: Optimizer, *_: Any) -> None:
             nonlocal faults_in_a_row
-            has_closure = kwargs.get("closure") is not None or any(callable(entry) for entry in args[1:])
-            if self._has_given_up or (has_closure and not self.takes_closures):
+            if self._has_given_up:
                 return
             watch = Stopwatch()
             try:
@@ -81,10 +115,7 @@ class OptimizerHooks:
                 faults_in_a_row += 1
                 self.recorder.fault(self.what, error)
                 if faults_in_a_row >= FAULTS_BEFORE_GIVING_UP:
-                    # Hooks must not be removed in the midst of a step, which goes through them.
-                    self._has_given_up = True
-                    reason = f"it failed {faults_in_a_row} times in a row, last with: {error}"
-                    self.recorder.decline(self.what, reason)
+                    self._give_up(f"it failed {faults_in_a_row} times in a row, last with: {error}")
             self.spend(*watch.read())
 
         return call
@@ -134,7 +165,7 @@ class StepNoise(ByParameter):
     Where SGD trembles around its place, the loss lies above its floor by `-<g, dw> / (4 (1 - b))`: `g` is the
     gradient of a step, `dw` what the step made of it, `b` the momentum. For plain SGD `-<g, dw>` is the rate times
     the squared gradient; taken from the step itself it holds for every optimizer, its own scaling included, but
-    for steps with a closure or with sparse gradients, of which there is no measure. A rate
+    for steps with sparse gradients or with several calls of a closure, of which there is no measure. A rate
     that falls to nothing takes that part of the loss away, but not from a module that is frozen.
 
     Takes memory for what it looks at, twice, during one step of each interval.

@@ -1,0 +1,183 @@
+"""The learning rate still to come: the user's scheduler, played forward on a copy."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from egeria.layers.undisturbed import RandomState
+
+MOST_CALLS = 1_000_000
+"""A longer schedule is not played forward; at 3 to 10 µs a call this one takes seconds."""
+SAME = 1e-6
+"""Relative difference under which the rate found is the one foreseen."""
+TRIED_CALLS = 32
+"""Calls that are played twice when a run begins, to see whether the schedule can be foreseen."""
+
+
+class Ahead(NamedTuple):
+    """The learning rate still to come."""
+
+    way: float
+    """Its sum over the steps to the end of the run."""
+    last_rate: float
+    """That of the last step."""
+
+
+class Foresight:
+    """Returns how much learning rate is still to come: the user's scheduler, played forward on a copy.
+
+    The scheduler is only read. How many optimizer steps lie between two of its calls is seen from the loop, so
+    that schedules by epoch and by step are both understood.
+
+    Args:
+        scheduler: of `torch.optim.lr_scheduler` or made like those. Without one the rate may stay or be lowered by
+            hand, so the worst of both is foreseen: it stays as it is to the end, where it is zero.
+        total_steps: optimizer steps of the run; None where unknown.
+        warn: is told what, and a message, when a rate was not the one foreseen; it says so once.
+    """
+
+    def __init__(
+        self, scheduler: Any, total_steps: int | None, warn: Callable[[str, str], None] = lambda what, message: None
+    ) -> None:
+        self._scheduler, self._total_steps, self._warn = scheduler, total_steps, warn
+        self.refusal = None if scheduler is None else why_unforeseeable(scheduler)
+        """Why the schedule cannot be foreseen as it is now; None where it can."""
+        self._calls: int | None = None
+        """Calls of the scheduler, as it counts them, when it was last looked at."""
+        self._changes: list[tuple[int, int]] = []
+        """Step and calls at the first and the newest change of that number."""
+        self._played: list[float] = []
+        """Rates after `_played_from` calls, and after each further one: played once, as long as they come true."""
+        self._played_from = 0
+        self._played_groups: list[int] = []
+
+    def ahead(self, step: int, rate: float) -> Ahead | None:
+        """Return the learning rate still to come.
+
+        Args:
+            step: optimizer steps done.
+            rate: the learning rate now.
+
+        Returns:
+            None where it is unknown: no `total_steps` or more steps than that, a schedule that depends on the training
+            (plateaus) or differs each time it is played, one that has come to zero, or not enough calls seen yet.
+        """
+        self._observe(step)
+        if self._total_steps is None or step > self._total_steps or self.refusal == ERRATIC:
+            return None
+        if self._scheduler is None:
+            return Ahead(rate * max(0, self._total_steps - step), 0.0)
+        if len(self._changes) < 2 or rate <= 0:
+            return None
+        (first_step, first_calls), (last_step, last_calls) = self._changes
+        period = (last_step - first_step) / (last_calls - first_calls)
+        left = max(0, self._total_steps - step)
+        until_next = min(left, max(0.0, last_step + period - step))
+        num_calls = math.ceil((left - until_next) / period)
+        shares = self._shares(num_calls, rate)
+        if shares is None:
+            return None
+        way = rate * (until_next + sum(shares) * (left - until_next) / max(1, num_calls))
+        return Ahead(way, rate * shares[-1] if shares else rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen of the scheduler."""
+        return {"calls": self._calls, "changes": [list(change) for change in self._changes]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        self._calls = state.get("calls")
+        self._changes = [(step, calls) for step, calls in state.get("changes", [])]
+
+    def _observe(self, step: int) -> None:
+        calls = getattr(self._scheduler, "last_epoch", None)
+        if not isinstance(calls, int) or calls == self._calls:
+            return
+        if self._calls is not None and calls < self._calls:  # it was restarted
+            self._changes, self._played, self._calls = [], [], None
+        if self._calls is not None:
+            self._changes = [*self._changes[:1], (step, calls)]
+        self._calls = calls
+
+    def _shares(self, num_calls: int, rate: float) -> list[float] | None:
+        """Return the rate after each of the next calls, as a share of the rate now; None where it is unknown.
+
+        Groups of parameters may have schedules of their own: those count that have this rate now.
+        """
+        assert self._calls is not None
+        if num_calls > MOST_CALLS:
+            return None
+        try:
+            groups = self._scheduler.optimizer.param_groups
+            fitting = [index for index, group in enumerate(groups) if abs(float(group["lr"]) - rate) <= SAME * rate]
+            if not fitting:
+                return None
+            known = self._played[self._calls - self._played_from :] if self._calls >= self._played_from else []
+            is_true = bool(known) and abs(known[0] - rate) <= SAME * rate
+            if known and fitting == self._played_groups and not is_true:
+                self._warn("the learning rate foreseen", WRONG.format(calls=self._calls, found=rate, foreseen=known[0]))
+            if not is_true or fitting != self._played_groups or len(known) <= num_calls:
+                self._played = known = [rate, *play(self._scheduler, num_calls, fitting)]
+                self._played_from, self._played_groups = self._calls, fitting
+        except Exception:  # whatever a scheduler of the user's own makes of being copied: it cannot be foreseen then
+            return None
+        return [later / rate for later in known[1 : num_calls + 1]]
+
+
+ERRATIC = "it gives other rates each time it is played forward"
+WRONG = (
+    "egeria: after {calls} calls of the scheduler the learning rate is {found:.3g}, and {foreseen:.3g} was foreseen: it "
+    "depends on more than the number of calls, or was set by hand. What is still to come is foreseen anew from the rate "
+    "as it is, and decisions so far may have been made too early or too late. Give attach a scheduler that goes by the "
+    "number of calls alone, or no scheduler."
+)
+
+
+def why_unforeseeable(scheduler: Any) -> str | None:
+    """Return why the rates of a scheduler cannot be played forward from here, None where they can.
+
+    Found are schedules that need more than a call (plateaus), that cannot be copied, and that differ from one time to
+    the next. That a function of the user's looks at something outside shows only once it has changed.
+    """
+    if not isinstance(getattr(scheduler, "last_epoch", None), int):
+        return "it does not count its calls in `last_epoch`"
+    try:
+        groups = range(len(scheduler.optimizer.param_groups))
+        first, second = (play(scheduler, TRIED_CALLS, groups, until_error=True) for _ in range(2))
+    except Exception as error:  # whatever it makes of being copied or stepped
+        return f"{type(error).__name__} when a copy of it is stepped: {error}"
+    return None if first == second else ERRATIC
+
+
+def play(scheduler: Any, num_calls: int, fitting: Sequence[int], *, until_error: bool = False) -> list[float]:
+    """Return the largest rate of some groups after each of the next calls; the scheduler itself stays as it is.
+
+    Some schedules end with an error; with `until_error` the rates before it are returned, if there are any.
+    """
+    optimizer = scheduler.optimizer
+    groups = [
+        {"params": [], **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}}
+        for group in optimizer.param_groups
+    ]
+    # Some schedulers look for the method.
+    stand_in = SimpleNamespace(param_groups=groups, defaults=dict(optimizer.defaults), step=lambda: None)
+    twin = copy.deepcopy(scheduler, {id(optimizer): stand_in})
+    rates: list[float] = []
+    random_state = RandomState.current()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of calls without a step of the optimizer: there is none to make
+            for _ in range(num_calls):
+                twin.step()
+                rates.append(max(float(groups[index]["lr"]) for index in fitting))
+    except Exception:
+        if not (until_error and rates):
+            raise
+    finally:
+        random_state.set()
+    return rates
