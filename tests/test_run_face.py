@@ -1,0 +1,340 @@
+"""What a run shows of itself while it goes on, and the notices that it gives once."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria import ConfigError, EgeriaWarning, read_journal
+from egeria.events import Event, ModuleFrozen, PlasticityRead, RungTaken, RunStarted
+from egeria.testing import ScriptedController
+from loops import FAST, Loop, outside
+from menagerie import MENAGERIE, Specimen
+
+PARTS = next(specimen for specimen in MENAGERIE if specimen.name == "PartsByName")
+
+
+def loop_in(directory, specimen=PARTS, **attach):
+    return Loop(specimen, {"controller": ScriptedController(), "config": FAST, "directory": directory, **attach})
+
+
+def frozen_loop(directory, **attach):
+    loop = loop_in(directory, **attach)
+    loop.step(20)
+    assert loop.run.frozen > 0
+    return loop
+
+
+def tell(action):
+    """Return what egeria warned of while something was done."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        action()
+    return [str(each.message) for each in found if each.category is EgeriaWarning]
+
+
+# --- on_event ----------------------------------------------------------------------------------
+
+
+def test_a_callback_sees_every_event_of_the_journal_from_then_on(tmp_path):
+    loop, seen = loop_in(tmp_path), []
+    loop.step(4)
+    before = len(read_journal(tmp_path))
+    loop.run.on_event(seen.append)
+    loop.step(16)
+    loop.run.log(accuracy=0.5)
+    loop.run.close()
+    assert seen == list(read_journal(tmp_path).events[before:])
+    assert all(isinstance(event, Event) for event in seen) and any(isinstance(event, ModuleFrozen) for event in seen)
+
+
+def test_the_journal_has_an_event_when_the_callback_gets_it(tmp_path):
+    loop, found = loop_in(tmp_path), []
+    loop.run.on_event(lambda event: found.append(read_journal(tmp_path).events[-1] == event))
+    loop.step(6)
+    assert found and all(found)
+
+
+def test_a_callback_can_be_removed_twice_and_others_stay(tmp_path):
+    loop, removed, kept = loop_in(tmp_path), [], []
+    remove = loop.run.on_event(removed.append)
+    loop.run.on_event(kept.append)
+    loop.step(4)
+    num_seen = len(removed)
+    remove()
+    remove()
+    loop.step(4)
+    assert 0 < len(removed) == num_seen < len(kept)
+
+
+def test_a_callback_that_raises_is_dropped_with_one_warning_and_the_training_goes_on(tmp_path):
+    loop, calls, others = loop_in(tmp_path), [], []
+
+    def breaks(event):
+        calls.append(event)
+        raise ZeroDivisionError("of mine")
+
+    loop.run.on_event(breaks)
+    loop.run.on_event(others.append)
+    told = tell(lambda: [loop.run.log(value=number) for number in range(3)])
+    assert len(told) == 1 and "breaks, raised ZeroDivisionError: of mine" in told[0]
+    assert len(calls) == 1 and len(others) == 3
+    loop.step(20)
+    assert loop.run.frozen > 0
+
+
+def test_a_callback_may_ask_the_run_where_it_stands(tmp_path):
+    loop, found = loop_in(tmp_path), []
+    loop.run.on_event(lambda event: found.append((event.step, loop.run.summary())))
+    loop.step(10)
+    assert found and all(summary.step == step for step, summary in found)
+
+
+def test_what_is_no_callback_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"takes a function of one event, found list"):
+        loop_in(tmp_path).run.on_event([])
+
+
+# --- log lines ---------------------------------------------------------------------------------
+
+
+def test_a_freeze_and_a_thaw_are_one_line_each(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="egeria")
+    loop = loop_in(tmp_path)
+    loop.step(30)
+    for group in loop.optimizer.param_groups:
+        group["lr"] /= 100
+    loop.step(4)
+    journal = read_journal(tmp_path)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    froze = [line for line in lines if " froze " in line]
+    event = journal.first(ModuleFrozen)
+    num_modules = len(loop.run.modules)
+    share = f"{100 * event.parameter_share:.0f} % of the trainable parameters"
+    assert froze[0] == f"step {event.step}: froze {event.name} (1 of {num_modules} layer modules, {share})"
+    assert len(froze) == len(journal.of(ModuleFrozen))
+    assert len([line for line in lines if "thawed all frozen layers" in line]) == 1
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_another_number_format_of_the_reference_is_no_warning(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="egeria")
+
+    class Changing(ScriptedController):
+        def poll(self):
+            status = super().poll()
+            change = RungTaken(step=0, before="int8-dynamic", after="fp32", reason="its error is too large")
+            return replace(status, reports=[*status.reports, change])
+
+    loop = loop_in(tmp_path, controller=Changing())
+    for group in loop.optimizer.param_groups:
+        group["lr"] = 0.0  # the loss stays, so that bootstrapping ends with the second interval
+    assert tell(lambda: [loop.run.step(1.0) for _ in range(6)]) == []
+    assert read_journal(tmp_path).of(RungTaken)
+    told = [record for record in caplog.records if "from int8-dynamic to fp32: its error" in record.getMessage()]
+    assert told and {record.levelname for record in told} == {"INFO"}
+
+
+def test_a_run_too_short_for_its_controller_process_says_what_to_do(tmp_path):
+    loop = Loop(PARTS, {"config": FAST, "directory": tmp_path, "controller": "process"})
+    loop.step(12)
+    told = tell(loop.run.close)
+    assert len(told) == 1 and "controller process" in told[0] and 'controller="inline"' in told[0]
+    assert read_journal(tmp_path).of(PlasticityRead) == []
+
+
+def test_a_run_with_readings_says_nothing_at_its_end(tmp_path):
+    loop = Loop(PARTS, {"config": FAST, "directory": tmp_path, "controller": "inline"})
+    loop.step(12)
+    assert read_journal(tmp_path).of(PlasticityRead) and tell(loop.run.close) == []
+
+
+# --- summary, repr, notebooks ------------------------------------------------------------------
+
+
+def assert_as_reported(run, directory):
+    summary, found = run.summary(), egeria.report(directory).summary
+    assert summary.time_saved_s == found.wall.saved_s is not None
+    assert (summary.overhead_s, summary.overhead_share) == (found.wall.overhead_s, found.wall.overhead_share)
+    assert (summary.frozen, summary.stage) == (found.frozen_now, found.stage)
+    assert summary.parameter_share == found.depths[-1].parameter_share
+    assert summary.skipped_share == found.mean_skipped_share
+    assert summary.modules == tuple(module.name for module in found.modules)
+    return summary
+
+
+def test_the_summary_is_what_the_report_says_of_the_journal_so_far(tmp_path):
+    loop = frozen_loop(tmp_path, total_steps=50)
+    summary = assert_as_reported(loop.run, tmp_path)
+    assert (summary.step, summary.total_steps, summary.closed) == (20, 50, False)
+    assert summary.frozen == loop.run.frozen and summary.num_modules == len(loop.run.modules)
+    assert summary.plasticity == read_journal(tmp_path).of(PlasticityRead)[-1].value
+    loop.run.close()
+    assert assert_as_reported(loop.run, tmp_path).closed
+
+
+def test_the_summary_counts_what_came_before_a_resume(tmp_path):
+    loop = frozen_loop(tmp_path)
+    checkpoint = loop.save()
+    loop.step(3)
+    loop.run.close()
+    resumed = loop_in(tmp_path)
+    resumed.load(checkpoint)
+    resumed.step(10)
+    summary = assert_as_reported(resumed.run, tmp_path)
+    assert summary.step == 30 and summary.frozen > 0
+    resumed.run.close()
+    assert_as_reported(resumed.run, tmp_path)
+
+
+def test_the_summary_of_a_fresh_run_in_a_used_directory_is_its_own(tmp_path):
+    frozen_loop(tmp_path).run.close()
+    fresh = loop_in(tmp_path).run
+    assert (fresh.summary().step, fresh.summary().frozen, fresh.summary().time_saved_s) == (0, 0, None)
+
+
+def test_a_run_that_cannot_write_its_journal_has_a_summary(tmp_path):
+    (tmp_path / "file").write_text("")
+    written, unwritten = frozen_loop(tmp_path / "run"), frozen_loop(tmp_path / "file" / "run")
+    first, second = written.run.summary(), unwritten.run.summary()
+    assert (first.frozen, first.parameter_share, first.skipped_share) == (
+        second.frozen,
+        second.parameter_share,
+        second.skipped_share,
+    )
+    assert second.time_saved_s is not None
+
+
+def test_a_model_that_cannot_be_cut_has_a_summary(tmp_path):
+    model = nn.Linear(4, 2)
+    with pytest.warns(EgeriaWarning, match="two layers"):
+        run = egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), directory=tmp_path)
+    assert run.summary().num_modules == 0
+    assert "0 of 0 layer modules frozen" in repr(run)
+
+
+def test_the_repr_has_stage_depth_and_time_saved_and_the_end(tmp_path):
+    loop = loop_in(tmp_path, total_steps=40)
+    assert repr(loop.run) == (
+        f"<egeria.Run: step 0 of 40, bootstrapping, 0 of {len(loop.run.modules)} layer modules frozen, "
+        f"time saved not known>"
+    )
+    loop.step(20)
+    text, frozen = repr(loop.run), loop.run.frozen
+    assert "step 20 of 40, knowledge-guided" in text and f"{frozen} of {len(loop.run.modules)} layer modules" in text
+    assert text.endswith(" saved>") and "not known" not in text
+    loop.run.close()
+    assert "closed at step 20 of 40" in repr(loop.run) and f"{frozen} of" in repr(loop.run)
+
+
+class Hostile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.add_module("<script>alert(1)<", nn.Linear(4, 4))
+        self.add_module("middle", nn.Linear(4, 4))
+        self.add_module("last", nn.Linear(4, 4))
+
+    def forward(self, x):
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def test_the_html_of_a_run_escapes_names(tmp_path):
+    specimen = Specimen(
+        case="names that are markup",
+        build=Hostile,
+        example=lambda random: ((torch.rand(4, 4, generator=random),), {}),
+    )
+    loop = frozen_loop(tmp_path, specimen=specimen)
+    assert loop.run.modules[0].name.startswith("<script>")
+    text = loop.run._repr_html_()
+    assert "&lt;script&gt;alert(1)&lt;" in text and "<script" not in text
+    assert "knowledge-guided" in text and "<table" in text
+
+
+# --- notices -----------------------------------------------------------------------------------
+
+
+def attach_again(loop, model=None, directory=None):
+    return egeria.attach(model or loop.model, loop.optimizer, config=FAST, directory=directory)
+
+
+def test_a_second_attach_to_a_watched_model_is_refused_and_the_first_goes_on(tmp_path):
+    loop = frozen_loop(tmp_path / "first")
+    before = outside(loop.model)
+    for model in (loop.model, loop.run.model):
+        with pytest.raises(ConfigError, match=r"no open run watches, found one that <egeria.Run: step 20.*run\.close"):
+            attach_again(loop, model, tmp_path / "second")
+    assert outside(loop.model) == before and not (tmp_path / "second").exists()
+    loop.step(4)
+    assert loop.run.summary().step == 24
+
+
+def test_a_model_whose_run_was_closed_or_dropped_can_be_attached_again(tmp_path):
+    loop = loop_in(tmp_path / "0")
+    loop.run.close()
+    run = attach_again(loop, directory=tmp_path / "1")
+    run.itself = run  # dropped in a cycle, as a traceback makes one
+    del run
+    gc.disable()
+    try:
+        run = attach_again(loop, directory=tmp_path / "2")
+    finally:
+        gc.enable()
+    assert run.modules and not run.summary().closed
+
+
+def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path):
+    frozen_loop(tmp_path).run.close()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        second = egeria.attach(*fresh(), config=FAST, directory=tmp_path)
+        assert [str(each.message) for each in found if each.category is EgeriaWarning] == []
+    told = tell(lambda: [second.step(1.0) for _ in range(4)])
+    assert len(told) == 1 and "already holds the journal of another run" in told[0] and "load_state_dict" in told[0]
+    second.close()
+    summary = egeria.report(tmp_path).summary
+    assert (summary.steps_done, summary.history.num_earlier_runs) == (4, 1)
+
+
+def test_a_run_that_goes_on_in_its_directory_says_nothing(tmp_path):
+    loop = frozen_loop(tmp_path)
+    checkpoint = loop.save()
+    loop.run.close()
+    resumed = loop_in(tmp_path)
+    resumed.load(checkpoint)
+    assert tell(lambda: resumed.run.step(1.0)) == []
+
+
+def test_a_directory_of_an_attempt_that_never_stepped_is_as_good_as_new(tmp_path):
+    loop_in(tmp_path).run.close()
+    second = egeria.attach(*fresh(), config=FAST, directory=tmp_path)
+    assert tell(lambda: second.step(1.0)) == []
+    assert len(read_journal(tmp_path).of(RunStarted)) == 2
+
+
+def fresh():
+    model = PARTS.build()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# --- the report --------------------------------------------------------------------------------
+
+
+def test_the_report_says_frozen_now_of_an_open_run_and_at_the_end_of_a_closed_one(tmp_path):
+    loop = frozen_loop(tmp_path)
+    during = egeria.report(tmp_path)
+    assert "frozen now" in str(during) and "modules frozen now" in during.path.read_text(encoding="utf-8")
+    loop.run.close()
+    after = egeria.report(tmp_path)
+    page = after.path.read_text(encoding="utf-8")
+    assert "frozen at the end" in str(after) and "modules frozen at the end" in page
+    assert "frozen now" not in str(after) and "frozen now" not in page

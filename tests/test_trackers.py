@@ -1,0 +1,276 @@
+"""What experiment trackers receive of a run: the real ones, read back, and anything that is called like them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import struct
+import subprocess
+import sys
+import warnings
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import egeria
+from egeria import ConfigError, EgeriaWarning
+from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
+from egeria.report.build import write_files
+from egeria.report.trackers import find_trackers, scalars
+from egeria.testing import ScriptedController
+from loops import FAST, Loop
+from menagerie import MENAGERIE
+
+PARTS = next(specimen for specimen in MENAGERIE if specimen.name == "PartsByName")
+KEYS = {f"egeria/{name}" for name in ("frozen", "params_frozen", "time_saved_s", "plasticity", "overhead")}
+ALL_KEYS = KEYS | {"egeria/compute_skipped"}
+
+
+def trained(tmp_path, log_to, num_steps=20, **attach):
+    """Train until something is frozen; return the closed run, and the journal's steps that trackers are to have."""
+    given = {"controller": ScriptedController(), "config": FAST, "directory": tmp_path / "run", "log_to": log_to}
+    loop = Loop(PARTS, given | attach)
+    loop.step(num_steps)
+    assert loop.run.frozen > 0
+    loop.run.close()
+    return loop.run
+
+
+def steps_to_log(directory, num_steps):
+    journal = egeria.read_journal(directory)
+    steps = {event.step for event in journal if isinstance(event, (IntervalMeasured, PlasticityRead, ModuleFrozen))}
+    return sorted(steps | {num_steps})
+
+
+class Calls:
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, values, step):
+        self.calls.append((step, values))
+
+
+# --- what is sent ------------------------------------------------------------------------------
+
+
+def test_a_function_gets_the_numbers_once_for_each_step_that_brought_news(tmp_path):
+    calls = Calls()
+    run = trained(tmp_path, calls, num_steps=21)
+    steps = [step for step, _ in calls.calls]
+    assert steps == steps_to_log(run.directory, 21) and len(set(steps)) == len(steps) > 5
+    assert calls.calls[-1][1].keys() == ALL_KEYS
+    last, found = calls.calls[-1][1], egeria.report(run.directory).summary
+    assert last["egeria/frozen"] == found.frozen_now > 0
+    assert last["egeria/params_frozen"] == found.depths[-1].parameter_share
+    assert last["egeria/compute_skipped"] == pytest.approx(found.mean_skipped_share)
+    assert last["egeria/time_saved_s"] == pytest.approx(found.wall.saved_s)
+    assert last["egeria/overhead"] == pytest.approx(found.wall.overhead_share)
+
+
+def test_values_that_are_not_known_yet_are_left_out(tmp_path):
+    calls = Calls()
+    trained(tmp_path, calls)
+    first = calls.calls[0][1]
+    assert first.keys() < ALL_KEYS and "egeria/plasticity" not in first and "egeria/frozen" in first
+
+
+def test_a_new_run_has_only_what_is_frozen(tmp_path):
+    run = Loop(PARTS, {"config": FAST, "directory": tmp_path}).run
+    assert scalars(run.summary()) == {"egeria/frozen": 0.0, "egeria/params_frozen": 0.0}
+
+
+def test_a_list_logs_to_each(tmp_path):
+    first, second = Calls(), Calls()
+    trained(tmp_path, [first, second])
+    assert first.calls == second.calls != []
+
+
+def test_logging_does_not_change_the_training(tmp_path):
+    plain = Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path / "a"})
+    logged = Loop(
+        PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path / "b", "log_to": Calls()}
+    )
+    for loop in (plain, logged):
+        loop.step(20)
+    assert plain.losses == logged.losses and plain.run.frozen == logged.run.frozen > 0
+
+
+def test_a_run_without_a_directory_is_logged_too(tmp_path):
+    (tmp_path / "file").write_text("")
+    calls = Calls()
+    trained(tmp_path, calls, directory=tmp_path / "file" / "run")
+    assert calls.calls[-1][1].keys() == ALL_KEYS
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["tensorboard", 3, object(), [print, None], dict, torch.nn.Linear])
+def test_what_is_no_tracker_is_refused(given, tmp_path):
+    model = PARTS.build()
+    with pytest.raises(ConfigError, match=r"log_to is TensorBoard's SummaryWriter.*found"):
+        egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), directory=tmp_path, log_to=given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tracker_that_raises_is_dropped_with_one_warning_and_the_others_go_on(tmp_path):
+    calls, broken = Calls(), []
+
+    def breaks(values, step):
+        broken.append(step)
+        raise OSError("no space left")
+
+    loop = Loop(
+        PARTS,
+        {"controller": ScriptedController(), "config": FAST, "directory": tmp_path, "log_to": [breaks, calls]},
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(12):
+                args, _ = PARTS.example(loop.data)
+                loss = PARTS.loss(loop.run.model(*args))
+                loss.backward()
+                loop.optimizer.step()
+                loop.run.step(loss)
+        loop.run.close()
+    told = [str(each.message) for each in found if each.category is EgeriaWarning and "logged" in str(each.message)]
+    assert len(told) == 1 and "breaks could not be logged to (OSError: no space left)" in told[0]
+    assert len(broken) == 1 and len(calls.calls) > 3
+
+
+def test_a_trackio_run_is_given_the_step():
+    class Run:
+        def log(self, metrics, step=None):
+            self.logged = (metrics, step)
+
+        def finish(self):
+            pass
+
+    run = Run()
+    [tracker] = find_trackers(run)
+    tracker.log({"egeria/frozen": 2.0}, 7)
+    assert (tracker.name, run.logged, tracker.keep) == ("Trackio", ({"egeria/frozen": 2.0}, 7), None)
+
+
+# --- the real ones -----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_tensorboard_has_the_scalars(tmp_path):
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    reader = pytest.importorskip(name, reason="the extra `trackers` is not installed")
+    tensorboard = importlib.import_module("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(tmp_path / "board") as writer:
+        run = trained(tmp_path, writer, num_steps=21)
+    board = reader.EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0}).Reload()
+    assert set(board.Tags()["scalars"]) == ALL_KEYS
+    frozen = board.Scalars("egeria/frozen")
+    assert [point.step for point in frozen] == steps_to_log(run.directory, 21)
+    assert frozen[0].value == 0 and frozen[-1].value == run.summary().frozen > 0
+    assert board.Scalars("egeria/time_saved_s")[-1].value == pytest.approx(run.summary().time_saved_s, rel=1e-5)
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    """MLflow with a store in one file, and no run active."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    mlflow = pytest.importorskip("mlflow", reason="the extra `trackers` is not installed")
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.create_experiment("trackers", artifact_location=str(tmp_path / "artifacts"))
+    mlflow.set_experiment("trackers")
+    yield mlflow
+    mlflow.end_run()
+    mlflow.set_tracking_uri(before)
+
+
+def check_mlflow(mlflow, run_id, run):
+    client = mlflow.MlflowClient()
+    assert set(client.get_run(run_id).data.metrics) == ALL_KEYS
+    points = client.get_metric_history(run_id, "egeria/frozen")
+    assert sorted(point.step for point in points) == steps_to_log(run.directory, 21)
+    assert max(points, key=lambda point: point.step).value == run.summary().frozen > 0
+    assert_report({entry.path.split("/")[-1] for entry in client.list_artifacts(run_id, "egeria")})
+    assert len(client.search_runs([client.get_run(run_id).info.experiment_id])) == 1
+
+
+def assert_report(names):
+    assert "report.html" in names and {"loss-and-metrics.svg", "frozen-and-skipped.svg"} <= names
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # MLflow's own, of the libraries under it
+def test_mlflow_has_the_scalars_and_the_report_in_the_run_that_was_active(mlflow, tmp_path):
+    given = {"controller": ScriptedController(), "config": FAST, "directory": tmp_path / "run", "log_to": mlflow}
+    loop = Loop(PARTS, given)
+    with mlflow.start_run() as active:
+        loop.step(21)
+    loop.run.close()  # after the run of MLflow has ended: what comes now must not open another
+    check_mlflow(mlflow, active.info.run_id, loop.run)
+
+    model = PARTS.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"while a run of MLflow is active.*mlflow\.start_run"):
+        egeria.attach(model, optimizer, log_to=mlflow.MlflowClient())
+    mlflow.set_experiment(experiment_id=mlflow.create_experiment("client", str(tmp_path / "artifacts2")))
+    with mlflow.start_run() as active:
+        run = trained(tmp_path / "client", mlflow.MlflowClient(), num_steps=21)
+    check_mlflow(mlflow, active.info.run_id, run)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # W&B's own
+def test_wandb_has_the_scalars_and_the_report_offline(tmp_path, monkeypatch):
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    wandb = pytest.importorskip("wandb", reason="the extra `trackers` is not installed")
+    with wandb.init(project="trackers") as tracked:
+        tracked.log({"mine": 1.0})
+        run = trained(tmp_path, tracked, num_steps=21)
+        tracked.log({"mine": 2.0})
+    rows, artifacts = read_wandb(next(tmp_path.glob("wandb/offline-run-*/*.wandb")))
+    ours = [row for row in rows if "egeria/step" in row]
+    assert [row["egeria/step"] for row in ours] == steps_to_log(run.directory, 21)
+    assert ours[-1].keys() - {"egeria/step"} >= ALL_KEYS and ours[-1]["egeria/frozen"] == run.summary().frozen
+    assert [row["mine"] for row in rows if "mine" in row] == [1.0, 2.0]
+    assert [name for name, _ in artifacts] == ["egeria-report"]
+    assert_report(artifacts[0][1])
+
+
+def read_wandb(path):
+    """Return the logged rows, and names and files of the artifacts, of W&B's own record of an offline run."""
+    messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    data, at, parts, rows, artifacts = path.read_bytes(), 7, b"", [], []
+    while at + 7 <= len(data):  # a log of LevelDB: blocks of 32 KiB, records in one or more parts
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record, parts = messages.Record.FromString(parts), b""
+            if record.WhichOneof("record_type") == "history":
+                names = ((item.key or "/".join(item.nested_key), item.value_json) for item in record.history.item)
+                rows.append({name: json.loads(value) for name, value in names})
+            for artifact in (record.artifact, record.request.log_artifact.artifact):
+                if artifact.name:
+                    files = {entry.path for entry in artifact.manifest.contents}
+                    artifacts.append((artifact.name, files))
+    return rows, artifacts
+
+
+def test_egeria_imports_no_tracker():
+    code = "import sys, egeria; print([n for n in ('tensorboard', 'mlflow', 'wandb', 'trackio') if n in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_svgs_stand_alone(tmp_path):
+    run = trained(tmp_path, None)
+    write_files(run.directory, tmp_path)
+    for path in tmp_path.glob("*.svg"):
+        text = path.read_text(encoding="utf-8")
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg" and "var(--" not in text
+    assert len(list(tmp_path.glob("*.svg"))) == 4
