@@ -229,9 +229,9 @@ class FSDPModule(nn.Linear):
     ],
 )
 def test_a_model_that_all_processes_must_run_together_is_declined(model, reason):
-    handle = SimpleNamespace(is_compiled=False)
+    hooks = SimpleNamespace(is_compiled=False)
     ranks = SimpleNamespace(is_alone=False)
-    training = SimpleNamespace(model=model, handle=handle, is_sharded=is_sharded(model), ranks=ranks)
+    training = SimpleNamespace(model=model, hooks=hooks, is_sharded=is_sharded(model), ranks=ranks)
     assert reason in skipping._refusal(training)
 
 
