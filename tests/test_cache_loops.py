@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 import warnings
@@ -298,8 +299,12 @@ def dealt_out(loader):
     return module.prepare_data_loader(loader, num_processes=2, process_index=1, put_on_device=False)
 
 
-@pytest.mark.parametrize("prepare", [prepared, dispatched, dealt_out])
-def test_loaders_of_accelerate(prepare, tmp_path):
+def set_up(loader):
+    return pytest.importorskip("lightning").Fabric(accelerator="cpu").setup_dataloaders(loader)
+
+
+@pytest.mark.parametrize("prepare", [prepared, dispatched, dealt_out, set_up])
+def test_loaders_of_accelerate_and_fabric(prepare, tmp_path):
     def loop(training):
         call = counting(training)
         for _ in range(13 if prepare is dealt_out else 7):
@@ -329,6 +334,45 @@ def test_an_epoch_of_another_loader_does_not_end_it(tmp_path):
     assert sum(stored.computed[-5:]) <= 1
 
 
+def seedable(loader):
+    accelerate = pytest.importorskip("accelerate")
+    settings = accelerate.utils.DataLoaderConfiguration(use_seedable_sampler=True)
+    return accelerate.Accelerator(cpu=True, dataloader_config=settings).prepare(loader)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_resumed_run_is_one_that_never_stopped(cached, tmp_path):
+    checkpoint = {}
+
+    def to_the_end(training, first=0, batches_done=0):
+        skip = pytest.importorskip("accelerate").skip_first_batches
+        for number in range(first, 9):
+            loader = skip(training.loader, batches_done) if number == first and batches_done else training.loader
+            loader.set_epoch(number)
+            training.epoch(loader)
+
+    def until_it_stops(training):
+        for number in range(4):
+            training.loader.set_epoch(number)
+            training.epoch()
+        training.loader.set_epoch(4)
+        training.epoch(islice(training.loader, 5))
+        parts = {name: getattr(training, name).state_dict() for name in ("model", "optimizer", "run")}
+        checkpoint.update(copy.deepcopy(parts), losses=list(training.losses))
+
+    def from_the_checkpoint(training):
+        for name in ("model", "optimizer", "run"):
+            getattr(training, name).load_state_dict(checkpoint[name])
+        training.losses = list(checkpoint["losses"])
+        to_the_end(training, 4, 5)
+
+    whole = Trained(to_the_end, tmp_path / "whole", cached=True, prepare=seedable)
+    stopped = Trained(until_it_stops, tmp_path / "stopped", cached=True, prepare=seedable)
+    resumed = Trained(from_the_checkpoint, tmp_path / "resumed", cached=cached, prepare=seedable)
+    assert differences(whole.everything, resumed.everything) == []
+    assert whole.num_hits > 300 and stopped.num_hits > 50 and (resumed.num_hits > 100) == cached
+
+
 class Sentences(Dataset):
     """Tokens, and as labels the same with more or fewer of them left out."""
 
@@ -344,6 +388,8 @@ class Sentences(Dataset):
 
 
 class LanguageModel(nn.Module):
+    accepts_loss_kwargs = True  # the Trainer gives it num_items_in_batch
+
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
@@ -359,7 +405,7 @@ class LanguageModel(nn.Module):
 
 
 def test_a_loop_like_the_trainer_of_transformers(tmp_path):
-    """Which fetches the batches of one optimizer step, counts the words in them, and calls the model with their number."""
+    """Which fetches the batches of one optimizer step, counts the words in them, and gives the model their number."""
 
     def loop(training):
         for _ in range(8):
@@ -381,5 +427,80 @@ def test_a_loop_like_the_trainer_of_transformers(tmp_path):
         training.losses += [loss.item() for loss in losses]
 
     stored = both(loop, tmp_path, build=LanguageModel, dataset=Sentences(), prepare=prepared)
+    assert stored.journal.of(Declined) == [] and stored.num_mismatches == 0
+    assert stored.num_hits > 150, stored.reasons
+
+
+def trainer_of_transformers(training, directory):
+    transformers = pytest.importorskip("transformers")
+
+    class Ours(transformers.Trainer):
+        def compute_loss(self, model, inputs, **options):
+            return super().compute_loss(training.run.model, inputs, **options)
+
+    class Steps(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            training.run.step(0.5)
+            training.losses.append(0.0)
+
+    arguments = transformers.TrainingArguments(
+        str(directory),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=3,
+        num_train_epochs=12,
+        lr_scheduler_type="constant",
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Ours(
+        training.model,
+        arguments,
+        optimizers=(training.optimizer, None),
+        train_dataset=training.dataset,
+        callbacks=[Steps()],
+    )
+    trainer.get_train_dataloader = lambda: training.loader
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+
+
+def trainer_of_lightning(training, directory):
+    lightning = pytest.importorskip("lightning")
+
+    class Ours(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = training.model
+
+        def training_step(self, batch, index):
+            return training.run.model(**batch, num_items_in_batch=torch.tensor(8 * 12))["loss"]
+
+        def on_train_batch_end(self, outputs, batch, index):
+            training.run.step(outputs["loss"])
+            training.losses.append(outputs["loss"].item())
+
+        def configure_optimizers(self):
+            return training.optimizer
+
+    lightning.Trainer(
+        max_epochs=8,
+        accelerator="cpu",
+        default_root_dir=directory,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Ours(), training.loader)
+
+
+@pytest.mark.parametrize("train", [trainer_of_transformers, trainer_of_lightning])
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec.*:FutureWarning")
+def test_trainers_of_others(train, tmp_path):
+    prepare = prepared if train is trainer_of_transformers else None
+    stored = both(
+        lambda training: train(training, tmp_path), tmp_path, build=LanguageModel, dataset=Sentences(), prepare=prepare
+    )
     assert stored.journal.of(Declined) == [] and stored.num_mismatches == 0
     assert stored.num_hits > 150, stored.reasons

@@ -44,7 +44,8 @@ def fingerprints(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_rows: int
 
     Tensors whose first axis has `num_rows` entries count row by row, all others count for every row.
     Padding does not: trailing zeros add nothing, two-dimensional integers are multiplied by the
-    attention mask of their shape, and -100 in labels is read as 0. Nor does `num_items_in_batch`. On an accelerator this waits for it.
+    attention mask of their shape, and -100 in labels is read as 0. Nor does `num_items_in_batch`.
+    On an accelerator this waits for it.
 
     Args:
         args: positional arguments of the model.

@@ -34,8 +34,8 @@ MOST_FOREIGN = 8
 """Forward passes in a row of nothing that was handed out, before that may be something made from the batches."""
 NUM_ELEMENTS = 512
 """Elements of a tensor that are compared where batches are copied."""
-DEEPEST, MOST_PLAIN = 4, 64
-"""How far tensors are looked for: in containers inside of others, and in lists that begin with a number or string."""
+DEEPEST, MOST_TENSORS, MOST_PLAIN = 4, 64, 64
+"""How far tensors are looked for: containers inside of others, all of them, entries of lists of numbers or strings."""
 
 Storages = dict[tuple[int, int], StorageWeakRef]
 """The memory of tensors, by its identity and where in it each begins; held weakly."""
@@ -168,7 +168,7 @@ class PendingBatches:
 def _tensors_of(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     with suppress(Exception):  # a container of the user's may raise anything
-        found.extend(_tensors(value, 0))
+        found.extend(itertools.islice(_tensors(value, 0), MOST_TENSORS))
     return found
 
 
@@ -195,8 +195,8 @@ def _storages(tensors: Iterable[Tensor]) -> Storages:
     storages: Storages = {}
     for tensor in tensors:
         with suppress(Exception):  # sparse tensors, and others of no memory of their own
-            storage = StorageWeakRef(tensor.untyped_storage())
-            storages[storage.cdata, tensor.storage_offset()] = storage
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            storages[storage.cdata, int(tensor.storage_offset())] = storage
     return storages
 
 
