@@ -138,21 +138,25 @@ def hooked(recorder, **arguments):
     return model, optimizer, OptimizerHooks([optimizer], recorder, lambda *_: None, what="testing", **arguments)
 
 
-def test_steps_with_a_closure_are_left_out_where_gradients_are_read_before(tmp_path):
-    called = []
-    model, optimizer, _ = hooked(Recorder(tmp_path), before=called.append, takes_closures=False)
+@pytest.mark.parametrize("reads_gradients", [True, False])
+def test_gradients_are_read_behind_the_closure_that_computes_them(reads_gradients, tmp_path):
+    seen = []
+    model, optimizer, _ = hooked(
+        Recorder(tmp_path),
+        before=lambda own: seen.append(own.param_groups[0]["params"][0].grad is not None),
+        reads_gradients=reads_gradients,
+    )
 
     def closure():
-        optimizer.zero_grad()
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
         return loss
 
-    optimizer.step(closure)
-    optimizer.step(closure=closure)
-    assert not called
-    optimizer.step()
-    assert called == [optimizer]
+    first = optimizer.step(closure)
+    optimizer.zero_grad()
+    second = optimizer.step(closure=closure)
+    assert seen == [reads_gradients] * 2
+    assert second < first, "what the step returns is what the closure did"
 
 
 def test_a_hook_that_gives_up_leaves_those_behind_it_in_place(tmp_path):

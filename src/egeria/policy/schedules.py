@@ -67,7 +67,7 @@ class ScheduleRule:
         # Schedulers multiply in floating point: 0.1 * 0.1 must count as a fall by ten from 0.1.
         if self.drop_factor is None or moment.learning_rate * self.drop_factor > before * (1 + 1e-6):
             return False
-        return moment.total_steps is None or 1 - moment.step / moment.total_steps >= self.minimum_remaining
+        return moment.total_steps is None or max(0.0, 1 - moment.step / moment.total_steps) >= self.minimum_remaining
 
 
 RULES: dict[str, ScheduleRule] = {

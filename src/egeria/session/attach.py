@@ -25,7 +25,15 @@ from egeria.parallel import ParallelStrategy
 from egeria.policy import FORESIGHT, PLASTICITY, Policy, PolicyMaker, UnfreezeRule, choose_interval, find_policy
 from egeria.report.live import RunSummary
 from egeria.report.trackers import find_trackers
-from egeria.session.checks import agree_on_the_run, check_training, choose_controller, choose_rule, read_config
+from egeria.session.checks import (
+    agree_on_the_run,
+    check_training,
+    choose_controller,
+    choose_rule,
+    read_config,
+    unwrap_loader,
+    unwrap_scheduler,
+)
 from egeria.session.following import Cut, ModelHandle, ModelHooks, Training
 from egeria.session.loop import Session
 from egeria.session.packed import Packed
@@ -76,6 +84,7 @@ def attach(
         ConfigError: an argument or a setting is outside its contract, or an open run watches this model.
     """
     watch, settings = Stopwatch(), read_config(config, controller, policy)
+    loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
     model, optimizers, settings, parallel = check_training(model, optimizer, total_steps, settings, parallel)
     _check_unwatched(model)
     trackers = find_trackers(log_to)
@@ -147,6 +156,8 @@ class Run:
     def step(self, loss: Any) -> None:
         """Count one optimizer step; call it after the optimizer's.
 
+        Called for each micro-batch of accumulated gradients, it counts once for each optimizer step, with a warning.
+
         Args:
             loss: training loss of the step, a number or a 0-d tensor. The device is asked for its
                 value once every `n` steps, not now.
@@ -154,7 +165,7 @@ class Run:
         Raises:
             ConfigError: the loss is neither a number nor a tensor of one element.
         """
-        if self._closed:
+        if self._closed or not self._session.steps.completes_step(loss):
             return
         self._session.timer.enter()
         try:

@@ -68,9 +68,50 @@ def check_training(
     return model, optimizers, settings, parallel
 
 
+INNER_OPTIMIZERS = dict.fromkeys(("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"), "optimizer")
+INNER_SCHEDULERS = dict.fromkeys(("AcceleratedScheduler", "LRSchedulerConfig"), "scheduler")
+INNER_LOADERS = {"DataLoaderAdapter": "base_dataloader", "_FabricDataLoader": "_dataloader"}
+"""Classes of frameworks that wrap the user's own objects, by name, and the attribute that has those."""
+
+
+def _unwrap(given: Any, inner: Mapping[str, str]) -> Any:
+    """Return what is within wrappers of frameworks, however many there are."""
+    # `type`, since some wrappers show the class of what they wrap as their own.
+    while name := next((entry.__name__ for entry in type(given).__mro__ if entry.__name__ in inner), None):
+        given = getattr(given, inner[name])
+    return given
+
+
+def unwrap_loader(loader: Any) -> Any:
+    """Return the user's own loader, without the wrappers of frameworks."""
+    return _unwrap(loader, INNER_LOADERS)
+
+
+def unwrap_scheduler(scheduler: Any) -> Any:
+    """Return the user's own scheduler, without the wrappers of frameworks; None where there is none.
+
+    Raises:
+        ConfigError: it is no scheduler.
+    """
+    scheduler = _unwrap(scheduler, INNER_SCHEDULERS)
+    if scheduler is None:
+        return None
+    is_optimizer = hasattr(scheduler, "param_groups")
+    if isinstance(scheduler, type) or is_optimizer or not callable(getattr(scheduler, "step", None)):
+        kind = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else type(scheduler).__name__
+        found = f"{scheduler!r}" if isinstance(scheduler, (str, int, float)) else kind
+        raise ConfigError(
+            f"scheduler is a learning-rate scheduler, an object like those of torch.optim.lr_scheduler, found {found}. "
+            f"Pass the one that your loop calls .step() on (of several, chain them with SequentialLR or "
+            f"ChainedScheduler), or leave it out."
+        )
+    return scheduler
+
+
 def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers as a list."""
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    """Return the optimizers as a list, without the wrappers of frameworks."""
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [_unwrap(entry, INNER_OPTIMIZERS) for entry in given]
     for entry in optimizers:
         if not hasattr(entry, "param_groups"):
             raise ConfigError(

@@ -191,7 +191,7 @@ class Evaluation:
         if self._work_shares is None or total_steps is None or self.timer.iteration_s <= 0:
             return None
         share = BACKWARD_SHARE * sum(self._work_shares[index] for index in frozen)
-        return share * self.timer.iteration_s * (total_steps - self.recorder.step)
+        return share * self.timer.iteration_s * max(0, total_steps - self.recorder.step)
 
     def profile(self) -> None:
         """Count the operations of the forward pass, once; where that fails the run continues without them."""

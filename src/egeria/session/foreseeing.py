@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -95,8 +96,8 @@ class Foresight:
         self._changes = [(step, calls) for step, calls in state.get("changes", [])]
 
     def _observe(self, step: int) -> None:
-        calls = getattr(self._scheduler, "last_epoch", None)
-        if not isinstance(calls, int) or calls == self._calls:
+        calls = _count_calls(self._scheduler)
+        if calls is None or calls == self._calls:
             return
         if self._calls is not None and calls < self._calls:  # it was restarted
             self._changes, self._played, self._calls = [], [], None
@@ -131,9 +132,9 @@ class Foresight:
 
 ERRATIC = "it gives other rates each time it is played forward"
 WRONG = (
-    "egeria: after {calls} calls of the scheduler the learning rate is {found:.3g}, and {foreseen:.3g} was foreseen: it "
-    "depends on more than the number of calls, or was set by hand. What is still to come is foreseen anew from the rate "
-    "as it is, and decisions so far may have been made too early or too late. Give attach a scheduler that goes by the "
+    "egeria: after {calls} calls of the scheduler the learning rate is {found:.3g}, and {foreseen:.3g} was foreseen: "
+    "it depends on more than the number of calls, or was set by hand. What is still to come is foreseen anew from the "
+    "rate as it is, and decisions so far may have come too early or too late. Give attach a scheduler that goes by the "
     "number of calls alone, or no scheduler."
 )
 
@@ -144,21 +145,46 @@ def why_unforeseeable(scheduler: Any) -> str | None:
     Found are schedules that need more than a call (plateaus), that cannot be copied, and that differ from one time to
     the next. That a function of the user's looks at something outside shows only once it has changed.
     """
-    if not isinstance(getattr(scheduler, "last_epoch", None), int):
+    if _count_calls(scheduler) is None:
         return "it does not count its calls in `last_epoch`"
+    random_state, played = RandomState.current(), []
     try:
-        groups = range(len(scheduler.optimizer.param_groups))
-        first, second = (play(scheduler, TRIED_CALLS, groups, until_error=True) for _ in range(2))
+        played = [_try(scheduler) for _ in range(2)]  # one after the other: with random numbers of its own
     except Exception as error:  # whatever it makes of being copied or stepped
         return f"{type(error).__name__} when a copy of it is stepped: {error}"
-    return None if first == second else ERRATIC
+    finally:
+        random_state.set()
+    return None if played[0] == played[1] else ERRATIC
 
 
-def play(scheduler: Any, num_calls: int, fitting: Sequence[int], *, until_error: bool = False) -> list[float]:
-    """Return the largest rate of some groups after each of the next calls; the scheduler itself stays as it is.
+def _try(scheduler: Any) -> list[float]:
+    """Return the rates after the next few calls; some schedules end with an error, which raises if it comes first."""
+    rates: list[float] = []
+    try:
+        rates.extend(islice(_later_rates(scheduler, range(len(scheduler.optimizer.param_groups))), TRIED_CALLS))
+    except Exception:
+        if not rates:
+            raise
+    return rates
 
-    Some schedules end with an error; with `until_error` the rates before it are returned, if there are any.
-    """
+
+def _count_calls(scheduler: Any) -> int | None:
+    """Return how often a scheduler was called, None where it does not count; `ChainedScheduler` has its parts count."""
+    parts = getattr(scheduler, "_schedulers", None)
+    calls = getattr(scheduler, "last_epoch", None)
+    return calls if isinstance(calls, int) else _count_calls(parts[0]) if parts else None
+
+
+def play(scheduler: Any, num_calls: int, fitting: Sequence[int]) -> list[float]:
+    """Return the largest rate of some groups after each of the next calls; the scheduler itself stays as it is."""
+    random_state = RandomState.current()
+    try:
+        return list(islice(_later_rates(scheduler, fitting), num_calls))
+    finally:
+        random_state.set()
+
+
+def _later_rates(scheduler: Any, fitting: Sequence[int]) -> Iterator[float]:
     optimizer = scheduler.optimizer
     groups = [
         {"params": [], **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}}
@@ -167,17 +193,8 @@ def play(scheduler: Any, num_calls: int, fitting: Sequence[int], *, until_error:
     # Some schedulers look for the method.
     stand_in = SimpleNamespace(param_groups=groups, defaults=dict(optimizer.defaults), step=lambda: None)
     twin = copy.deepcopy(scheduler, {id(optimizer): stand_in})
-    rates: list[float] = []
-    random_state = RandomState.current()
-    try:
+    while True:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of calls without a step of the optimizer: there is none to make
-            for _ in range(num_calls):
-                twin.step()
-                rates.append(max(float(groups[index]["lr"]) for index in fitting))
-    except Exception:
-        if not (until_error and rates):
-            raise
-    finally:
-        random_state.set()
-    return rates
+            twin.step()
+        yield max(float(groups[index]["lr"]) for index in fitting)

@@ -24,6 +24,7 @@ from egeria.policy import (
     Policy,
     Thaw,
 )
+from egeria.session.accumulation import StepCounter
 from egeria.session.applying import Applier, Compiling
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import Cut, HarmfulFreezeError, Training, not_called, watch_order
@@ -88,6 +89,8 @@ class Session:
         # What the first process measures holds for all; where each has a part of the parameters, each measures that.
         needs = self.parts.policy.needs if self.parts and (self.ranks.leads or training.is_sharded) else ()
         self.meter = IntervalMeter(training, Measures(training, needs, scheduler, self.timer.take_out), self.timer)
+        self.steps = StepCounter(training, self.meter, self.timer.take_out)
+        """Recognises calls of `run.step` that count no step."""
         self._rates: LayerRates | None = None
         if self.parts is not None and isinstance(self.parts.policy, Annealing):
             self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out)
@@ -140,12 +143,14 @@ class Session:
     def close(self) -> None:
         """Leave the model and the loader as they were found, for good."""
         self._release()
+        self.steps.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of everything that decides."""
         state: dict[str, Any] = {
             **asdict(self.clock),
             **self.meter.state_dict(),
+            "accumulation": self.steps.state_dict(),
             "rates": self._rates.state_dict() if self._rates else {},
             "budget": self.budget.state_dict(),
             "policy_name": self.training.policy_name,
@@ -163,7 +168,8 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; StateError where it belongs to another model or policy, and nothing has changed."""
         saved, budget = state["engine"], dict(state["budget"])
-        measured = {name: state[name] for name in ("losses", "iteration_s")} | {"measures": state.get("measures", {})}
+        measured = {"measures": {}, **{name: state[name] for name in ("losses", "iteration_s")}}
+        measured |= {name: state[name] for name in ("measures", "held_losses") if name in state}
         clock = IntervalClock.from_state(state)
         modules = None if saved is None else tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
         self.training.check_state(state.get("policy_name", "egeria"), modules if clock.step and self.parts else None)
@@ -186,6 +192,7 @@ class Session:
         self.clock = clock
         self.recorder.step = clock.step
         self.meter.load_state_dict(measured)
+        self.steps.load_state_dict(state.get("accumulation", {}))
         if self._rates is not None:
             self._rates.load_state_dict(state.get("rates", {}))
         self._prepare_step()

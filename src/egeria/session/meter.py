@@ -34,20 +34,40 @@ class IntervalMeter:
         self.ranks, self.recorder = self.training.ranks, self.training.recorder
         self._losses: list[float | Tensor] = []
         """One for each step, on its device: that is asked once, when the interval ends."""
+        self._held: list[float | Tensor] = []
+        """Of the micro-batches of a step that is still to come."""
 
     def add(self, loss: Any) -> None:
-        """Take in the loss of one step.
+        """Take in the loss of one step, the mean of it and of those that were held for it.
+
+        Raises:
+            ConfigError: it is neither a number nor a tensor of one element.
+        """
+        losses, self._held = [*self._held, self.read(loss)], []
+        self._losses.append(_mean(losses))
+
+    def hold(self, loss: float | Tensor) -> None:
+        """Keep the loss of a micro-batch, as `read` returned it, for the step it is part of."""
+        self._held.append(loss)
+
+    def join_held(self) -> None:
+        """Make the held losses part of the last step, unless the interval has ended with that."""
+        held, self._held = self._held, []
+        if self._losses:
+            self._losses[-1] = _mean([self._losses[-1], *held])
+
+    def read(self, loss: Any) -> float | Tensor:
+        """Return a loss as a number, or a 0-d tensor on its device.
 
         Raises:
             ConfigError: it is neither a number nor a tensor of one element.
         """
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach().reshape(()).clone())
-            return
+            return loss.detach().reshape(()).clone()
         try:
             if isinstance(loss, (Tensor, str)):
                 raise TypeError
-            self._losses.append(float(loss))
+            return float(loss)
         except TypeError as error:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
             raise ConfigError(
@@ -57,8 +77,7 @@ class IntervalMeter:
 
     def take(self, clock: IntervalClock, modules: Sequence[LayerModule], num_frozen: int, rate: float) -> Interval:
         """Return the interval that has ended, and begin the next."""
-        losses = self._read_losses()
-        self._losses = []
+        losses, self._losses = _to_floats(self._losses), []
         finite = [value for value in losses if math.isfinite(value)]
         loss, num_bad = (statistics.fmean(finite) if finite else None), len(losses) - len(finite)
         wall_s, cpu_s = self.timer.take_medians()
@@ -89,22 +108,31 @@ class IntervalMeter:
             self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval.of(event)
 
-    def _read_losses(self) -> list[float]:
-        """Return the losses so far as numbers; synchronises the device."""
-        tensors = [value.float() for value in self._losses if isinstance(value, Tensor)]
-        numbers = iter(to_numbers(tensors))
-        return [next(numbers) if isinstance(value, Tensor) else value for value in self._losses]
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
         return {
             "iteration_s": self.timer.iteration_s,
-            "losses": self._read_losses(),
+            "losses": _to_floats(self._losses),
+            "held_losses": _to_floats(self._held),
             "measures": self.measures.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self.timer.iteration_s = float(state["iteration_s"])
-        self._losses = list(state["losses"])
+        self._losses, self._held = list(state["losses"]), list(state.get("held_losses", ()))
         self.measures.load_state_dict(state.get("measures", {}))
+
+
+def _to_floats(losses: Sequence[float | Tensor]) -> list[float]:
+    """Return losses as numbers; synchronises the device."""
+    numbers = iter(to_numbers([value.float() for value in losses if isinstance(value, Tensor)]))
+    return [next(numbers) if isinstance(value, Tensor) else value for value in losses]
+
+
+def _mean(losses: Sequence[float | Tensor]) -> float | Tensor:
+    """Return the mean of the losses of a step, without asking the device for them; that of one is the loss itself."""
+    if len(losses) == 1:
+        return losses[0]
+    total: float | Tensor = sum((value.double() if isinstance(value, Tensor) else value for value in losses), 0.0)
+    return total / len(losses)

@@ -73,7 +73,7 @@ class Skipping:
     def _outlook(self, policy: Policy, clock: IntervalClock) -> Outlook:
         """Return when the boundary can move at the earliest, by the policy's own rule."""
         total_steps, soonest = self._training.total_steps, _steady_steps(policy, clock)
-        limits = [soonest, None if total_steps is None else float(total_steps - clock.step)]
+        limits = [soonest, None if total_steps is None else max(0.0, total_steps - clock.step)]
         return self._make_outlook(
             steps_ahead=min((limit for limit in limits if limit is not None), default=None),
             forwards_per_step=self._cache.num_forwards / max(1, clock.step),

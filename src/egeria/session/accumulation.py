@@ -1,0 +1,178 @@
+"""Gradient accumulation: `run.step` called for each micro-batch counts once for each optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from egeria.session.following import Training
+from egeria.session.meter import IntervalMeter
+from egeria.session.optimizer_steps import to_numbers
+from egeria.session.timing import Stopwatch
+
+MOST_MICRO_BATCHES = 1024
+"""More calls without an optimizer step in between are no accumulation: the steps are made in some way unseen."""
+WHAT = "counting each call of run.step"
+
+
+class Call(Enum):
+    """What a call of `run.step` is."""
+
+    COUNTS = "one optimizer step"
+    WAITS = "a micro-batch of a step that is still to come"
+    JOINS = "the last micro-batch of a step whose first one was counted, before they were known for micro-batches"
+
+
+class Look(NamedTuple):
+    """What parameters look like at a call without an optimizer step before it."""
+
+    weight_versions: int
+    gradient: Tensor | None
+    """The smallest one, itself."""
+
+
+@dataclass(eq=False)
+class StepCounter:
+    """Decides which calls of `run.step` count, by the optimizer steps in between.
+
+    Every call counts until two in a row, without a step in between, find the same gradients: those add up. From then
+    on a call counts where an optimizer has stepped since the last, with the mean loss of all calls until then. A step
+    is seen by a hook on each optimizer, or by weights that were changed. An ordinary loop in which `GradScaler` skips
+    steps makes new gradients each time, or has some that are not finite, and counts as ever; where micro-batches were
+    recognised, skipped steps do not count. A loop that calls `run.step` before the optimizer's step counts as ever too.
+    Optimizers without hooks are taken to step at each call.
+
+    All of this is the same in all processes of a job, but for whether gradients are finite: of several processes none
+    looks at that.
+    """
+
+    training: Training
+    meter: IntervalMeter
+    """Keeps the losses."""
+    spend: Callable[[float, float], None]
+    """Counts seconds in the midst of the user's iteration."""
+
+    def __post_init__(self) -> None:
+        self._has_stepped = False
+        """Whether an optimizer has, since the last call."""
+        self._accumulates = False
+        self._is_ahead = False
+        """Whether the step that micro-batches wait for was counted at the first of them."""
+        self._num_waiting = 0
+        self._look: Look | None = None
+        self._handles: list[Any] = []
+        try:
+            for optimizer in self.training.optimizers:
+                self._handles.append(optimizer.register_step_post_hook(self._note_step))
+        except AttributeError:
+            self.close()
+
+    def completes_step(self, loss: Any) -> bool:
+        """Return whether this call of `run.step` counts; the loss of one that does not is kept for the mean.
+
+        Raises:
+            ConfigError: the loss is neither a number nor a tensor of one element.
+        """
+        watch, value = Stopwatch(), self.meter.read(loss)
+        call = self._judge()
+        if call is Call.COUNTS:
+            self._check_length()
+            return True
+        self.meter.hold(value)
+        if call is Call.JOINS:
+            self.meter.join_held()
+        self.spend(*watch.read())
+        return False
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found; every call counts from here on."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        self._look = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known of the calls so far."""
+        names = ("has_stepped", "accumulates", "is_ahead", "num_waiting")
+        return {name: getattr(self, f"_{name}") for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state; one of an earlier version has none."""
+        for name in self.state_dict():
+            value = getattr(self, f"_{name}")
+            setattr(self, f"_{name}", type(value)(state.get(name, 0)))
+        self._look = None
+
+    def _note_step(self, *_: Any) -> None:
+        self._has_stepped = True
+
+    def _judge(self) -> Call:
+        if not self._handles:
+            return Call.COUNTS
+        try:
+            return self._judge_by_gradients()
+        except Exception as error:
+            self.training.recorder.fault("recognising micro-batches", error)
+            self.close()
+            return Call.COUNTS
+
+    def _judge_by_gradients(self) -> Call:
+        has_stepped, self._has_stepped = self._has_stepped, False
+        before, self._look = self._look, None
+        now = None if has_stepped else self._see()
+        if now is None or (before is not None and before.weight_versions != now.weight_versions):
+            joins, self._is_ahead, self._num_waiting, self._look = self._is_ahead, False, 0, now
+            return Call.JOINS if joins else Call.COUNTS
+        self._look = now
+        if not self._accumulates:
+            if before is None or not self._add_up(before, now):
+                return Call.COUNTS
+            self._accumulates = self._is_ahead = True
+            self.training.recorder.decline(WHAT, _RECOGNISED)
+        self._num_waiting += 1
+        if self._num_waiting > MOST_MICRO_BATCHES:
+            self.close()
+            self.training.recorder.decline("recognising micro-batches", _UNSEEN)
+            return Call.COUNTS
+        return Call.WAITS
+
+    def _see(self) -> Look:
+        parameters = list(self.training.model.parameters())
+        gradients = [entry.grad for entry in parameters if entry.grad is not None]
+        smallest = min(gradients, key=Tensor.numel, default=None)
+        return Look(sum(entry._version for entry in parameters), smallest)
+
+    def _add_up(self, before: Look, now: Look) -> bool:
+        """Return whether the gradients of two calls are the same tensors, and could be used."""
+        if now.gradient is None or now.gradient is not before.gradient:
+            return False
+        if not self.training.ranks.is_alone:
+            return True
+        gradients = [entry.grad for entry in self.training.model.parameters() if entry.grad is not None]
+        sums = to_numbers([entry.detach().abs().sum().float() for entry in gradients])
+        return all(map(math.isfinite, sums)) and any(sums)
+
+    def _check_length(self) -> None:
+        """Say so once where there are more steps than the run was to have."""
+        total_steps, recorder = self.training.total_steps, self.training.recorder
+        if total_steps is not None and recorder.step >= total_steps:
+            reason = (
+                f"more optimizer steps than total_steps={total_steps} were made, so that what is still to come is "
+                f"unknown from here on. Give attach the optimizer steps of the whole run"
+            )
+            recorder.decline("looking ahead", reason)
+
+
+_RECOGNISED = (
+    "it was called again with no optimizer step in between, while gradients add up: these are micro-batches. They "
+    "count once for each optimizer step, with their mean loss. Better call run.step behind optimizer.step() only"
+)
+_UNSEEN = (
+    f"more than {MOST_MICRO_BATCHES} calls of run.step had no optimizer step in between. Each call counts from here "
+    f"on; call run.step behind the optimizer's step only, and give attach the optimizer that makes the steps"
+)

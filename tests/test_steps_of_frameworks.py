@@ -1,0 +1,597 @@
+"""What frameworks wrap, step with a closure or accumulate is followed as in a loop of one's own."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import DataLoader
+
+import egeria
+from egeria import ConfigError, read_journal
+from egeria.events import Declined, IntervalMeasured, RunClosed, RunStarted
+from loops import FAST
+from ranks import run_ranks
+
+FORECAST = {**FAST, "policy": {"name": "forecast"}, "reference": {"precision": "fp32"}, "freezing": {"enabled": False}}
+STEPS, WIDTH = 24, 4
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+
+
+def batches(count):
+    torch.manual_seed(1)
+    return [torch.randn(8, WIDTH) for _ in range(count)]
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def attach(model, optimizer, directory, **arguments):
+    given = {"config": FORECAST, "controller": "inline", "total_steps": STEPS, "directory": directory, **arguments}
+    return egeria.attach(model, optimizer, **given)
+
+
+def train(directory, wrap=lambda entry: entry, wrap_scheduler=lambda entry: entry, steps=STEPS, step=None):
+    """Train with a cosine schedule, by optimizer and scheduler as a framework wraps them; return weights and noise."""
+    model = network()
+    optimizer = wrap(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    inner = optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    scheduler = wrap_scheduler(schedulers.CosineAnnealingLR(inner, STEPS))
+    with attach(model, optimizer, directory, scheduler=scheduler) as run:
+        for batch in batches(steps):
+            loss = (step or plain_step)(run.model, optimizer, batch)
+            scheduler.step()
+            run.step(loss)
+    intervals = read_journal(directory).of(IntervalMeasured)
+    return [entry.detach().clone() for entry in model.parameters()], intervals
+
+
+def plain_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def closure_of(model, optimizer, batch):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def by_position(model, optimizer, batch):
+    return optimizer.step(closure_of(model, optimizer, batch))
+
+
+def by_name(model, optimizer, batch):
+    return optimizer.step(closure=closure_of(model, optimizer, batch))
+
+
+# --- wrapped objects -----------------------------------------------------------------------------
+
+
+class AcceleratedOptimizer:
+    """As Accelerate's: the user's optimizer within, and no hooks."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class LightningOptimizer(AcceleratedOptimizer):
+    """As Lightning's."""
+
+
+class AcceleratedScheduler:
+    """As Accelerate's: no `last_epoch`."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def step(self):
+        self.scheduler.step()
+
+
+WRAPPERS = {
+    "one": (AcceleratedOptimizer, AcceleratedScheduler),
+    "several": (
+        lambda own: LightningOptimizer(AcceleratedOptimizer(own)),
+        lambda own: AcceleratedScheduler(AcceleratedScheduler(own)),
+    ),
+}
+
+
+def same_course(first, second):
+    """Return whether two trainings gave the same weights, losses, noise and rates to come."""
+    measures = [[(event.loss, event.noise, event.way_ahead) for event in intervals] for _, intervals in (first, second)]
+    return measures[0] == measures[1] and all(map(torch.equal, first[0], second[0]))
+
+
+def is_measured(course):
+    return all(event.noise and None not in event.noise and event.way_ahead is not None for event in course[1][2:-1])
+
+
+@pytest.mark.parametrize("wraps", WRAPPERS)
+def test_wrapped_objects_are_measured_and_foreseen_as_what_is_in_them(wraps, tmp_path):
+    plain, wrapped = train(tmp_path / "plain"), train(tmp_path / "wrapped", *WRAPPERS[wraps])
+    assert same_course(plain, wrapped) and is_measured(wrapped)
+
+
+def test_what_accelerate_prepares_is_measured_and_foreseen(tmp_path):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    plain = train(tmp_path / "plain")
+    wrapped = train(tmp_path / "wrapped", accelerator.prepare, accelerator.prepare)
+    assert same_course(plain, wrapped) and is_measured(wrapped)
+
+
+def test_lightnings_own_optimizer_is_measured(tmp_path):
+    wrap = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attach(model, wrap(optimizer), tmp_path) as run:
+        for batch in batches(STEPS):
+            run.step(plain_step(run.model, optimizer, batch))
+    assert all(event.noise for event in read_journal(tmp_path).of(IntervalMeasured))
+
+
+def test_the_loader_of_accelerate_is_the_users_own_in_it(tmp_path):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.zeros(24, WIDTH), batch_size=8))
+    model = network()
+    attach(model, SGD(model.parameters(), lr=0.1), tmp_path, loader=loader).close()
+    assert read_journal(tmp_path).first(RunStarted).environment["steps_per_epoch"] == 3
+    assert egeria.session.checks.unwrap_loader(loader) is loader.base_dataloader
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda optimizer: "cosine", "'cosine'"),
+        (lambda optimizer: 0.1, "0.1"),
+        (lambda optimizer: lambda step: 0.1, "function"),
+        (lambda optimizer: optimizer, "SGD"),
+        (lambda optimizer: schedulers.CosineAnnealingLR, "the class CosineAnnealingLR"),
+        (lambda optimizer: [schedulers.StepLR(optimizer, 1)], "list"),
+    ],
+)
+def test_what_is_no_scheduler_is_refused(make, found, tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=rf"scheduler is .* found {found}\..*leave it out"):
+        attach(model, optimizer, tmp_path, scheduler=make(optimizer))
+
+
+class Halving:
+    """A scheduler of the user's own."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.last_epoch = optimizer, 0
+
+    def step(self):
+        self.last_epoch += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.99
+
+
+def chained(optimizer):
+    return schedulers.ChainedScheduler([schedulers.ConstantLR(optimizer), schedulers.ExponentialLR(optimizer, 0.9)])
+
+
+def sequential(optimizer):
+    parts = [schedulers.LinearLR(optimizer, total_iters=5), schedulers.CosineAnnealingLR(optimizer, STEPS)]
+    return schedulers.SequentialLR(optimizer, parts, [5])
+
+
+FORESEEABLE = {
+    "step": lambda optimizer: schedulers.StepLR(optimizer, 5),
+    "multi-step": lambda optimizer: schedulers.MultiStepLR(optimizer, [5, 9]),
+    "constant": schedulers.ConstantLR,
+    "linear": schedulers.LinearLR,
+    "exponential": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9),
+    "cosine": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, STEPS),
+    "restarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 7),
+    "polynomial": lambda optimizer: schedulers.PolynomialLR(optimizer, STEPS),
+    "one cycle": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1),
+    "cyclic": lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.1, step_size_up=4),
+    "multiplicative": lambda optimizer: schedulers.MultiplicativeLR(optimizer, lambda step: 0.95),
+    "lambda": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "sequential": sequential,
+    "chained": chained,
+    "own": Halving,
+}
+
+
+def course_with(scheduler, optimizer, model, directory, act=lambda step: None):
+    """Train by a schedule; return the warnings of attach, those of the training, and the intervals."""
+    with warnings.catch_warnings(record=True) as at_attach:
+        warnings.simplefilter("always", egeria.EgeriaWarning)
+        run = attach(model, optimizer, directory, scheduler=scheduler)
+    with warnings.catch_warnings(record=True) as later, run:
+        warnings.simplefilter("always", egeria.EgeriaWarning)
+        for step, batch in enumerate(batches(STEPS)):
+            loss = plain_step(run.model, optimizer, batch)
+            act(step)
+            scheduler.step(*([loss.item()] if isinstance(scheduler, schedulers.ReduceLROnPlateau) else []))
+            run.step(loss)
+    texts = [[str(entry.message) for entry in found] for found in (at_attach, later)]
+    return *texts, read_journal(directory).of(IntervalMeasured)
+
+
+@pytest.mark.parametrize("name", FORESEEABLE)
+def test_no_schedule_that_can_be_foreseen_raises_an_alarm(name, tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    at_attach, later, intervals = course_with(FORESEEABLE[name](optimizer), optimizer, model, tmp_path)
+    assert (at_attach, later) == ([], [])
+    assert all(event.way_ahead is not None for event in intervals[2:-1])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant_with_warmup"])
+def test_no_schedule_of_transformers_raises_an_alarm(name, tmp_path):
+    get_scheduler = pytest.importorskip("transformers").get_scheduler
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=STEPS + 1)
+    at_attach, later, intervals = course_with(scheduler, optimizer, model, tmp_path)
+    assert (at_attach, later) == ([], [])
+    assert all(event.way_ahead is not None for event in intervals[2:-1])
+
+
+class Uncopied:
+    """A rate that cannot be copied."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, step):
+        return 1.0
+
+
+UNFORESEEABLE = {
+    "plateau": schedulers.ReduceLROnPlateau,
+    "not to be copied": lambda optimizer: schedulers.LambdaLR(optimizer, Uncopied()),
+    "random": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1 + 0.1 * random.random()),
+}
+
+
+@pytest.mark.parametrize("name", UNFORESEEABLE)
+def test_a_schedule_that_cannot_be_foreseen_is_told_of_once_at_attach(name, tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = UNFORESEEABLE[name](optimizer)
+    before = random.getstate()
+    at_attach, later, intervals = course_with(scheduler, optimizer, model, tmp_path)
+    assert len(at_attach) == 1 and later == []
+    assert type(scheduler).__name__ in at_attach[0] and "freezes nothing" in at_attach[0] and "egeria" in at_attach[0]
+    assert all(event.way_ahead is None for event in intervals[:-1])
+    random.setstate(before)
+
+
+def test_looking_at_a_random_schedule_draws_no_random_number(tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = schedulers.LambdaLR(optimizer, lambda step: 1 + 0.1 * random.random())
+    before = random.getstate()
+    with pytest.warns(egeria.EgeriaWarning):
+        attach(model, optimizer, tmp_path, scheduler=scheduler).close()
+    assert random.getstate() == before
+
+
+def test_a_policy_that_does_not_look_ahead_says_nothing_of_schedules(tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attach(model, optimizer, tmp_path, config=FAST, scheduler=schedulers.ReduceLROnPlateau(optimizer)).close()
+
+
+def test_a_rate_that_was_not_foreseen_is_told_of_once(tmp_path):
+    state = {"factor": 1.0}
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = schedulers.LambdaLR(optimizer, lambda step: state["factor"] / (1 + step))
+
+    def act(step):
+        state["factor"] = 1.0 if step < STEPS // 3 else 0.5 if step < STEPS // 2 else 0.2
+
+    at_attach, later, _ = course_with(scheduler, optimizer, model, tmp_path, act)
+    assert at_attach == [] and len(later) == 1
+    assert "was foreseen" in later[0] and "no scheduler" in later[0]
+
+
+# --- closures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [by_position, by_name])
+def test_steps_with_a_closure_measure_the_same_noise(step, tmp_path):
+    plain, closed = train(tmp_path / "plain"), train(tmp_path / "closed", step=step)
+    assert same_course(plain, closed) and is_measured(closed)
+
+
+def test_gradients_are_those_of_the_closure(tmp_path):
+    config = {**FAST, "policy": {"name": "autofreeze"}}
+    found = {}
+    for step in (plain_step, by_position):
+        model = network()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with attach(model, optimizer, tmp_path / step.__name__, config=config) as run:
+            for batch in batches(4):
+                run.step(step(run.model, optimizer, batch))
+        found[step] = [event.gradients for event in read_journal(tmp_path / step.__name__).of(IntervalMeasured)]
+    assert found[plain_step] == found[by_position] and found[plain_step][0][0] > 0
+
+
+class Twice(SGD):
+    """Calls its closure twice in a step."""
+
+    def step(self, closure):
+        closure()
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def test_an_optimizer_that_calls_its_closure_twice_has_no_noise_and_trains_as_ever(tmp_path):
+    weights = []
+    for watches in (False, True):
+        model = network()
+        optimizer = Twice(model.parameters(), lr=0.1)
+        run = attach(model, optimizer, tmp_path) if watches else None
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for batch in batches(STEPS):
+                with torch.enable_grad():
+                    loss = by_position(model, optimizer, batch)
+                if run:
+                    run.step(loss)
+        weights.append([entry.detach().clone() for entry in model.parameters()])
+        if run:
+            run.close()
+    assert all(map(torch.equal, *weights))
+    assert [str(entry.message) for entry in found if "several times in a step" in str(entry.message)]
+    assert not any(event.noise for event in read_journal(tmp_path).of(IntervalMeasured))
+
+
+# --- accumulation --------------------------------------------------------------------------------
+
+MICRO = 4
+
+
+def count(directory):
+    return read_journal(directory).first(RunClosed).step
+
+
+def accumulate(directory, num_batches=STEPS, *, watch="micro", before=False, resume_at=None, set_to_none=True):
+    """Step once for `MICRO` batches; call `run.step` for each of them, or once behind the step."""
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    run = attach(model, optimizer, directory, total_steps=100)
+    losses = []
+    for index, batch in enumerate(batches(num_batches)):
+        loss = loss_of(run.model, batch)
+        (loss / MICRO).backward()
+        losses.append(loss)
+        if before:
+            run.step(loss)
+        if (index + 1) % MICRO == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if watch == "step":
+                run.step(torch.stack(losses[-MICRO:]).detach().double().mean())
+        if watch == "micro" and not before:
+            run.step(loss)
+        if index + 1 == resume_at:
+            state = io.BytesIO()
+            torch.save(run.state_dict(), state)
+            run.close()
+            run = attach(model, optimizer, directory / "resumed", total_steps=100)
+            run.load_state_dict(torch.load(io.BytesIO(state.getvalue()), weights_only=True))
+    run.close()
+    return run.directory
+
+
+def losses_of(directory):
+    return [event.loss for event in read_journal(directory).of(IntervalMeasured)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_micro_batches_count_once_for_each_optimizer_step(set_to_none, tmp_path):
+    accumulate(tmp_path / "step", watch="step")
+    with pytest.warns(egeria.EgeriaWarning, match="micro-batches") as found:
+        accumulate(tmp_path / "micro", set_to_none=set_to_none)
+    assert len(found) == 1
+    assert count(tmp_path / "micro") == count(tmp_path / "step") == STEPS // MICRO
+    assert losses_of(tmp_path / "micro") == pytest.approx(losses_of(tmp_path / "step"), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:egeria")
+@pytest.mark.parametrize("resume_at", [8, 9, 11])
+def test_a_run_resumed_among_micro_batches_goes_on_as_if_never_stopped(resume_at, tmp_path):
+    accumulate(tmp_path / "whole")
+    directory = accumulate(tmp_path / "parts", resume_at=resume_at)
+    assert count(directory) == count(tmp_path / "whole")
+    assert losses_of(directory) == losses_of(tmp_path / "whole")[-len(losses_of(directory)) :]
+
+
+def ordinary(model, optimizer, batch, run):
+    run.step(plain_step(run.model, optimizer, batch))
+
+
+def ahead_of_the_step(model, optimizer, batch, run):
+    optimizer.zero_grad()
+    loss = loss_of(run.model, batch)
+    loss.backward()
+    run.step(loss)
+    optimizer.step()
+
+
+def by_hand(model, optimizer, batch, run, set_to_none=True):
+    optimizer.zero_grad(set_to_none=set_to_none)
+    loss = loss_of(run.model, batch)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+    run.step(loss)
+
+
+def by_another(model, optimizer, batch, run):
+    run.step(plain_step(run.model, SGD(model.parameters(), lr=0.1), batch))
+
+
+def without_training(model, optimizer, batch, run):
+    run.step(1.0)
+
+
+ORDINARY = [ordinary, ahead_of_the_step, by_hand, partial(by_hand, set_to_none=False), by_another, without_training]
+
+
+@pytest.mark.parametrize("one_step", ORDINARY)
+def test_every_call_of_another_loop_counts(one_step, tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attach(model, optimizer, tmp_path) as run:
+        for batch in batches(STEPS):
+            one_step(model, optimizer, batch, run)
+    assert count(tmp_path) == STEPS
+
+
+class WithoutHooks:
+    """An optimizer of the user's own that takes no hooks."""
+
+    def __init__(self, inner):
+        self._inner, self.param_groups, self.zero_grad = inner, inner.param_groups, inner.zero_grad
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(0.1 * parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:egeria. measuring noise")
+def test_an_optimizer_without_hooks_is_counted_by_calls(tmp_path):
+    model = network()
+    optimizer = WithoutHooks(SGD(model.parameters(), lr=0.1))
+    with attach(model, optimizer, tmp_path) as run:
+        for batch in batches(STEPS):
+            run.model.zero_grad(set_to_none=False)
+            loss = loss_of(run.model, batch)
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+    assert count(tmp_path) == STEPS
+
+
+def test_optimizers_that_take_turns_count_at_each_call(tmp_path):
+    model = network()
+    halves = [SGD(model[:2].parameters(), lr=0.1), SGD(model[2:].parameters(), lr=0.1)]
+    with attach(model, halves, tmp_path) as run:
+        for index, batch in enumerate(batches(STEPS)):
+            loss = loss_of(run.model, batch)
+            loss.backward()
+            halves[index % 2].step()
+            run.step(loss)  # the gradients of the other one go on adding up
+    assert count(tmp_path) == STEPS
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_that_a_scaler_skips_are_no_micro_batches(set_to_none, tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    skipped = {0, 1, 2, 9, 10}
+    with attach(model, optimizer, tmp_path) as run:
+        for index, batch in enumerate(batches(STEPS)):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = loss_of(run.model, batch) * (torch.inf if index in skipped else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            run.step(loss.detach().nan_to_num(posinf=1.0))
+    assert count(tmp_path) == STEPS
+
+
+def test_detaching_leaves_the_optimizer_without_hooks(tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attach(model, optimizer, tmp_path, config=FAST):
+        assert optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+def accumulate_on_ranks(directory):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", egeria.EgeriaWarning)
+        model = network()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        run = attach(model, optimizer, directory, total_steps=100)
+        for index, batch in enumerate(batches(STEPS)):
+            loss = loss_of(run.model, batch)
+            loss.backward()
+            if (index + 1) % MICRO == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            run.step(loss)
+        step = run._session.clock.step
+        run.close()
+    return step
+
+
+@pytest.mark.dist
+def test_ranks_count_micro_batches_alike(tmp_path):
+    assert run_ranks(accumulate_on_ranks, str(tmp_path)) == [STEPS // MICRO] * 2
+    declined = [event.what for event in read_journal(tmp_path).of(Declined)]
+    assert declined == ["counting each call of run.step"]
+
+
+# --- the length of the run -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_scheduler", [True, False])
+def test_more_steps_than_the_run_was_to_have_are_told_of_once(has_scheduler, tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = schedulers.ExponentialLR(optimizer, 0.99)
+    more = {"scheduler": scheduler} if has_scheduler else {}
+    with (
+        pytest.warns(egeria.EgeriaWarning, match=f"total_steps={STEPS}.*Give attach") as found,
+        attach(model, optimizer, tmp_path, **more) as run,
+    ):
+        for batch in batches(2 * STEPS):
+            loss = plain_step(run.model, optimizer, batch)
+            scheduler.step()
+            run.step(loss)
+    assert len(found) == 1
+    intervals = read_journal(tmp_path).of(IntervalMeasured)
+    assert {event.way_ahead for event in intervals if event.step > STEPS} == {None}
+    (declined,) = read_journal(tmp_path).of(Declined)
+    assert declined.step == STEPS
