@@ -38,9 +38,9 @@ def load_lines(data: Path | None, limit: int | None) -> list[str]:
 
 
 def blocks(tokenizer: PreTrainedTokenizerBase, lines: list[str]) -> list[dict[str, list[int]]]:
-    """Return rows of `BLOCK` tokens, one after the other, across the ends of lines."""
+    """Return rows of `BLOCK` tokens, one after the other, across the ends of lines; of a short text one shorter row."""
     tokens = [token for line in lines for token in tokenizer(line, truncation=False)["input_ids"][1:]]
-    return [{"input_ids": tokens[at : at + BLOCK]} for at in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+    return [{"input_ids": tokens[at : at + BLOCK]} for at in range(0, max(1, len(tokens) - BLOCK + 1), BLOCK)]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
