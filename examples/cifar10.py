@@ -106,15 +106,14 @@ def train(options: argparse.Namespace) -> dict[str, float]:
             config=options.config,
             directory=options.directory,
         )
-    network = run.model if run else model
     wall_s = cpu_s = accuracy = 0.0
     with run or nullcontext():
         for epoch in range(options.epochs):
             begin, begin_cpu = time.perf_counter(), time.process_time()
-            network.train()
+            model.train()
             for images, labels in loader:
                 with autocast:
-                    loss = functional.cross_entropy(network(images.to(device)), labels.to(device))
+                    loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -123,7 +122,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
             scheduler.step()
             wall_s += time.perf_counter() - begin
             cpu_s += time.process_time() - begin_cpu
-            accuracy = evaluate(network, test_loader, device, autocast)
+            accuracy = evaluate(model, test_loader, device, autocast)
             if run:
                 run.log(accuracy=accuracy)
             frozen = f"  frozen {run.frozen}" if run else ""

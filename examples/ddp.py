@@ -65,7 +65,7 @@ def train(options: argparse.Namespace) -> float:
     model = cifar_resnet(20, in_channels=1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [options.epochs // 2])
-    run = egeria.attach(  # wraps the model in DistributedDataParallel where there are several processes
+    run = egeria.attach(
         model,
         optimizer,
         loader,
@@ -80,7 +80,7 @@ def train(options: argparse.Namespace) -> float:
     with run:
         for epoch in range(first, options.epochs):
             sampler.set_epoch(epoch)
-            run.model.train()
+            run.model.train()  # wraps the model in DistributedDataParallel where there are several processes
             for images, labels in loader:
                 loss = functional.cross_entropy(run.model(images.to(device)), labels.to(device))
                 loss.backward()

@@ -122,10 +122,9 @@ def train(
 
 
 def _train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, run: egeria.Run | None) -> None:
-    network = run.model if run else model
-    network.train()
+    model.train()
     for images, labels in loader:
-        loss: Any = functional.cross_entropy(network(images), labels)
+        loss: Any = functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -322,3 +323,18 @@ def test_a_run_killed_while_it_writes_leaves_nothing_to_the_next(tmp_path):
         assert_equal(training, plain(tmp_path))
     assert training.warnings == []
     assert list(shared.glob("*")) == []
+
+
+def test_copies_made_while_the_cache_skips_compute_everything_themselves(tmp_path):
+    with nothing_but_journals(tmp_path):
+        training = Training(tmp_path)
+        training.advance_to(SERVING)
+        assert "forward" in vars(training.model)
+        copied = copy.deepcopy(training.model)
+        assert "forward" not in vars(copied)
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        images = torch.randn(4, *training.dataset[0][0].shape)
+        assert not copied.train()(images).any(), "it runs with its own weights"
+        training.finish()

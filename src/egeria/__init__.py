@@ -3,7 +3,7 @@
 Two lines around an ordinary loop::
 
     run = egeria.attach(model, optimizer, loader, total_steps=len(loader) * epochs)
-    ...                      # call run.model in place of model
+    ...                      # model(inputs), backward, optimizer.step(), as ever
     run.step(loss)           # once after each optimizer step
 
 Everything else (`Config`, `read_journal`, `report`) is there for when you want to know more.

@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from egeria.layers.taps import is_ours
+from egeria.layers.copies import is_ours
 
 BLOCK_BYTES = 64 * 1024
 ALIGNMENT = 64

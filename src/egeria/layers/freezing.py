@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
+from egeria.layers.copies import KeptOutOfCopies
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
 
@@ -24,6 +25,7 @@ class _Record:
     """Those that needed a gradient."""
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     handles: tuple[RemovableHandle, ...] = ()
+    copies: KeptOutOfCopies | None = None
 
 
 class Freezer:
@@ -75,6 +77,8 @@ class Freezer:
         for record in self._records:
             for handle in record.handles:
                 handle.remove()
+            if record.copies is not None:
+                record.copies.close()
             for parameter in record.parameters:
                 parameter.requires_grad_(True)
             for submodule, was_training in record.modes:
@@ -103,10 +107,9 @@ class Freezer:
         handles = [root.register_forward_pre_hook(_stay_in_inference_mode, prepend=True) for root in roots]
         if detaches:
             handles += [root.register_forward_pre_hook(_detach_inputs, with_kwargs=True) for root in roots]
-        return _Record(parameters=parameters, modes=modes, handles=tuple(handles))
-
-
-# Hooks are functions of this file, not closures: a frozen model must still pickle and deepcopy.
+        learning = (submodule for submodule, was_training in modes if was_training)
+        copies = KeptOutOfCopies([*parameters, *learning], mode_of=self._model)
+        return _Record(parameters=parameters, modes=modes, handles=tuple(handles), copies=copies)
 
 
 def _stay_in_inference_mode(module: nn.Module, _args: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from egeria import dist, tree
 from egeria.layers.batch import Batch
+from egeria.layers.copies import without_ours
 
 _Function = TypeVar("_Function", bound=Any)
 
@@ -184,5 +185,5 @@ def _held(model: nn.Module) -> Iterator[Tensor]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without what `fully_shard` keeps there."""
-    own = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
+    own = {name: value for name, value in without_ours(vars(module)).items() if not name.startswith("__composable_api")}
     return {n: without_torch(v) if n.endswith("_hooks") and isinstance(v, dict) else v for n, v in own.items()}

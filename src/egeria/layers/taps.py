@@ -1,4 +1,4 @@
-"""Hooks on submodules: reading the output of one, counting operations, and telling our hooks from the user's."""
+"""Hooks on submodules: reading the output of one, and counting operations."""
 
 from __future__ import annotations
 
@@ -84,20 +84,3 @@ def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batc
     shares = [sum(counts.get(f"{root}.{name}", 0) for name in module.submodules) / total for module in modules]
     shares[-1] += max(0.0, 1 - sum(shares))
     return shares
-
-
-def is_ours(hook: Any) -> bool:
-    """Return whether a hook is a function of this library, or one with arguments given in advance (`partial`)."""
-    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("egeria.")
-
-
-def remove_ours(model: nn.Module) -> None:
-    """Take our hooks off a copy of a model: there they serve nobody, and a layer with a hook is no plain layer."""
-    for module in model.modules():
-        tables = [
-            table for name, table in vars(module).items() if name.startswith(("_forward_pre_hooks", "_forward_hooks"))
-        ]
-        ours = [key for table in tables for key, hook in table.items() if is_ours(hook)]
-        for table in tables:  # the hooks, and what was said about them when they were registered
-            for key in ours:
-                table.pop(key, None)

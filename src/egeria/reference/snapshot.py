@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from egeria import tree
 from egeria.errors import ReferenceModelError
 from egeria.layers.batch import Autocast, Batch
-from egeria.layers.taps import TapReachedError, capture, remove_ours
+from egeria.layers.copies import remove_ours
+from egeria.layers.taps import TapReachedError, capture
 from egeria.layers.undisturbed import kept_random_state, undisturbed
 from egeria.reference.machine import Workload
 

@@ -18,6 +18,7 @@ from egeria.config import Config
 from egeria.errors import StateError
 from egeria.journal import Recorder
 from egeria.layers.batch import Batch
+from egeria.layers.copies import KeptOutOfCopies
 from egeria.layers.modules import LayerModule, parse_modules
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
@@ -49,12 +50,14 @@ class ModelHooks:
         self._batch: Batch | None = None
         """Arguments of the call under way, for `forward`."""
         self._handle: RemovableHandle | None = None
+        self._copies: KeptOutOfCopies | None = None
 
     def open(self) -> None:
         """Put the hook on the model, ahead of those of others."""
         if self._handle is None:
             hook = self._before_forward
             self._handle = self.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            self._copies = KeptOutOfCopies(self.model.modules())
 
     def close(self) -> None:
         """Leave the model as it was found."""
@@ -63,6 +66,9 @@ class ModelHooks:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
 
     def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
         """Hand the arguments of coming training calls to `keep`; None stops that."""
@@ -128,9 +134,6 @@ class ModelHooks:
         if self._skip is not None:
             self._batch = batch
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
-        return self  # it watches one model
-
 
 class SkippingForward:
     """The `forward` of a model while the cache may skip the front of it.
@@ -142,7 +145,7 @@ class SkippingForward:
     """
 
     def __init__(self, hooks: ModelHooks, forward: Callable[..., Any], own: Any) -> None:
-        self._hooks, self._own = hooks, own
+        self._hooks, self.own = hooks, own
         self.__wrapped__ = forward  # its signature is read from here
 
     @run_uncompiled
@@ -152,8 +155,8 @@ class SkippingForward:
 
     def restore(self, attributes: dict[str, Any]) -> None:
         """Give a model its own `forward` back."""
-        if self._own is not None:
-            attributes["forward"] = self._own
+        if self.own is not None:
+            attributes["forward"] = self.own
 
 
 class ModelHandle(nn.Module):
