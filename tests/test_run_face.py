@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import egeria
 from egeria import ConfigError, EgeriaWarning, read_journal
@@ -17,6 +17,7 @@ from egeria.events import Event, ModuleFrozen, PlasticityRead, RungTaken, RunSta
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, outside
 from menagerie import MENAGERIE, Specimen
+from ranks import run_ranks
 
 PARTS = next(specimen for specimen in MENAGERIE if specimen.name == "PartsByName")
 
@@ -338,3 +339,49 @@ def test_the_report_says_frozen_now_of_an_open_run_and_at_the_end_of_a_closed_on
     page = after.path.read_text(encoding="utf-8")
     assert "frozen at the end" in str(after) and "modules frozen at the end" in page
     assert "frozen now" not in str(after) and "frozen now" not in page
+
+
+# --- two processes -----------------------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def show_in_each_rank(_):
+    torch.manual_seed(0)
+    rank, lines, logged, seen = distributed.get_rank(), Lines(), [], []
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    logger = logging.getLogger("egeria")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    attach = {"config": FAST, "controller": ScriptedController(), "directory": "run" if rank == 0 else None}
+    log_to = (lambda values, step: logged.append(step)) if rank == 0 else object()  # not even looked at
+    run = egeria.attach(model, optimizer, log_to=log_to, **attach)
+    run.on_event(seen.append)
+    for _ in range(20):
+        loss = run.model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        run.step(loss)
+    summary = run.summary()
+    run.close()
+    logger.removeHandler(lines)
+    froze = [event.step for event in seen if isinstance(event, ModuleFrozen)]
+    return summary, froze, len([line for line in lines.lines if " froze " in line]), len(logged)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_each_of_two_processes_has_a_summary_and_events_and_the_first_alone_logs():
+    (first, froze, num_lines, num_logged), (second, froze_too, *silent) = run_ranks(show_in_each_rank, None)
+    assert first.frozen == second.frozen > 0 and second.time_saved_s is not None
+    assert first.parameter_share == second.parameter_share and first.modules == second.modules
+    assert froze == froze_too and len(froze) == num_lines > 0 and num_logged > 0
+    assert silent == [0, 0]

@@ -223,7 +223,12 @@ def test_mlflow_has_the_scalars_and_the_report_in_the_run_that_was_active(mlflow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # W&B's own
 def test_wandb_has_the_scalars_and_the_report_offline(tmp_path, monkeypatch):
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "WANDB_DIR": str(tmp_path),
+        "WANDB__SERVICE_WAIT": "200",
+    }.items():
         monkeypatch.setenv(name, value)
     wandb = pytest.importorskip("wandb", reason="the extra `trackers` is not installed")
     with wandb.init(project="trackers") as tracked:

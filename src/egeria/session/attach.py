@@ -87,13 +87,13 @@ def attach(
     loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
     model, optimizers, settings, parallel = check_training(model, optimizer, total_steps, settings, parallel)
     _check_unwatched(model)
-    trackers = find_trackers(log_to)
     rule_name, rule = choose_rule(settings, scheduler, total_steps)
     choice, make_controller = choose_controller(settings, model, controller, loader)
     ranks = Ranks(parallel)
-    # Of several processes only the first keeps a journal.
+    # Of several processes only the first keeps a journal and logs; others may not even have what it logs to.
+    trackers = find_trackers(log_to) if ranks.leads else []
     recorder = Recorder(run_directory(directory) if ranks.leads else None, echoes=not ranks.leads)
-    showing = Showing(recorder, trackers if ranks.leads else ())
+    showing = Showing(recorder, trackers, speaks=ranks.leads)
     training = Training(
         model=model,
         hooks=ModelHooks(model, parallel),

@@ -25,11 +25,12 @@ class Showing:
 
     Args:
         recorder: of the run.
-        trackers: what the run is logged to; of several processes only the first has any.
+        trackers: what the run is logged to.
+        speaks: whether this process writes the lines of the log: of several only the first does.
     """
 
-    def __init__(self, recorder: Recorder, trackers: Sequence[Tracker]) -> None:
-        self._recorder, self._trackers = recorder, list(trackers)
+    def __init__(self, recorder: Recorder, trackers: Sequence[Tracker], *, speaks: bool) -> None:
+        self._recorder, self._trackers, self._speaks = recorder, list(trackers), speaks
         self._live = LiveHistory(recorder.directory)
         self._num_modules = 0
         self._has_stepped = self._has_news = False
@@ -69,7 +70,12 @@ class Showing:
         self._has_news = self._has_news or isinstance(event, LOGGED)
         if isinstance(event, (events.RunStarted, events.ModulesOrdered)):
             self._num_modules = len(event.modules)
-        elif isinstance(event, events.ModuleFrozen):
+        elif self._speaks:
+            self._say(event)
+
+    def _say(self, event: events.Event) -> None:
+        """Write the line of a freeze or a thaw to the log."""
+        if isinstance(event, events.ModuleFrozen):
             text = "step %d: froze %s (%d of %d layer modules, %.0f %% of the trainable parameters)"
             logger.info(text, event.step, event.name, event.frozen, self._num_modules, 100 * event.parameter_share)
         elif isinstance(event, events.Thawed):
