@@ -81,7 +81,7 @@ def break_policy(job):
 
 def break_measuring(job):
     """Let this rank fail before the others hear of its interval."""
-    job.run._session.meter._read_losses = lambda: 1 / 0
+    job.run._session.meter.timer.take_medians = lambda: 1 / 0
 
 
 def break_freezing(job):

@@ -360,11 +360,28 @@ class Twice(SGD):
         return loss
 
 
-def test_an_optimizer_that_calls_its_closure_twice_has_no_noise_and_trains_as_ever(tmp_path):
+class Sharpness(SGD):
+    """Calls its closure once, from the weights that it has moved up the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        parameters = self.param_groups[0]["params"]
+        for parameter in parameters:
+            parameter.add_(0.01)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in parameters:
+            parameter.sub_(0.01)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Twice, Sharpness])
+def test_an_optimizer_that_uses_its_closure_otherwise_has_no_noise_and_trains_as_ever(kind, tmp_path):
     weights = []
     for watches in (False, True):
         model = network()
-        optimizer = Twice(model.parameters(), lr=0.1)
+        optimizer = kind(model.parameters(), lr=0.1)
         run = attach(model, optimizer, tmp_path) if watches else None
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")

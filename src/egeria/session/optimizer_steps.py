@@ -41,8 +41,8 @@ class OptimizerHooks:
     after: Callable[[Optimizer], None] | None = None
     reads_gradients: bool = False
     """Whether `before` needs the gradients of the step. A closure computes them within the step: `before` is then
-    called behind it. An optimizer that calls its closure several times uses other gradients than those of the first
-    call, so that callbacks end there."""
+    called behind it. An optimizer that calls its closure several times, or moves the weights before, steps by other
+    gradients than those at the weights it began with, so that callbacks end there."""
 
     def __post_init__(self) -> None:
         self._handles: list[Any] = []
@@ -81,16 +81,17 @@ class OptimizerHooks:
 
     def _behind(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
         """Return the closure with `before` called behind its first call."""
-        num_calls = 0
+        num_calls, began_at = 0, _weight_versions(optimizer)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal num_calls
+            is_at_start = _weight_versions(optimizer) == began_at
             result = closure(*args, **kwargs)
             num_calls += 1
-            if num_calls == 1:
+            if num_calls == 1 and is_at_start:
                 self._call_before(optimizer)
             elif not self._has_given_up:
-                self._give_up("the optimizer calls its closure several times in a step")
+                self._give_up("the optimizer calls its closure several times in a step, or from other weights")
             return result
 
         return call
@@ -119,6 +120,11 @@ class OptimizerHooks:
             self.spend(*watch.read())
 
         return call
+
+
+def _weight_versions(optimizer: Optimizer) -> int:
+    """Return a number that grows whenever weights of an optimizer are changed in place."""
+    return sum(parameter._version for group in optimizer.param_groups for parameter in group["params"])
 
 
 class ByParameter:
