@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -50,6 +51,8 @@ CASES = {
     "two hosts": {"num_hosts": 2},
     "two hosts, dealt once": {"num_hosts": 2, "sampler": "dealt once"},
     "without, dealt once": {"cached": False, "sampler": "dealt once"},
+    "prepared by Accelerate": {"sampler": "prepared"},
+    "without, prepared by Accelerate": {"cached": False, "sampler": "prepared"},
     "cannot join": {"fault": "join"},
     "cannot enter": {"fault": "enter"},
     "cannot write": {"fault": "write"},
@@ -57,6 +60,8 @@ CASES = {
     "the first fails": {"fault": "open"},
     "not in all": {"settings_of_second": {"enabled": False}},
 }
+if not find_spec("accelerate"):
+    CASES = {name: case for name, case in CASES.items() if "Accelerate" not in name}
 OTHERS = {
     "a sampler of its own": {"sampler": "its own"},
     "statistics of its own": {"parallel": lambda: Replicas(**without_equal_buffers())},
@@ -83,6 +88,15 @@ def faulty(fault):
     return mock.patch.object(*target, raising)
 
 
+def loader_of(sampling, dataset):
+    """Return the loader of this process."""
+    if sampling != "prepared":
+        return DataLoader(dataset, batch_size=BATCH_SIZE, sampler=SAMPLERS[sampling](dataset, shuffle=True, seed=0))
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(0))
+    return prepare(loader, num_processes=2, process_index=distributed.get_rank(), use_seedable_sampler=True)
+
+
 def train(name, folder):
     case = {**CASES, **OTHERS}[name]
     rank = distributed.get_rank()
@@ -91,8 +105,7 @@ def train(name, folder):
     model = small_resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     dataset = Pictures(NUM_SAMPLES)
-    sampler = SAMPLERS[case.get("sampler", "dealt anew")](dataset, shuffle=True, seed=0)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
+    loader = loader_of(case.get("sampler", "dealt anew"), dataset)
     settings = {"enabled": case.get("cached", True), "gate": "open", **case.get("settings", {})}
     settings |= case.get("settings_of_second", {}) if rank == 1 else {}
     losses, begin = [], time.monotonic()
@@ -109,7 +122,7 @@ def train(name, folder):
             parallel=case["parallel"]() if "parallel" in case else None,
         )
         for epoch in range(EPOCHS):
-            sampler.set_epoch(epoch)
+            getattr(loader, "set_epoch", getattr(loader.sampler, "set_epoch", None))(epoch)
             for images, labels in loader:
                 run.model.train()
                 loss = nn.functional.cross_entropy(run.model(images), labels)
@@ -150,7 +163,7 @@ def ranks(folder):
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_to_the_bit_whatever_a_process_finds(name, ranks, folder):
-    without = "without, dealt once" if "dealt once" in name else "without"
+    without = next((f"without, {how}" for how in ("dealt once", "prepared by Accelerate") if how in name), "without")
     for found in ranks:
         assert differences(found[name]["weights"], found[without]["weights"]) == []
         assert torch.equal(found[name]["losses"], found[without]["losses"])
@@ -171,6 +184,12 @@ def test_a_host_finds_from_the_second_epoch_on_what_any_of_its_processes_stored(
     for found in ranks:
         assert found["one host"]["modes"][0] == "stored"
         assert served(found["one host"]) > 0.95
+
+
+@pytest.mark.skipif("prepared by Accelerate" not in CASES, reason="Accelerate is not installed")
+def test_batches_that_accelerate_deals_out_are_served(ranks):
+    for found in ranks:
+        assert served(found["prepared by Accelerate"]) > 0.95
 
 
 def test_on_several_hosts_it_takes_a_sampler_that_deals_once(ranks):

@@ -112,6 +112,8 @@ class PendingBatches:
                 return entry.indices
             if self._num_foreign < MOST_FOREIGN:
                 self._num_foreign += 1
+                if self._num_foreign == MOST_FOREIGN:  # they were made from the batches in order, it seems
+                    self._pass_over(MOST_FOREIGN)
                 return None
             entry = self._next_in_order()
             return None if entry is None else entry.indices
@@ -133,8 +135,8 @@ class PendingBatches:
 
     def _alike(self, contents: frozenset[int]) -> PendingBatch | None:
         """Return the only batch that has most tensors in common with a call."""
-        candidates = [entry for entry in (*self._pending, *self._taken) if entry.contents]
-        numbers = [len(contents & entry.contents) for entry in candidates if entry.contents]
+        candidates = [*self._pending, *self._taken]
+        numbers = [len(contents & (entry.contents or frozenset())) for entry in candidates]
         most = max(numbers, default=0)
         return candidates[numbers.index(most)] if most and numbers.count(most) == 1 else None
 
@@ -161,8 +163,10 @@ class PendingBatches:
 
     def _pass_up_to(self, entry: PendingBatch) -> None:
         if entry in self._pending:
-            count = self._pending.index(entry) + 1
-            self._taken.extend([self._pending.popleft() for _ in range(count)])
+            self._pass_over(self._pending.index(entry) + 1)
+
+    def _pass_over(self, count: int) -> None:
+        self._taken.extend([self._pending.popleft() for _ in range(min(count, len(self._pending)))])
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
