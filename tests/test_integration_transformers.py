@@ -142,6 +142,7 @@ KINDS = {
     "smoothing": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3},
     "bf16": {"bf16": True},
     "fp16": {"fp16": True},
+    "checkpointing": {"gradient_checkpointing": True},
     "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 4},
 }

@@ -282,6 +282,8 @@ def _wrap_train() -> None:
         callbacks = [entry for entry in self.callback_handler.callbacks if isinstance(entry, EgeriaCallback)]
         with ExitStack() as stack:
             for callback in callbacks:
+                if callback._trainer is not None:  # somebody has wrapped what is wrapped here already
+                    continue
                 stack.enter_context(callback.follow(self, _checkpoint(self, resume_from_checkpoint)))
             return original(self, resume_from_checkpoint, *args, **kwargs)
 
