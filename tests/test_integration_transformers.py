@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 import egeria
-from egeria.events import CacheUsed, Declined, FaultCaught, ModuleFrozen, Resumed, RunClosed, RunStarted
+from egeria.events import (
+    CacheUsed,
+    Declined,
+    FaultCaught,
+    IntervalMeasured,
+    ModuleFrozen,
+    Resumed,
+    RunClosed,
+    RunStarted,
+)
 from egeria.session import EgeriaWarning
 from egeria.session.applying import Compiling
 from loops import FAST, outside
@@ -240,6 +249,49 @@ def test_the_report_goes_to_a_tracker_that_takes_files(tmp_path):
 
     trainer(tmp_path, EgeriaCallback(FREEZE), callbacks=[Tracking()]).train()
     assert "report.html" in kept
+
+
+def test_mlflow_gets_numbers_and_report(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    store = f"sqlite:///{tmp_path / 'runs.db'}"
+    for name, value in {"TRACKING_URI": store, "EXPERIMENT_NAME": "trained"}.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    before = mlflow.get_tracking_uri()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            mlflow.set_tracking_uri(store)
+            experiment = mlflow.create_experiment("trained", artifact_location=(tmp_path / "artifacts").as_uri())
+            _, _, frozen = train_watched(tmp_path / "out", FREEZE, report_to=["mlflow"], logging_steps=4)
+            (run,) = mlflow.MlflowClient(store).search_runs([experiment])
+        finally:
+            mlflow.end_run()
+            mlflow.set_tracking_uri(before)
+    assert frozen[16] == 2
+    assert run.data.metrics["egeria/frozen"] == 2
+    assert list((tmp_path / "artifacts").glob("*/artifacts/egeria/report.html"))
+
+
+def test_two_callbacks_are_one_too_many_but_training_goes_on(tmp_path):
+    first, second = EgeriaCallback(FREEZE), EgeriaCallback(FREEZE)
+    with pytest.warns(EgeriaWarning, match="attaching under Trainer failed"):
+        trained = trainer(tmp_path, first, callbacks=[second])
+        trained.train()
+    assert first.report.is_file() and second.report is None
+    assert trained.state.global_step == 16
+
+
+def test_a_train_that_somebody_wraps_again_counts_each_loss_once(tmp_path, monkeypatch):
+    original = Trainer.train
+
+    def again(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", again)
+    trained, _, _ = train_watched(tmp_path, FREEZE)
+    measured = [event.loss for event in assert_clean(tmp_path / "egeria").of(IntervalMeasured)]
+    entries = losses(trained)
+    assert measured[0] == pytest.approx((entries[0] + entries[1]) / 2, abs=1e-3)
 
 
 def stop(error):
