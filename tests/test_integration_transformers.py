@@ -197,15 +197,12 @@ def test_frozen_weights_stay_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("changes", [KINDS["accumulation"], KINDS["smoothing"]], ids=["accumulation", "smoothing"])
 def test_the_loss_of_a_step_is_what_trainer_logs(changes, tmp_path):
-    class Losses(EgeriaCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            seen.append(float(sum(self._losses)))
-            super().on_step_end(args, state, control, **kwargs)
-
-    seen = []
-    trained = trainer(tmp_path, Losses(WATCH), **changes)
-    trained.train()
-    assert seen == pytest.approx(losses(trained), abs=1e-6)
+    trained, _, _ = train_watched(tmp_path, WATCH, **changes)
+    measured = [event.loss for event in assert_clean(tmp_path / "egeria").of(IntervalMeasured)]
+    entries = losses(trained)
+    assert measured == pytest.approx(
+        [sum(pair) / 2 for pair in zip(entries[::2], entries[1::2], strict=True)], abs=1e-5
+    )
 
 
 def test_entries_of_the_log_have_the_numbers_of_egeria_too(tmp_path):
