@@ -450,6 +450,13 @@ def test_micro_batches_count_once_for_each_optimizer_step(set_to_none, tmp_path)
     assert losses_of(tmp_path / "micro") == pytest.approx(losses_of(tmp_path / "step"), rel=1e-6)
 
 
+def test_micro_batches_in_pairs_count_once_too(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "MICRO", 2)
+    with pytest.warns(egeria.EgeriaWarning, match="micro-batches") as found:
+        accumulate(tmp_path)
+    assert len(found) == 1 and count(tmp_path) == STEPS // 2
+
+
 @pytest.mark.filterwarnings("ignore:egeria")
 @pytest.mark.parametrize("resume_at", [8, 9, 11])
 def test_a_run_resumed_among_micro_batches_goes_on_as_if_never_stopped(resume_at, tmp_path):

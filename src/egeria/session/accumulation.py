@@ -32,15 +32,17 @@ class Look(NamedTuple):
     """What parameters look like at a call without an optimizer step before it."""
 
     weight_versions: int
+    parameter: Any
+    """That with the smallest gradient."""
     gradient: Tensor | None
-    """The smallest one, itself."""
+    """The gradient itself."""
 
 
 @dataclass(eq=False)
 class StepCounter:
     """Decides which calls of `run.step` count, by the optimizer steps in between.
 
-    Every call counts until two in a row, without a step in between, find the same gradients: those add up. From then
+    Every call counts until gradients that one has found are added to before an optimizer steps. From then
     on a call counts where an optimizer has stepped since the last, with the mean loss of all calls until then. A step
     is seen by a hook on each optimizer, or by weights that were changed. An ordinary loop in which `GradScaler` skips
     steps makes new gradients each time, or has some that are not finite, and counts as ever; where micro-batches were
@@ -65,6 +67,11 @@ class StepCounter:
         """Whether the step that micro-batches wait for was counted at the first of them."""
         self._num_waiting = 0
         self._look: Look | None = None
+        self._backward: Any = None
+        """The handle of a hook on the parameter looked at, that sees whether its gradient is added to."""
+        self._num_added = 0
+        self._is_added_to = False
+        """Whether the last step used gradients that were there at the call before, and added to since."""
         self._handles: list[Any] = []
         try:
             for optimizer in self.training.optimizers:
@@ -94,6 +101,7 @@ class StepCounter:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
+        self._unwatch()
         self._look = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +117,26 @@ class StepCounter:
         self._look = None
 
     def _note_step(self, *_: Any) -> None:
+        look = self._look
+        if not self._has_stepped and look is not None and look.parameter is not None:
+            self._is_added_to = self._num_added > 0 and look.parameter.grad is look.gradient
         self._has_stepped = True
+
+    def _note_added(self, *_: Any) -> None:
+        self._num_added += 1
+
+    def _watch(self, look: Look) -> None:
+        """See whether the gradients of a call are added to before the next step, if a step could use them."""
+        if look.parameter is not None and self._are_usable():
+            self._backward = look.parameter.register_post_accumulate_grad_hook(self._note_added)
+
+    def _unwatch(self) -> bool:
+        """Watch no more; return whether gradients were added to."""
+        handle, self._backward = self._backward, None
+        if handle is not None:
+            handle.remove()
+        found, self._is_added_to, self._num_added = self._is_added_to, False, 0
+        return found
 
     def _judge(self) -> Call:
         if not self._handles:
@@ -124,16 +151,20 @@ class StepCounter:
     def _judge_by_gradients(self) -> Call:
         has_stepped, self._has_stepped = self._has_stepped, False
         before, self._look = self._look, None
+        is_added_to = self._unwatch()
         now = None if has_stepped else self._see()
         if now is None or (before is not None and before.weight_versions != now.weight_versions):
+            if is_added_to and not self._accumulates:
+                self._recognise()
             joins, self._is_ahead, self._num_waiting, self._look = self._is_ahead, False, 0, now
             return Call.JOINS if joins else Call.COUNTS
         self._look = now
         if not self._accumulates:
-            if before is None or not self._add_up(before, now):
+            adds_up = before is not None and now.gradient is not None and now.gradient is before.gradient
+            if not (adds_up and self._are_usable()):
+                self._watch(now)
                 return Call.COUNTS
-            self._accumulates = self._is_ahead = True
-            self.training.recorder.decline(WHAT, _RECOGNISED)
+            self._recognise()
         self._num_waiting += 1
         if self._num_waiting > MOST_MICRO_BATCHES:
             self.close()
@@ -143,14 +174,18 @@ class StepCounter:
 
     def _see(self) -> Look:
         parameters = list(self.training.model.parameters())
-        gradients = [entry.grad for entry in parameters if entry.grad is not None]
-        smallest = min(gradients, key=Tensor.numel, default=None)
-        return Look(sum(entry._version for entry in parameters), smallest)
+        with_gradient = [entry for entry in parameters if entry.grad is not None]
+        smallest = min(with_gradient, key=Tensor.numel, default=None)
+        versions = sum(entry._version for entry in parameters)
+        return Look(versions, smallest, None if smallest is None else smallest.grad)
 
-    def _add_up(self, before: Look, now: Look) -> bool:
-        """Return whether the gradients of two calls are the same tensors, and could be used."""
-        if now.gradient is None or now.gradient is not before.gradient:
-            return False
+    def _recognise(self) -> None:
+        """Go by optimizer steps from here on; the step under way was counted at its first micro-batch."""
+        self._accumulates = self._is_ahead = True
+        self.training.recorder.decline(WHAT, _RECOGNISED)
+
+    def _are_usable(self) -> bool:
+        """Return whether a step could use the gradients; taken for granted among several processes."""
         if not self.training.ranks.is_alone:
             return True
         gradients = [entry.grad for entry in self.training.model.parameters() if entry.grad is not None]
