@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 LATER = {"IPython", "jinja2", "matplotlib", "multiprocessing.pool", "psutil", "rich", "sklearn", "transformers"}
+LATER |= {"accelerate", "datasets", "lightning", "mlflow", "peft", "tensorboard", "wandb"}
 LATER |= {"torch._dynamo", "torch.ao.quantization", "torch.distributed.fsdp", "torch.onnx"}
 LATER |= {"accelerate", "lightning", "pytorch_lightning", "peft"}
 """What only parts of the library need, and what is loaded when they are used."""

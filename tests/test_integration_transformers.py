@@ -1,0 +1,695 @@
+"""Trainer with `callbacks=[EgeriaCallback()]` and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria.events import (
+    CacheUsed,
+    Declined,
+    FaultCaught,
+    IntervalMeasured,
+    ModuleFrozen,
+    Resumed,
+    RunClosed,
+    RunStarted,
+)
+from egeria.session import EgeriaWarning
+from egeria.session.applying import Compiling
+from loops import FAST, outside
+from ranks import run_ranks
+
+transformers = pytest.importorskip("transformers", reason="egeria[transformers] is not installed")
+pytest.importorskip("accelerate", reason="egeria[transformers] is not installed")
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed  # noqa: E402
+
+from egeria.integrations.transformers import STATE_FILE, EgeriaCallback  # noqa: E402
+
+INLINE = {"controller": {"kind": "inline", "budget_share": 1000.0}}
+WATCH = {**INLINE, "plasticity": {"interval_steps": 2}, "freezing": {"enabled": False}}
+FREEZE = {
+    **INLINE,
+    "plasticity": {"interval_steps": 2},
+    "policy": {"name": "static", "schedule": "0.25:1 0.5:2"},
+}
+JUDGE = {**FAST, **INLINE, "freezing": {"tolerance_share": 5.0}}
+"""Freezes by what it reads from the reference model."""
+
+
+@pytest.fixture(autouse=True)
+def _quietly(monkeypatch):
+    """What the frameworks themselves are about to change is not ours to see."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        for module in ("transformers", "accelerate", "peft", "trl", "sentence_transformers", "datasets"):
+            warnings.filterwarnings("ignore", category=DeprecationWarning, module=module)
+            warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+        warnings.filterwarnings("ignore", message=".*'pin_memory' argument is set as true", category=UserWarning)
+        yield
+
+
+def bert(**changes):
+    shape = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**shape, intermediate_size=32, num_labels=3, **changes)
+    )
+
+
+STEADY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def sentences(count=64, **more):
+    generator = torch.Generator().manual_seed(0)
+    words = [torch.randint(1, 50, (8,), generator=generator) for _ in range(count)]
+    return [{"input_ids": entry, "labels": entry.sum() % 3} for entry in words]
+
+
+def arguments(folder, make=TrainingArguments, **changes):
+    ours = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "max_steps": 16,
+    }
+    return make(**{**ours, **changes})
+
+
+def trainer(folder, callback=None, *, model=None, kind=Trainer, callbacks=(), **changes):
+    """Return a trainer; the same seed sees the same weights, data and random numbers."""
+    set_seed(0)
+    return kind(
+        model=bert() if model is None else model,
+        args=arguments(folder, **changes),
+        train_dataset=sentences(),
+        eval_dataset=sentences(8),
+        callbacks=[*([callback] if callback else []), *callbacks],
+    )
+
+
+class Watch(TrainerCallback):
+    """Notes how many layer modules were frozen after each step, and does something at one of them."""
+
+    def __init__(self, callback, at=None, do=None):
+        self.callback, self.at, self.do, self.frozen = callback, at, do, {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.callback and self.callback.run:
+            self.frozen[state.global_step] = self.callback.run.frozen
+        if state.global_step == self.at:
+            self.do(kwargs["model"])
+
+
+def losses(trained):
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
+def assert_equal(first, second):
+    assert losses(first) == losses(second)
+    theirs = second.model.state_dict()
+    assert not [name for name, value in first.model.state_dict().items() if not torch.equal(value, theirs[name])]
+
+
+def assert_clean(folder):
+    journal = egeria.read_journal(folder)
+    assert journal.of(FaultCaught) == []
+    assert journal.of(Declined) == []
+    return journal
+
+
+def train_watched(folder, config, **options):
+    """Train with a callback; return trainer, callback and frozen depths by step."""
+    callback = EgeriaCallback(config)
+    watch = Watch(callback)
+    trained = trainer(folder, callback, callbacks=[watch], **options)
+    trained.train()
+    return trained, callback, watch.frozen
+
+
+def random_state():
+    return torch.get_rng_state()
+
+
+KINDS = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+    "smoothing": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 4},
+}
+each_kind = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+
+
+@each_kind
+def test_without_a_freeze_it_is_plain_training_bit_for_bit(changes, tmp_path):
+    plain = trainer(tmp_path / "plain", **changes)
+    plain.train()
+    state = random_state()
+    watched, _, frozen = train_watched(tmp_path / "watched", WATCH, **changes)
+    assert torch.equal(random_state(), state)
+    assert set(frozen.values()) == {0}
+    assert_equal(watched, plain)
+    assert assert_clean(tmp_path / "watched" / "egeria").of(RunStarted)[0].total_steps == 16
+
+
+@each_kind
+def test_the_front_freezes(changes, tmp_path, monkeypatch):
+    monkeypatch.setattr(Compiling, "reason_to_wait", lambda self, saved_s: None)  # 16 steps never pay for compiling
+    trained, callback, frozen = train_watched(tmp_path, FREEZE, **changes)
+    assert (frozen[3], frozen[4], frozen[8], frozen[16]) == (0, 1, 2, 2)
+    journal = assert_clean(tmp_path / "egeria")
+    assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
+    assert callback.run is None and callback.report.is_file()
+    assert all(parameter.requires_grad for parameter in trained.model.parameters())
+
+
+def test_frozen_weights_stay_as_they_are(tmp_path):
+    kept = {}
+
+    def keep(model):
+        names = {name for module in callback.run.modules[:1] for name in module.parameters}
+        kept.update({name: model.get_parameter(name).detach().clone() for name in names})
+
+    callback = EgeriaCallback(FREEZE)
+    trained = trainer(tmp_path, callback, callbacks=[Watch(callback, at=5, do=keep)])
+    trained.train()
+    assert kept
+    assert all(torch.equal(trained.model.get_parameter(name), value) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("changes", [KINDS["accumulation"], KINDS["smoothing"]], ids=["accumulation", "smoothing"])
+def test_the_loss_of_a_step_is_what_trainer_logs(changes, tmp_path):
+    trained, _, _ = train_watched(tmp_path, WATCH, **changes)
+    measured = [event.loss for event in assert_clean(tmp_path / "egeria").of(IntervalMeasured)]
+    entries = losses(trained)
+    assert measured == pytest.approx(
+        [sum(pair) / 2 for pair in zip(entries[::2], entries[1::2], strict=True)], abs=1e-5
+    )
+
+
+def test_entries_of_the_log_have_the_numbers_of_egeria_too(tmp_path):
+    plain = trainer(tmp_path / "plain", logging_steps=4)
+    plain.train()
+    trained, _, _ = train_watched(tmp_path / "watched", FREEZE, logging_steps=4)
+    history = [{key for key in entry if not key.startswith("egeria/")} for entry in trained.state.log_history]
+    assert history == [set(entry) for entry in plain.state.log_history]
+    frozen = [entry["egeria/frozen"] for entry in trained.state.log_history]
+    assert frozen == [1, 2, 2, 2, 2]
+    silent = trainer(tmp_path / "silent", EgeriaCallback(FREEZE, log=False), logging_steps=4)
+    silent.train()
+    assert not [key for entry in silent.state.log_history for key in entry if key.startswith("egeria/")]
+
+
+def test_tensorboard_draws_them(tmp_path, monkeypatch):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    train_watched(tmp_path, FREEZE, report_to=["tensorboard"], logging_steps=4)
+    events = accumulator.EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    found = {entry.step: entry.value for entry in events.Scalars("train/egeria/frozen")}
+    assert found == {4: 1, 8: 2, 12: 2, 16: 2}
+    assert 0 < events.Scalars("train/egeria/params_frozen")[-1].value < 1
+    assert len(events.Scalars("train/loss")) == 4
+
+
+def test_the_report_goes_to_a_tracker_that_takes_files(tmp_path):
+    kept = []
+
+    class Tracking(TrainerCallback):
+        """Holds its tracker as Trainer's own callback for W&B does."""
+
+        _wandb = SimpleNamespace(
+            log=print,
+            define_metric=print,
+            log_artifact=lambda folder, **names: kept.extend(path.name for path in Path(folder).iterdir()),
+        )
+
+    trainer(tmp_path, EgeriaCallback(FREEZE), callbacks=[Tracking()]).train()
+    assert "report.html" in kept
+
+
+def test_mlflow_gets_numbers_and_report(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    store = f"sqlite:///{tmp_path / 'runs.db'}"
+    for name, value in {"TRACKING_URI": store, "EXPERIMENT_NAME": "trained"}.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    before = mlflow.get_tracking_uri()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            mlflow.set_tracking_uri(store)
+            experiment = mlflow.create_experiment("trained", artifact_location=(tmp_path / "artifacts").as_uri())
+            _, _, frozen = train_watched(tmp_path / "out", FREEZE, report_to=["mlflow"], logging_steps=4)
+            (run,) = mlflow.MlflowClient(store).search_runs([experiment])
+        finally:
+            mlflow.end_run()
+            mlflow.set_tracking_uri(before)
+    assert frozen[16] == 2
+    assert run.data.metrics["egeria/frozen"] == 2
+    assert list((tmp_path / "artifacts").glob("*/artifacts/egeria/report.html"))
+
+
+def test_two_callbacks_are_one_too_many_but_training_goes_on(tmp_path):
+    first, second = EgeriaCallback(FREEZE), EgeriaCallback(FREEZE)
+    with pytest.warns(EgeriaWarning, match="attaching under Trainer failed"):
+        trained = trainer(tmp_path, first, callbacks=[second])
+        trained.train()
+    assert first.report.is_file() and second.report is None
+    assert trained.state.global_step == 16
+
+
+def test_a_train_that_somebody_wraps_again_counts_each_loss_once(tmp_path, monkeypatch):
+    original = Trainer.train
+
+    def again(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", again)
+    trained, _, _ = train_watched(tmp_path, FREEZE)
+    measured = [event.loss for event in assert_clean(tmp_path / "egeria").of(IntervalMeasured)]
+    entries = losses(trained)
+    assert measured[0] == pytest.approx((entries[0] + entries[1]) / 2, abs=1e-3)
+
+
+def stop(error):
+    def raise_it(model):
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("error", [RuntimeError("an error of the loop"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_an_error_leaves_the_model_as_a_plain_trainer_does(error, tmp_path):
+    plain = trainer(tmp_path / "plain", callbacks=[Watch(None, at=10, do=stop(error))])
+    with pytest.raises(type(error)):
+        plain.train()
+    callback = EgeriaCallback(FREEZE)
+    watch = Watch(callback, at=10, do=stop(error))
+    trained = trainer(tmp_path / "watched", callback, callbacks=[watch])
+    before = set(vars(trained))
+    with pytest.raises(type(error)):
+        trained.train()
+    assert watch.frozen[10] == 2
+    assert callback.run is None
+    assert outside(trained.model) == outside(plain.model)
+    assert set(vars(trained)) - before == set(vars(plain)) - before
+    assert egeria.read_journal(tmp_path / "watched" / "egeria").of(RunClosed)
+    trained.callback_handler.remove_callback(Watch)
+    trained.train()
+    assert egeria.read_journal(tmp_path / "watched" / "egeria-2").of(RunClosed)[0].step == 16
+
+
+def resumed(folder, callback, step=10, **changes):
+    watch = Watch(callback)
+    trained = trainer(folder, callback, callbacks=[watch], save_strategy="steps", save_steps=5, **changes)
+    trained.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{step}"))
+    return trained, watch.frozen
+
+
+@pytest.mark.parametrize("config", [FREEZE, JUDGE], ids=["static", "egeria"])
+@pytest.mark.parametrize("step", [5, 10])
+def test_a_resumed_training_equals_an_uninterrupted_one(config, step, tmp_path):
+    whole, _, frozen = train_watched(tmp_path, config, save_strategy="steps", save_steps=5, max_steps=20)
+    assert frozen[20] > 0
+    last, again = resumed(tmp_path, EgeriaCallback(config), step=step, max_steps=20)
+    assert again == {count: depth for count, depth in frozen.items() if count > step}
+    assert_equal(last, whole)
+    journal = assert_clean(tmp_path / "egeria")
+    assert [event.step for event in journal.of(Resumed)] == [step]
+    assert not (tmp_path / "egeria-2").exists()
+
+
+def test_without_its_file_a_resumed_training_begins_anew_with_a_warning(tmp_path):
+    trainer(tmp_path, save_strategy="steps", save_steps=5).train()
+    with pytest.warns(EgeriaWarning, match=rf"there is no .*{STATE_FILE}"):
+        trained, frozen = resumed(tmp_path, EgeriaCallback(FREEZE), step=5)
+    assert trained.state.global_step == 16
+    assert egeria.read_journal(tmp_path / "egeria").of(RunStarted)[0].total_steps == 11
+    assert frozen[16] == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a state", None], ids=["empty", "text", "other model"])
+def test_a_damaged_or_strange_file_is_left_with_a_warning(damage, tmp_path):
+    train_watched(tmp_path, FREEZE, save_strategy="steps", save_steps=5)
+    path = tmp_path / "checkpoint-5" / STATE_FILE
+    saved = torch.load(path, weights_only=True)
+    if damage is None:
+        saved["run"]["policy_name"] = "forecast"
+        torch.save(saved, path)
+    else:
+        path.write_bytes(damage)
+    with pytest.warns(EgeriaWarning, match="egeria: resuming"):
+        trained, _ = resumed(tmp_path, EgeriaCallback(FREEZE), step=5)
+    assert trained.state.global_step == 16
+
+
+def test_the_reference_model_can_be_left_out_of_checkpoints(tmp_path):
+    sizes = {}
+    for keeps in (True, False):
+        folder = tmp_path / str(keeps)
+        trainer(folder, EgeriaCallback(JUDGE, save_reference=keeps), save_strategy="steps", save_steps=5).train()
+        sizes[keeps] = (folder / "checkpoint-10" / STATE_FILE).stat().st_size
+    assert sizes[False] < sizes[True] / 2
+    _trained, frozen = resumed(tmp_path / "False", EgeriaCallback(JUDGE), step=10, max_steps=24)
+    assert frozen[24] > 0
+    assert_clean(tmp_path / "False" / "egeria")
+
+
+def test_checkpoints_that_are_kept_have_its_file(tmp_path):
+    trained, _, _ = train_watched(
+        tmp_path,
+        FREEZE,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+    )
+    checkpoints = sorted(tmp_path.glob("checkpoint-*"))
+    assert len(checkpoints) == 2 and all((entry / STATE_FILE).is_file() for entry in checkpoints)
+    best = transformers.BertForSequenceClassification.from_pretrained(trained.state.best_model_checkpoint)
+    theirs = best.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in trained.model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in trained.model.parameters())
+
+
+def test_weights_alone_have_no_file_beside_them(tmp_path):
+    train_watched(tmp_path, FREEZE, save_strategy="steps", save_steps=8, save_only_model=True)
+    assert not list(tmp_path.glob(f"checkpoint-*/{STATE_FILE}"))
+
+
+def test_a_smaller_batch_begins_anew(tmp_path):
+    class OutOfMemory(Trainer):
+        """Fails as a device without memory does, while the batch is large."""
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if len(inputs["labels"]) > 3 and self.state.global_step == 6:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trained, _, frozen = train_watched(tmp_path, FREEZE, kind=OutOfMemory, auto_find_batch_size=True)
+    assert trained._train_batch_size == 3 and trained.state.global_step == 16
+    first = egeria.read_journal(tmp_path / "egeria")
+    assert [event.step for event in first.of(RunClosed)] == [6]
+    journal = assert_clean(tmp_path / "egeria-2")
+    assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
+    assert frozen[16] == 2
+
+
+def fresh():
+    return bert()
+
+
+class Trial(dict):
+    """One of Optuna's, as far as Trainer looks at it."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.params = number, {}
+
+
+def test_trials_of_a_search_have_runs_of_their_own(tmp_path):
+    trained = trainer(tmp_path, EgeriaCallback(FREEZE), save_strategy="steps", save_steps=8)
+    trained.model_init = fresh
+    trained.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
+    trained.hp_space = lambda trial: {"learning_rate": 1e-3 * (1 + trial.number)}
+    for number in range(2):
+        trained.train(trial=Trial(number))
+        folder = tmp_path / f"run-{number}"
+        assert (folder / "checkpoint-16" / STATE_FILE).is_file()
+        journal = assert_clean(folder / "egeria")
+        assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
+
+
+def test_a_fault_of_ours_does_not_stop_the_trainer(tmp_path, monkeypatch):
+    plain = trainer(tmp_path / "plain")
+    plain.train()
+    monkeypatch.setattr(egeria, "attach", lambda *args, **kwargs: 1 / 0)
+    with pytest.warns(EgeriaWarning, match="attaching under Trainer failed"):
+        trained, callback, _ = train_watched(tmp_path / "watched", FREEZE)
+    assert callback.run is None
+    assert_equal(trained, plain)
+
+
+def test_a_wrong_setting_is_an_error_at_once():
+    with pytest.raises(egeria.ConfigError, match=r"policy\.name"):
+        EgeriaCallback(policy="no such policy")
+
+
+class Says(TrainerCallback):
+    """Sets something of the trainer when it begins, as an engine that is not installed here would."""
+
+    def __init__(self, **values):
+        self.values, self.trainer = values, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        vars(self.trainer).update(self.values)
+
+
+class OwnTrain(Trainer):
+    def train(self):
+        return self._inner_training_loop(args=self.args, batch_size=4)
+
+
+DECLINED = {
+    "DataParallel": ({"_n_gpu": 2}, {}, Trainer),
+    "FSDP": ({}, {"is_fsdp_enabled": True}, Trainer),
+    "DeepSpeed": ({}, {"is_deepspeed_enabled": True}, Trainer),
+    "the trainer has a `train` of its own": ({}, {}, OwnTrain),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_cannot_be_followed_is_declined_with_the_reason(reason, tmp_path):
+    of_arguments, of_trainer, kind = DECLINED[reason]
+    callback, says = EgeriaCallback(FREEZE), Says(**of_trainer)
+    trained = trainer(tmp_path, callback, kind=kind)
+    trained.callback_handler.callbacks.insert(0, says)
+    says.trainer = trained
+    vars(trained.args).update(of_arguments)
+    with pytest.warns(EgeriaWarning, match=re.escape(f"egeria: freezing: {reason}")):
+        trained.train()
+    assert trained.state.global_step == 16
+    assert not (tmp_path / "egeria").exists()
+
+
+def lora(model, **changes):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS"))
+
+
+@pytest.mark.parametrize("config", [WATCH, FREEZE], ids=["watched", "frozen"])
+def test_lora(config, tmp_path):
+    set_seed(0)
+    trained, _callback, frozen = train_watched(tmp_path, config, model=lora(bert()))
+    assert frozen[16] == (2 if config is FREEZE else 0)
+    assert_clean(tmp_path / "egeria")
+    set_seed(0)
+    plain = trainer(tmp_path / "plain", model=lora(bert()))
+    plain.train()
+    moved = [
+        name
+        for (name, value), other in zip(trained.model.named_parameters(), plain.model.parameters(), strict=True)
+        if not torch.equal(value, other)
+    ]
+    assert bool(moved) == (config is FREEZE)
+    trainable = {name for name, parameter in plain.model.named_parameters() if parameter.requires_grad}
+    assert trainable == {name for name, parameter in trained.model.named_parameters() if parameter.requires_grad}
+
+
+class Backward:
+    """Counts the backward passes through a module."""
+
+    def __init__(self, module):
+        self.count = 0
+        module.register_full_backward_hook(self._note)
+
+    def _note(self, module, received, sent):
+        self.count += 1
+
+
+def test_lora_with_gradients_at_the_input_saves_the_backward_pass(tmp_path):
+    set_seed(0)
+    model = lora(bert())
+    model.enable_input_require_grads()
+    count = Backward(model.get_submodule("base_model.model.bert.encoder.layer.0.output"))
+    _trained, _callback, frozen = train_watched(tmp_path, FREEZE, model=model)
+    journal = egeria.read_journal(tmp_path / "egeria")
+    assert frozen[16] == 2 and not journal.of(FaultCaught)
+    assert count.count <= 6  # 16 without
+
+
+def test_a_t5_under_seq2seq_trainer(tmp_path):
+    set_seed(0)
+    shape = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**shape, num_heads=2, decoder_start_token_id=0)
+    )
+    data = [{"input_ids": entry["input_ids"], "labels": entry["input_ids"]} for entry in sentences()]
+    callback = EgeriaCallback(FREEZE)
+    watch = Watch(callback)
+    trained = transformers.Seq2SeqTrainer(
+        model=model,
+        args=arguments(
+            tmp_path,
+            transformers.Seq2SeqTrainingArguments,
+            eval_strategy="steps",
+            eval_steps=8,
+            predict_with_generate=True,
+            generation_max_length=4,
+        ),
+        train_dataset=data,
+        eval_dataset=data[:4],
+        callbacks=[callback, watch],
+    )
+    trained.train()
+    assert watch.frozen[16] > 0
+    assert_clean(tmp_path / "egeria")
+
+
+def tokenizer(folder):
+    """Return a tokenizer of numbers as words."""
+    words = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])}
+    words |= {str(number): len(words) + number for number in range(45)}
+    return transformers.BertTokenizerFast(vocab=words)
+
+
+def test_trl_s_trainer(tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    set_seed(0)
+    shape = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=2, eos_token_id=3))
+    words = tokenizer(tmp_path)
+    words.eos_token = "[SEP]"
+    data = datasets.Dataset.from_dict({"text": ["1 2 3 4 5 6 7", "7 6 5 4 3 2"] * 32})
+    callback = EgeriaCallback(FREEZE)
+    watch = Watch(callback)
+    trained = trl.SFTTrainer(
+        model=model,
+        args=arguments(tmp_path / "out", trl.SFTConfig, max_length=16, bf16=False),
+        train_dataset=data,
+        processing_class=words,
+        callbacks=[callback, watch],
+    )
+    trained.train()
+    assert watch.frozen[16] == 2
+    assert_clean(tmp_path / "out" / "egeria")
+    assert trained.state.log_history[-2]["egeria/frozen"] == 2
+
+
+def test_sentence_transformers_trainer(tmp_path):
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    set_seed(0)
+    bert().bert.save_pretrained(tmp_path / "bert")
+    tokenizer(tmp_path).save_pretrained(tmp_path / "bert")
+    parts = pytest.importorskip("sentence_transformers.sentence_transformer.modules", reason="an older release")
+    losses_of = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason="an older release")
+    words = parts.Transformer(str(tmp_path / "bert"))
+    model = library.SentenceTransformer(modules=[words, parts.Pooling(16)], device="cpu")
+    data = datasets.Dataset.from_dict({"anchor": ["1 2 3", "4 5 6"] * 32, "positive": ["1 2 4", "4 5 7"] * 32})
+    callback = EgeriaCallback(FREEZE)
+    watch = Watch(callback)
+    trained = library.SentenceTransformerTrainer(
+        model=model,
+        args=arguments(tmp_path / "out", library.SentenceTransformerTrainingArguments),
+        train_dataset=data,
+        loss=losses_of.MultipleNegativesRankingLoss(model),
+        callbacks=[callback, watch],
+    )
+    trained.train()
+    assert watch.frozen[16] == 2
+    assert_clean(tmp_path / "out" / "egeria")
+
+
+def train_in_ranks(folder, config, changes):
+    """Train in this process of a job as torchrun starts it; return losses, depths, weights and what was declined."""
+    rank = torch.distributed.get_rank()
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 29512}
+    os.environ.update({name: str(value) for name, value in found.items()})
+    warnings.simplefilter("ignore")
+    callback = EgeriaCallback(config) if config else None
+    watch = Watch(callback)
+    resumes = changes.pop("resume", None)
+    try:
+        trained = trainer(folder, callback, callbacks=[watch], ddp_backend="gloo", **changes)
+        trained.train(resume_from_checkpoint=resumes)
+        assert isinstance(trained.model_wrapped, nn.parallel.DistributedDataParallel)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    weights = {name: value.numpy() for name, value in trained.model.state_dict().items()}
+    return losses(trained), watch.frozen, weights, all(p.requires_grad for p in trained.model.parameters())
+
+
+def ranks(folder, config, **changes):
+    return run_ranks(train_in_ranks, str(folder), config, changes)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("changes", [{}, KINDS["accumulation"]], ids=["plain", "accumulation"])
+def test_two_ranks_train_as_without_it(changes, tmp_path):
+    plain, watched = ranks(tmp_path / "plain", None, **changes), ranks(tmp_path / "watched", WATCH, **changes)
+    for mine, theirs in zip(watched, plain, strict=True):
+        assert mine[0] == theirs[0]
+        assert all((mine[2][name] == value).all() for name, value in theirs[2].items())
+    assert_clean(tmp_path / "watched" / "egeria")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("changes", [{}, KINDS["accumulation"]], ids=["plain", "accumulation"])
+def test_two_ranks_freeze_alike(changes, tmp_path):
+    first, second = ranks(tmp_path, FREEZE, **changes)
+    assert first[1] == second[1]
+    assert (first[1][3], first[1][4], first[1][16]) == (0, 1, 2)
+    assert all((first[2][name] == value).all() for name, value in second[2].items())
+    assert first[3] and second[3]
+    assert_clean(tmp_path / "egeria")
+
+
+@pytest.mark.dist
+def test_two_ranks_go_on_as_if_uninterrupted(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 10}
+    whole = ranks(tmp_path, JUDGE, **saves)
+    assert whole[0][1][16] > 0
+    last = ranks(tmp_path, JUDGE, **saves, resume=str(tmp_path / "checkpoint-10"))
+    for mine, theirs in zip(last, whole, strict=True):
+        assert mine[0] == theirs[0]
+        assert all((mine[2][name] == value).all() for name, value in theirs[2].items())
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["plain", "accumulation"])
+def test_the_cache_serves_what_trainer_fetches_ahead(steps, tmp_path):
+    config = {**FREEZE, "policy": {"name": "static", "schedule": "0.2:2"}, "cache": {"enabled": True, "gate": "open"}}
+    epochs = {"max_steps": -1, "num_train_epochs": 8, "gradient_accumulation_steps": steps}
+    set_seed(0)
+    plain, _, _ = train_watched(tmp_path / "plain", {**config, "cache": {}}, model=bert(**STEADY), **epochs)
+    set_seed(0)
+    trained, _, frozen = train_watched(tmp_path / "cached", config, model=bert(**STEADY), **epochs)
+    journal = assert_clean(tmp_path / "cached" / "egeria")
+    used = journal.of(CacheUsed)
+    assert frozen[128 // steps] == 2
+    assert sum(event.hits for event in used) > 64
+    assert losses(trained) == pytest.approx(losses(plain), abs=1e-6)
