@@ -216,19 +216,19 @@ def describe(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
         [
             "# Hugging Face's Trainer: MiniLM on SST-2, plain and with one line",
             "",
-            f"`Trainer(..., callbacks=[EgeriaCallback()])` against the same Trainer without it, {len(pairs)} seeds; same "
-            f"seed = same head, data order and dropout. {NUM_TRAIN:,} sentences, {results[0]['steps']} steps, AdamW, "
+            f"`Trainer(..., callbacks=[EgeriaCallback()])` against the same Trainer without it, {len(pairs)} seeds; "
+            f"same seed = same head, data order and dropout. {NUM_TRAIN:,} sentences, {results[0]['steps']} steps, AdamW, "
             "linear schedule with warmup, fp32, the default policy. Paired, mean and 95 % interval (Student's t):",
             "",
             *claims,
             "",
             *rows,
             "",
-            "Time: seconds of `Trainer.train`, logging to TensorBoard included in both, evaluation excluded. CPU seconds "
-            "are of the process and of its controller process. A machine of 2 cores that other jobs may share: CPU time "
-            "says more than wall-clock time.",
-            f"Machine: {os.cpu_count()} cores, 1 torch thread, no accelerator; python {platform.python_version()}, torch "
-            f"{torch.__version__}, egeria {egeria.__version__} at commit "
+            "Time: seconds of `Trainer.train`, logging to TensorBoard included in both, evaluation excluded. CPU "
+            "seconds are of the process and of its controller process. Other jobs may share the machine: CPU time says "
+            "more than wall-clock time.",
+            f"Machine: {os.cpu_count()} cores, 1 torch thread, no accelerator; python {platform.python_version()}, "
+            f"torch {torch.__version__}, egeria {egeria.__version__} at commit "
             f"{', '.join(sorted({entry['commit'] for entry in results}))}.",
             "",
             "`scalars.json` has what TensorBoard shows of each run, `report.html` is the report of seed 0, and "
