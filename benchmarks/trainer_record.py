@@ -45,6 +45,7 @@ OPTIONS = {
     "report_to": ["tensorboard"],
     "disable_tqdm": True,
     "use_cpu": True,
+    "bf16": True,
 }
 
 
@@ -217,8 +218,8 @@ def describe(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
             "# Hugging Face's Trainer: MiniLM on SST-2, plain and with one line",
             "",
             f"`Trainer(..., callbacks=[EgeriaCallback()])` against the same Trainer without it, {len(pairs)} seeds; "
-            f"same seed = same head, data order and dropout. {NUM_TRAIN:,} sentences, {results[0]['steps']} steps, AdamW, "
-            "linear schedule with warmup, fp32, the default policy. Paired, mean and 95 % interval (Student's t):",
+            f"same seed = same head, data order and dropout. {NUM_TRAIN:,} sentences, {results[0]['steps']} steps, "
+            "AdamW, linear schedule with warmup, bf16, the default policy. Paired, mean and 95 % interval (Student's t):",
             "",
             *claims,
             "",
