@@ -217,9 +217,9 @@ def describe(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
         [
             "# Hugging Face's Trainer: MiniLM on SST-2, plain and with one line",
             "",
-            f"`Trainer(..., callbacks=[EgeriaCallback()])` against the same Trainer without it, {len(pairs)} seeds; "
-            f"same seed = same head, data order and dropout. {NUM_TRAIN:,} sentences, {results[0]['steps']} steps, "
-            "AdamW, linear schedule with warmup, bf16, the default policy. Paired, mean and 95 % interval (Student's t):",
+            f"`Trainer(..., callbacks=[EgeriaCallback()])` against the same Trainer without it, {len(pairs)} "
+            f"seeds; same seed = same head, data order and dropout. {NUM_TRAIN:,} sentences, {results[0]['steps']} "
+            "steps, AdamW, linear schedule with warmup, bf16, the default policy. Paired, mean and 95 % interval (Student's t):",
             "",
             *claims,
             "",

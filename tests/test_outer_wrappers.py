@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import warnings
 
 import pytest
@@ -62,7 +63,7 @@ class Training:
             given = called if where == "given" else given
         elif where == "container before":
             called = wrapped(Container(self.model), self.sizes)
-        directory = "journal" if distributed.get_rank() == 0 else None
+        directory = tempfile.mkdtemp(dir=".") if distributed.get_rank() == 0 else None
         options = {"config": FAST, "controller": ScriptedController(), **options}
         self.run = egeria.attach(given, self.optimizer, directory=directory, **options)
         if resumed is not None:
