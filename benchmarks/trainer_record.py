@@ -219,7 +219,8 @@ def describe(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
             "",
             f"`Trainer(..., callbacks=[EgeriaCallback()])` against the same Trainer without it, {len(pairs)} "
             f"seeds; same seed = same head, data order and dropout. {NUM_TRAIN:,} sentences, {results[0]['steps']} "
-            "steps, AdamW, linear schedule with warmup, bf16, the default policy. Paired, mean and 95 % interval (Student's t):",
+            "steps, AdamW, linear schedule with warmup, bf16, the default policy. Paired, mean and 95 % interval "
+            "(Student's t):",
             "",
             *claims,
             "",
