@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import egeria
 from egeria import read_journal
@@ -289,3 +290,15 @@ def test_a_compiled_container_of_torch_is_followed_too(tmp_path):
             run.step(loss)
         assert run._session.clock.step < 60
     assert not compiled._forward_pre_hooks and not model._forward_pre_hooks
+
+
+def test_the_cache_is_declined(tmp_path):
+    data = TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(0)))
+    loader = DataLoader(data, batch_size=8)
+    model = Chain()
+    model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.warns(egeria.EgeriaWarning, match="the model is compiled, and its graphs have the whole forward pass"):
+        egeria.attach(
+            model, optimizer, loader, total_steps=9, config={"cache": {"enabled": True}}, directory=tmp_path
+        ).close()

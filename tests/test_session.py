@@ -373,6 +373,15 @@ def test_an_exception_in_the_loop_closes_the_run_in_a_with_block(tmp_path):
     assert kinds == ["run_started", "controller", "metric", "run_closed"]
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()], ids=["error", "ctrl-c"])
+def test_a_crash_in_a_with_block_leaves_the_frozen_model_as_it_was_found(error, tmp_path):
+    loop = frozen_loop(tmp_path)
+    assert outside(loop.model) != outside(Loop(PARTS).model.train())
+    with pytest.raises(type(error)), loop.run:
+        raise error
+    assert outside(loop.model) == outside(Loop(PARTS).model.train())
+
+
 def test_the_scheduler_names_the_rule_and_total_steps_the_interval(tmp_path):
     model, optimizer = model_and_optimizer()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
