@@ -231,7 +231,7 @@ def test_wandb_has_the_scalars_and_the_report_offline(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     wandb = pytest.importorskip("wandb", reason="the extra `trackers` is not installed")
-    with wandb.init(project="trackers") as tracked:
+    with wandb.init(project="trackers", dir=str(tmp_path)) as tracked:  # a second run of a process reads no WANDB_DIR
         tracked.log({"mine": 1.0})
         run = trained(tmp_path, tracked, num_steps=21)
         tracked.log({"mine": 2.0})
