@@ -170,6 +170,15 @@ def test_a_tap_is_in_no_copy():
     assert looks(model) == looks(Net())
 
 
+def test_what_a_user_has_put_on_the_instance_copies_it_as_ever():
+    model = Net()
+    model.__deepcopy__ = lambda memo: "the user's own"
+    kept = PlainCopies(model)
+    assert copy.deepcopy(model) == "the user's own"
+    kept.remove()
+    assert copy.deepcopy(model) == "the user's own"
+
+
 def test_several_may_keep_the_same_module_out_of_copies():
     model = Net()
     first, second = PlainCopies(model), PlainCopies(model)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from egeria import Journal, JournalError, events, read_journal
+from egeria import EgeriaWarning, Journal, JournalError, events, read_journal
 from egeria.journal import FILE_NAME, Recorder
 from egeria.journal.recorder import KEPT_IN_MEMORY
 
@@ -401,3 +401,14 @@ def test_after_closing_events_stay_in_memory(tmp_path):
         recorder.write(FROZEN)
     assert list(recorder.recent) == [FROZEN] and failures == []
     assert read_journal(tmp_path) == Journal(directory=tmp_path, events=(), times=(), num_damaged=0)
+
+
+def test_what_is_declined_again_is_written_once_by_each_process():
+    for echoes in (False, True):
+        recorder, seen = Recorder(None, echoes=echoes), []
+        recorder.listen(seen.append)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EgeriaWarning)
+            for _ in range(3):
+                recorder.decline("looking ahead", "there is nothing to see")
+        assert len(seen) == 1

@@ -172,6 +172,22 @@ def test_watching_under_an_outer_wrapper_changes_nothing():
     assert run_cases(never_freezing, ["before", "container"]) == {"before": [True] * 2, "container": [True] * 2}
 
 
+def with_a_dry_run():
+    torch.manual_seed(0)
+    training = Training("bare")
+    args, kwargs = SPECIMEN.example(torch.Generator().manual_seed(0))
+    SPECIMEN.loss(training.model.train()(*args, **kwargs))
+    training.called = wrapped(training.model)
+    frozen = training.train(0, STEPS)
+    training.run.close()
+    return frozen, training.told
+
+
+def test_a_call_of_the_bare_model_before_it_is_wrapped_does_no_harm():
+    for frozen, told in run_ranks(with_a_dry_run):
+        assert frozen[-1] == 3 and told == []
+
+
 def without_any_wrapper():
     training = Training("bare")
     frozen = training.train(0, STEPS)

@@ -272,7 +272,10 @@ def test_a_second_attach_to_a_watched_model_is_refused_and_the_first_goes_on(tmp
     loop = frozen_loop(tmp_path / "first")
     before = outside(loop.model)
     for model in (loop.model, loop.run.model):
-        with pytest.raises(ConfigError, match=r"no open run watches, found one that <egeria.Run: step 20.*run\.close"):
+        with pytest.raises(
+            ConfigError,
+            match=r"no open run watches, in whole or in part, found one that <egeria.Run: step 20.*run\.close",
+        ):
             attach_again(loop, model, tmp_path / "second")
     assert outside(loop.model) == before and not (tmp_path / "second").exists()
     loop.step(4)
@@ -291,6 +294,15 @@ def test_a_model_whose_run_was_closed_or_dropped_can_be_attached_again(tmp_path)
     finally:
         gc.enable()
     assert run.modules and not run.summary().closed
+
+
+def test_a_model_around_a_watched_one_is_refused_too(tmp_path):
+    loop = loop_in(tmp_path)
+    around = nn.Sequential(loop.model)
+    with pytest.raises(ConfigError, match="in whole or in part"):
+        egeria.attach(around, torch.optim.SGD(around.parameters(), lr=0.1))
+    loop.run.close()
+    egeria.attach(around, torch.optim.SGD(around.parameters(), lr=0.1), config=FAST).close()
 
 
 def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path):

@@ -27,6 +27,7 @@ from egeria.events import (
     Thawed,
 )
 from egeria.layers.freezing import Freezer
+from egeria.policy import find_policy
 from egeria.session import evaluation
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
@@ -230,6 +231,64 @@ def test_a_cache_without_a_loader_is_declined(tmp_path):
 
 def failing(*_):
     raise RuntimeError("injected")
+
+
+class FromMapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, batch):
+        x = batch["x"]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Stubborn(dict):
+    def items(self):
+        raise ValueError("mine alone")
+
+
+def test_a_batch_that_we_cannot_read_never_reaches_the_loop(tmp_path):
+    torch.manual_seed(0)
+    model = FromMapping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"config": FAST, "directory": tmp_path, "controller": ScriptedController()}
+    with warnings.catch_warnings(record=True) as told, egeria.attach(model, optimizer, **options) as run:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            loss = model(Stubborn(x=torch.randn(3, 4))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+    assert any("mine alone" in str(warning.message) for warning in told)
+    assert {"mine alone" in fault.error for fault in read_journal(tmp_path).of(FaultCaught)} == {True}
+
+
+def test_a_run_that_its_own_callback_closes_leaves_the_model_as_it_was_found(tmp_path):
+    policy = {"name": "static", "schedule": "0.1:2"}
+    loop = Loop(PARTS, {"config": {**FAST, "policy": policy}, "total_steps": 20, "directory": tmp_path})
+    loop.run.on_event(lambda event: loop.run.close() if isinstance(event, ModuleFrozen) else None)
+    loop.step(10)
+    assert read_journal(tmp_path).of(ModuleFrozen)
+    assert outside(loop.model) == outside(Loop(PARTS).model.train())
+
+
+def test_an_attach_that_raises_leaves_the_model_as_it_was_found(tmp_path):
+    made = []
+
+    def make(config, **given):
+        made.append(given)
+        if len(made) > 1:
+            raise ValueError("the policy of the user")
+        return find_policy("egeria")(config, **given)
+
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(ValueError, match="the policy of the user"):
+        egeria.attach(model, optimizer, policy=make, total_steps=9, config=FAST, directory=tmp_path)
+    assert outside(model) == outside(model_and_optimizer()[0])
 
 
 def test_a_failing_controller_never_reaches_the_loop(tmp_path):

@@ -125,7 +125,8 @@ class Replicas(ParallelStrategy):
         super().__init__()
         self._options = options
         self._wrapper: Any = None
-        self._was_seen = False
+        self._is_bare = False
+        """Whether the last training call was in no wrapper, as far as that is known."""
         self._trained: tuple[str, ...] = ()
         """Names of the parameters that are reduced."""
         self._frozen: Collection[str] = ()
@@ -149,20 +150,20 @@ class Replicas(ParallelStrategy):
 
     def refusal(self) -> str | None:
         """Refuse what cannot be watched, and options that fix at the first iteration what is reduced."""
-        return super().refusal() or (_refuse_options(self._wrapper) if self._wrapper else None)
+        if self._wrapper is None:
+            return super().refusal() or (_BARE if self._is_bare else None)
+        return super().refusal() or _refuse_options(self._wrapper)
 
     def see_call(self) -> None:
-        """Find the wrapper of a bare model at its first training call."""
-        if self._was_seen:
-            return
-        self._was_seen = True
+        """Find the wrapper of a bare model at the first training call in one."""
         if self._wrapper is not None:
             return
         find: Any = DistributedDataParallel._get_active_ddp_module
         wrapper = find()
+        self._is_bare = wrapper is None
         if wrapper is None:
-            self._refused = _BARE
-        elif distributed.get_world_size(wrapper.process_group) != self.num_ranks:
+            return
+        if distributed.get_world_size(wrapper.process_group) != self.num_ranks:
             self._refused = _PART
         else:
             self.called = wrapper

@@ -43,6 +43,7 @@ class Recorder:
         self.recent: deque[Event] = deque(maxlen=KEPT_IN_MEMORY)
         self._echoes = echoes
         self._warned: set[str] = set()
+        self._declined: set[str] = set()
         self._faults: dict[str, int] = {}
         self._file: IO[str] | None = None
         self._listeners: dict[object, Callable[[Event], object]] = {}
@@ -100,7 +101,8 @@ class Recorder:
             reason: why.
             by_this_process: whether no other process of the job says the same.
         """
-        if what not in self._warned:
+        if what not in self._declined:
+            self._declined.add(what)
             self.write(Declined(step=self.step, what=what, reason=reason))
         if by_this_process or not self._echoes:
             self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training continues without it.")

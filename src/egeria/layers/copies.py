@@ -111,8 +111,8 @@ class _Copier:
         self._thing = thing
         self.holders: list[PlainCopies] = []
         table = vars(thing)
-        self._own = {name: table.pop(name) for name in COPYING if name in table}  # what the user has put there
         self._reduce, self._deepcopy = thing.__reduce_ex__, getattr(thing, "__deepcopy__", None)
+        self._own = {name: table.pop(name) for name in COPYING if name in table}  # what the user has put there
         table["__reduce_ex__"] = self.reduce
         if self._deepcopy is not None:
             table["__deepcopy__"] = self.deepcopy

@@ -35,7 +35,8 @@ from egeria.session.checks import (
     unwrap_loader,
     unwrap_scheduler,
 )
-from egeria.session.following import Cut, ModelHandle, ModelHooks, Training
+from egeria.session.following import Cut, ModelHooks, Training
+from egeria.session.handle import ModelHandle
 from egeria.session.loop import Session
 from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks
@@ -107,15 +108,20 @@ def attach(
     )
     make_policy = partial(_make_policy, training, rule)
     cut, interval_steps = _begin(training, make_policy, choice, rule_name, loader)
-    session = Session(
-        training,
-        cut=cut,
-        interval_steps=interval_steps,
-        make_policy=make_policy,
-        make_controller=make_controller,
-        loader=loader,
-        scheduler=scheduler,
-    )
+    try:
+        session = Session(
+            training,
+            cut=cut,
+            interval_steps=interval_steps,
+            make_policy=make_policy,
+            make_controller=make_controller,
+            loader=loader,
+            scheduler=scheduler,
+        )
+    except BaseException:  # such as one of the user's own policy, which `attach` raises
+        training.hooks.close()
+        recorder.close()
+        raise
     session.timer.add_overhead(*watch.read())
     run = _OPEN_RUNS[id(model)] = Run(ModelHandle(training.hooks, parallel), session, showing)
     return run
@@ -278,15 +284,19 @@ _OPEN_RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary(
 
 
 def _check_unwatched(model: nn.Module) -> None:
-    """Raise ConfigError if an open run watches a model."""
-    model = model.__dict__["_bare"] if isinstance(model, ModelHandle) else model
-    if id(model) in _OPEN_RUNS:
+    """Raise ConfigError if an open run watches a model, or one that has parameters of it."""
+    own = {id(parameter) for parameter in model.parameters()}
+
+    def others() -> list[Run]:
+        open_runs = [run for run in _OPEN_RUNS.values() if not run._closed]
+        return [run for run in open_runs if any(id(parameter) in own for parameter in run.model.parameters())]
+
+    if others():
         gc.collect()  # one that was dropped in a cycle, such as that of a traceback, is released by this
-    run = _OPEN_RUNS.get(id(model))
-    if run is not None and not run._closed:
+    if found := others():
         raise ConfigError(
-            f"attach takes a model that no open run watches, found one that {run!r} watches. Call run.close() of that "
-            f"run first, or go on with it."
+            f"attach takes a model that no open run watches, in whole or in part, found one that {found[0]!r} watches. "
+            f"Call run.close() of that run first, or go on with it."
         )
 
 

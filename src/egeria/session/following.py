@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -43,6 +42,10 @@ class ModelHooks:
         self.is_compiled = is_compiled(model) or parallel.is_compiled
         self.was_called = False
         """Whether there was a training call."""
+        self.needs_check = True
+        """Whether `check_calls` is to be called: at the first step, and after a failure."""
+        self.failure: Exception | None = None
+        """What was raised in a call of the loop's, which goes on without us."""
         self._keep: Callable[[Batch], None] | None = None
         self._skip: Callable[[Callable[[], Any], Batch], Any] | None = None
         self._before: Callable[[], None] | None = None
@@ -112,7 +115,10 @@ class ModelHooks:
         is_called_compiled = compiling_callback() not in (None, False)
         disable: Any = torch.compiler.disable
         prepare = disable(self._prepare) if is_called_compiled else self._prepare
-        prepare(args, kwargs, is_called_compiled)
+        try:
+            prepare(args, kwargs, is_called_compiled)
+        except Exception as error:
+            self._batch, self.failure, self.needs_check = None, error.with_traceback(None), True
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> None:
         self._batch = None
@@ -156,90 +162,6 @@ class SkippingForward:
         """Give a model its own `forward` back."""
         if self.own_forward is not None:
             attributes["forward"] = self.own_forward
-
-
-class ModelHandle(nn.Module):
-    """Stands for a model: same parameters, submodules, state and attributes; calls go to the wrapper, if it has one.
-
-    A bare model in a job of several processes is wrapped in `DistributedDataParallel` when the handle is called.
-    The handle shares the tables of the model itself, so that names, `state_dict` and `.to()` are the model's own.
-    """
-
-    def __init__(self, hooks: ModelHooks, parallel: ParallelStrategy) -> None:
-        attributes = self.__dict__
-        attributes["_bare"] = self
-        super().__init__()
-        model = hooks.model
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            attributes[table] = model.__dict__[table]
-        attributes |= {"_bare": model, "_hooks": hooks, "_parallel": parallel}
-
-    @property
-    def training(self) -> bool:
-        """The mode of the model."""
-        return bool(self._bare.training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if self._bare is not self:  # nn.Module's own constructor sets it first
-            self._bare.training = mode
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        if torch.compiler.is_compiling():  # only in this very function does that leave the handle out
-            torch._dynamo.skip_frame("egeria: a handle is called as it is, and what it calls is compiled")
-        called, disable = self._parallel.called, cast(Any, torch.compiler.disable)
-        if called is None:
-            is_training = self._bare.training and torch.is_grad_enabled()
-            called = disable(self._parallel.wrap)() if is_training else self._bare
-        return called(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> ModelHandle:
-        """Set the mode of the model."""
-        called = self._parallel.called
-        (self._bare if called is None else called).train(mode)
-        return self
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model in place."""
-        self._bare.compile(*args, **kwargs)
-        self._hooks.note_compiled()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the model, under its own names."""
-        return self._bare.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state of the model."""
-        return self._bare.load_state_dict(state_dict, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return getattr(self.__dict__["_bare"], name)
-        except AttributeError:
-            parallel = self.__dict__.get("_parallel")
-            if parallel is None or parallel.called is self._bare:
-                raise
-            if parallel.called is None and not hasattr(DistributedDataParallel, name):
-                raise
-            return getattr(parallel.wrap(), name)  # what a wrapper has, such as `no_sync`
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_bare"], name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.__dict__["_bare"], name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(
-            "run.model is a handle on the attached model and is not copied itself. Copy the model you gave to attach."
-        )
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "run.model is a handle on the attached model and is not pickled itself. "
-            "Save run.model.state_dict(), or the model you gave to attach."
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -379,13 +301,18 @@ def watch_order(training: Training, modules: Sequence[LayerModule]) -> OrderReco
 
 
 def check_calls(training: Training, order: OrderRecorder | OrderOfBatch | None) -> None:
-    """Check, at the first step, that the calls of the model can be followed.
+    """Check that the calls of the model can be followed.
 
     Raises:
         HarmfulFreezeError: they cannot.
+        Exception: what was raised when a call was last looked at.
     """
+    hooks = training.hooks
+    failure, hooks.failure, hooks.needs_check = hooks.failure, None, False
+    if failure is not None:
+        raise failure
     reason = training.parallel.refusal()
-    if not training.hooks.was_called:
+    if not hooks.was_called:
         parts = order.called_alone if order else ()
         found = f"the loop calls parts of it ({', '.join(parts[:3])})" if parts else "no call in training mode was seen"
         reason = (

@@ -93,7 +93,6 @@ class Session:
         self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out) if sets_rates else None
         self._order = watch_order(self.training, self.modules) if self.parts else None
         """Records the execution order until the first forward pass has shown it."""
-        self._has_checked_calls = False
         self._past_controller_cpu_s = 0.0
         self._faults_in_a_row: dict[str, int] = {}
         self.training.hooks.when_compiled(self._note_compiled)
@@ -123,9 +122,8 @@ class Session:
         self.recorder.step = self.clock.step
         seconds = self.compiling.look(self.clock.step)
         self.timer.add_overhead(seconds, seconds)
-        if self.parts is not None and not self._has_checked_calls:
-            self._guard("looking for calls of the model", partial(check_calls, self.training, self._order))
-        self._has_checked_calls = True
+        if self.parts is not None and self.training.hooks.needs_check:
+            self._guard("following the calls of the model", partial(check_calls, self.training, self._order))
         if self._order is not None:
             self._guard("ordering the layer modules", self._settle_order)
         if ends_interval or self._may_have_readings:
@@ -255,6 +253,8 @@ class Session:
     def _apply(self, parts: CutParts, decisions: Sequence[Decision], batch: Batch | None) -> None:
         """Carry out decisions in order; `_agree` puts them in force at the end of the step."""
         for decision in decisions:
+            if self.parts is not parts:  # a callback for events has closed the run
+                return
             if isinstance(decision, Freeze):
                 together = [*parts.applier.waiting, decision.module]
                 parts.applier.freeze(decision, batch, parts.evaluation.saved_s(together))
@@ -357,7 +357,7 @@ class Session:
         if self.skipping is not None:
             leave = partial(self.skipping.follow, (), parts.policy, self.clock)
             self._guard("leaving the boundary of the cache", leave)
-        parts.applier.release()
+        self._guard("thawing", parts.applier.release)
         keeps = successor is not None and successor.evaluation.controller is parts.evaluation.controller
         self._guard("closing the controller", partial(parts.evaluation.close, keeps_controller=keeps))
         self._past_controller_cpu_s += parts.evaluation.status.cpu_s
