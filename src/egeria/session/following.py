@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -17,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from egeria.config import Config
 from egeria.errors import StateError
 from egeria.journal import Recorder
+from egeria.layers.atoms import names_of_reused
 from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
-from egeria.layers.modules import LayerModule, count_trainable, parse_modules
+from egeria.layers.modules import LayerModule, count_trainable, parse_modules, trains_elsewhere
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
@@ -267,11 +268,14 @@ class Training:
         """Whether each process has a part of the parameters only."""
         return is_sharded(self.model)
 
-    def parse(self, order: Sequence[str] | None = None) -> tuple[LayerModule, ...]:
+    def keeps_in_training(self, module: LayerModule) -> bool:
+        """Return whether a freeze would leave all that trains in a layer module in training, as tied weights."""
+        return self.config.freezing.tied == "keep" and trains_elsewhere(self.model, module)
+
+    def parse(self, seen: CallOrder | None = None) -> tuple[LayerModule, ...]:
         """Return the layer modules, in the order of execution where that is known."""
-        settings = self.config.modules
-        shares = {"target_share": settings.target_share, "minimum_share": settings.minimum_share}
-        return parse_modules(self.model, pattern=settings.pattern, order=order, **shares)
+        order, again = (seen.order, seen.returned_to) if seen else (None, ())
+        return parse_modules(self.model, order=order, returned_to=again, **asdict(self.config.modules))
 
     def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
         """Raise StateError if a saved state is of another policy, or of a model with other parameters."""
@@ -313,10 +317,11 @@ class Cut:
         """Return the cut into these layer modules.
 
         To freeze one that is called again after active modules, in `returned_to`, saves nothing: the backward pass
-        runs through it.
+        runs through it. Of one that only has tied weights nothing would freeze where those are kept in training.
         """
         model = training.model
-        chain = next((index for index, m in enumerate(modules) if m.tap in returned_to), len(modules) - 1)
+        bounds = (i for i, m in enumerate(modules) if m.tap in returned_to or training.keeps_in_training(m))
+        chain = next(bounds, len(modules) - 1)
         return cls(
             modules=tuple(modules),
             num_trainable=tuple(count_trainable(model, module) for module in modules),
@@ -326,21 +331,23 @@ class Cut:
 
     @classmethod
     def in_order(cls, training: Training, seen: CallOrder) -> Cut:
-        """Return the cut in the order in which layers were seen to run.
-
-        Raises:
-            HarmfulFreezeError: no gradient would come through a frozen layer.
-        """
+        """Return the cut in the order in which layers ran; HarmfulFreezeError where frozen ones let no gradient by."""
         if seen.without_grad:
             raise HarmfulFreezeError(
                 f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
                 f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
             )
-        cut = cls.of(training, training.parse(seen.order), seen.returned_to)
+        cut = cls.of(training, training.parse(seen), seen.returned_to)
         limit = cut.modules[cut.deepest_freeze]
         if limit.tap in seen.returned_to:
             reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
-            training.recorder.decline(f"freezing {limit.name} and what follows", reason)
+        elif training.keeps_in_training(limit):
+            reason = (
+                "its weights are tied to layers behind it, which train them on; freezing.tied='freeze' freezes them"
+            )
+        else:
+            return cut
+        training.recorder.decline(f"freezing {limit.name} and what follows", reason)
         return cut
 
     def to_dict(self) -> dict[str, Any]:
@@ -372,18 +379,14 @@ def watch_order(training: Training, modules: Sequence[LayerModule]) -> OrderReco
 
     In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there.
     """
-    names = [name for module in modules for name in module.submodules]
+    names = dict.fromkeys([*(name for m in modules for name in m.submodules), *names_of_reused(training.model)])
     if training.hooks.is_compiled:
         return OrderOfBatch(training.model, names, training.hooks.keep_next)
     return OrderRecorder(training.model, names)
 
 
 def check_calls(training: Training, order: OrderRecorder | OrderOfBatch | None) -> None:
-    """Check, at the first step, that the calls of the model can be followed.
-
-    Raises:
-        HarmfulFreezeError: they cannot.
-    """
+    """Raise HarmfulFreezeError, at the first step, if the calls of the model cannot be followed."""
     reason = training.parallel.refusal()
     if not training.hooks.was_called:
         parts = order.called_alone if order else ()
