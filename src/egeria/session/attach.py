@@ -35,7 +35,8 @@ from egeria.session.checks import (
     unwrap_loader,
     unwrap_scheduler,
 )
-from egeria.session.following import Cut, ModelHandle, ModelHooks, Training
+from egeria.session.cutting import Cut
+from egeria.session.following import ModelHandle, ModelHooks, Training
 from egeria.session.loop import Session
 from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks

@@ -17,7 +17,8 @@ from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
 from egeria.policy import UnfreezeRule, find_policy, find_rule, harmless_error, rule_for_schedule, with_metric_of_policy
-from egeria.session.following import Cut, Training
+from egeria.session.cutting import Cut
+from egeria.session.following import Training
 from egeria.session.ranks import Subject
 
 DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "freezing", "unfreezing")
