@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from egeria import read_journal
-from egeria.events import ComputeProfiled, ControllerChosen, PlasticityRead, Resumed, RunStarted
+from egeria import EgeriaWarning, read_journal
+from egeria.events import ComputeProfiled, ControllerChosen, Declined, PlasticityRead, Resumed, RunStarted
+from egeria.report.history import read_history
+from egeria.report.replay import replay
+from egeria.report.summary import summarize
 from loops import FAST, Loop, differences
 from menagerie import MENAGERIE
 from ranks import run_ranks
@@ -54,6 +57,44 @@ def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
     assert second.run.frozen == whole.run.frozen
     assert course(tmp_path / "second", stop) == course(tmp_path / "whole", stop)
     assert read_journal(tmp_path / "whole").of(PlasticityRead)
+
+
+@pytest.mark.parametrize("place", ["another directory", "the same directory"])
+def test_a_resumed_run_names_the_layers_in_the_order_that_the_first_one_saw(place, tmp_path):
+    """They run in another order than they are defined in; the second run is told so by the state."""
+    first = Loop(SPECIMENS["Backwards"], {**INLINE, "directory": tmp_path / "first"})
+    first.step(STEPS // 2)
+    names, before = [module.name for module in first.run.modules], first.run.summary()
+    assert before.frozen
+    checkpoint = first.save()
+    folder = tmp_path / "first" if place == "the same directory" else tmp_path / "second"
+    second = Loop(SPECIMENS["Backwards"], {**INLINE, "directory": folder}, seed=9)
+    assert [module.name for module in second.run.modules] != names
+    second.load(checkpoint)
+    after = second.run.summary()
+    assert list(after.modules) == names and after.parameter_share == before.parameter_share
+    second.step(STEPS - STEPS // 2)
+    deepest = first.run._session.parts.policy.state_dict()["deepest_freeze"]
+    second.run.close()
+    summary = summarize(read_history(folder))
+    assert [module.name for module in summary.modules] == names and summary.deepest_freeze == deepest
+    if place == "the same directory":
+        assert replay(folder).agrees and list(replay(folder).module_names) == names
+
+
+def test_other_settings_of_the_cut_than_those_of_the_saved_run_are_declined(tmp_path):
+    first = Loop(SPECIMENS["residual"], {**INLINE, "directory": tmp_path / "first"})
+    first.step(STEPS // 2)
+    names, checkpoint = [module.name for module in first.run.modules], first.save()
+    settings = {**INLINE["config"], "modules": {"pattern": "|".join(first.run.modules[i].tap for i in (0, -1))}}
+    second = Loop(SPECIMENS["residual"], {**INLINE, "config": settings, "directory": tmp_path / "second"})
+    with pytest.warns(EgeriaWarning, match=r"modules\.pattern=.*but not the state of the run"):
+        second.load(checkpoint)
+    assert [module.name for module in second.run.modules] == list(second.run.summary().modules) == names
+    (declined,) = read_journal(tmp_path / "second").of(Declined)
+    assert declined.step == STEPS // 2
+    second.step()
+    assert list(second.run.summary().modules) == names
 
 
 # --- on another number of ranks ------------------------------------------------------------------

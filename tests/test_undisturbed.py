@@ -388,3 +388,26 @@ def test_counting_disturbs_nothing_even_when_the_model_breaks():
     with pytest.raises(RuntimeError, match="broken on purpose"):
         forward_shares(model, [module_of("0", "1"), module_of("2", "3")], batch_of(torch.ones(3, 8)))
     assert same(before, everything(model)) and outside(model) == found
+
+
+def test_operations_are_counted_where_a_layer_takes_a_view_of_a_parameter():
+    """As in DeBERTa, whose layers take the table of relative positions: without a graph such a view has no origin."""
+
+    class Layer(nn.Linear):
+        def forward(self, x, positions):
+            return super().forward(x + positions)
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(5, 8))
+            self.a, self.b = Layer(8, 16), Layer(16, 4)
+            self.table_of_b = nn.Parameter(torch.ones(9, 16), requires_grad=False)
+
+        def forward(self, x):
+            return self.b(self.a(x, self.table[:5]), self.table_of_b[:5])
+
+    model = Positions()
+    shares = forward_shares(model, [module_of("a"), module_of("b")], batch_of(torch.ones(5, 8)))
+    assert shares == pytest.approx([1280 / 1920, 640 / 1920])
+    assert {name for name, entry in model.named_parameters() if not entry.requires_grad} == {"table_of_b"}

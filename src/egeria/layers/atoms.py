@@ -24,7 +24,8 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 Role = Literal["block", "unit", "loose", "direct", "alias", "uncalled"]
 """`block` and `unit` are atoms, `loose` is any other submodule, `direct` are parameters that a submodule
-taken apart holds itself, `alias` is a submodule met before, `uncalled` one that the forward pass skips."""
+taken apart holds itself, `alias` is a submodule met before, in another container maybe, `uncalled` one that the
+forward pass skips."""
 
 _PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -89,6 +90,12 @@ def can_be_called(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
+def names_of_reused(model: nn.Module) -> list[str]:
+    """Return the names of the submodules that hold parameters and have more than one name."""
+    counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    return [name for name, module in model.named_modules() if counts[module] > 1 and module._parameters]
+
+
 def find_pieces(model: nn.Module, matches: Collection[str] | None = None) -> list[Piece]:
     """Take a model apart into pieces, in definition order; `matches` names the atoms, None looks for blocks."""
     if matches is None:
@@ -117,7 +124,7 @@ def _walk(model: nn.Module, rule: Callable[[str, nn.Module], Role | None]) -> It
         return Piece(name=name, role=role, parameters=tuple(names[id(parameter)] for parameter in own), size=size)
 
     def visit(path: str, module: nn.Module) -> Iterator[Piece]:
-        is_alias = module in met
+        is_alias = all(part in met for part in _substance(module))
         role = rule(path, module) if path and can_be_called(module) else None
         met.add(module)
         if is_alias or role is not None:
@@ -131,6 +138,12 @@ def _walk(model: nn.Module, rule: Callable[[str, nn.Module], Role | None]) -> It
             yield from visit(child_path, child)
 
     return visit("", model)
+
+
+def _substance(module: nn.Module) -> list[nn.Module]:
+    """Return what is in a module but plain containers; of an empty one itself."""
+    parts = [part for part in module.modules() if type(part) not in _PURE_CONTAINERS]
+    return parts or [module]
 
 
 class _Census:

@@ -55,6 +55,11 @@ class Freezer:
         return len(self._records)
 
     @property
+    def num_frozen(self) -> int:
+        """Elements of the parameters that are frozen: without tied weights that train on through an active module."""
+        return sum(parameter.numel() for record in self._records for parameter in record.parameters)
+
+    @property
     def is_undone(self) -> bool:
         """Whether somebody else switched gradients of a frozen parameter on again."""
         return any(parameter.requires_grad for record in self._records for parameter in record.parameters)

@@ -7,7 +7,7 @@ blocks are given to them, in execution order, and every parameter to exactly one
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -66,6 +66,12 @@ def count_trainable(model: nn.Module, module: LayerModule) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
+def trains_elsewhere(model: nn.Module, module: LayerModule) -> bool:
+    """Return whether all that trains in a layer module is shared with modules behind it: kept, nothing would freeze."""
+    trained = {name for name in module.parameters if model.get_parameter(name).requires_grad}
+    return bool(trained) and trained <= set(module.shared_parameters)
+
+
 def parse_modules(
     model: nn.Module,
     *,
@@ -73,6 +79,7 @@ def parse_modules(
     target_share: float = 0.2,
     minimum_share: float = 0.005,
     order: Sequence[str] | None = None,
+    returned_to: Collection[str] = (),
 ) -> tuple[LayerModule, ...]:
     """Cut a model into layer modules, front to back.
 
@@ -86,6 +93,8 @@ def parse_modules(
         minimum_share: share of them under which a stage joins its neighbour.
         order: names of submodules in execution order, from `CallOrder.order`; what is not in it
             did not run and is no block of its own. None takes the order of definition.
+        returned_to: names of submodules that were called again after others, from `CallOrder.returned_to`. A submodule
+            with two names that ran in one place only shares its parameters with none.
 
     Returns:
         At least two layer modules; each parameter of the model belongs to exactly one.
@@ -105,12 +114,14 @@ def parse_modules(
             f"last layer module never does: train this model without egeria, or make its parts submodules that are "
             f"called."
         )
+    single = set() if order is None else _parameters_of_one_place(atoms, returned_to)
     if matches is not None:
         reason = f"The pattern {pattern!r} names it"
-        return _build_modules(model, atoms, [Group(start=i, stop=i + 1, reason=reason) for i in range(len(atoms))])
+        groups = tuple(Group(start=i, stop=i + 1, reason=reason) for i in range(len(atoms)))
+        return _build_modules(model, atoms, groups, single)
     sizes, total = [atom.core.size for atom in atoms], _size_without_vocabulary(model, atoms)
     groups = group_atoms(names, sizes, total, target_share=target_share, minimum_share=minimum_share)
-    return _build_modules(model, atoms, groups)
+    return _build_modules(model, atoms, groups, single)
 
 
 def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
@@ -213,15 +224,24 @@ def _size_without_vocabulary(model: nn.Module, atoms: Sequence[Atom]) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name in in_atoms or p.shape not in tables)
 
 
-def _build_modules(model: nn.Module, atoms: Sequence[Atom], groups: Sequence[Group]) -> tuple[LayerModule, ...]:
-    """Make the records; a parameter belongs to the first module that uses it."""
+def _parameters_of_one_place(atoms: Sequence[Atom], returned_to: Collection[str]) -> set[str]:
+    """Return the parameters of submodules that ran, and in one place only: another name of those is no other use."""
+    called = [p for atom in atoms for p in atom.pieces if p.role not in ("alias", "uncalled")]
+    names = {parameter for piece in called for parameter in piece.parameters}
+    return {name for name in names if not any(is_under(name, other) for other in returned_to)}
+
+
+def _build_modules(
+    model: nn.Module, atoms: Sequence[Atom], groups: Sequence[Group], single: Collection[str]
+) -> tuple[LayerModule, ...]:
+    """Make the records; a parameter belongs to the first module that uses it, other names of `single` aside."""
     names = [atom.name for atom in atoms]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     members = [[p for atom in atoms[group.start : group.stop] for p in atom.pieces] for group in groups]
     owners: dict[str, int] = {}
     shared: set[str] = set()
     for index, pieces in enumerate(members):
-        for parameter in (name for piece in pieces for name in piece.parameters):
+        for parameter in (name for p in pieces for name in p.parameters if p.role != "alias" or name not in single):
             if owners.setdefault(parameter, index) != index:
                 shared.add(parameter)
 

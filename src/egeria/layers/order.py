@@ -58,7 +58,7 @@ class CallOrder:
         if not parameters:
             self._names.pop(name, None)
         else:
-            if name in self._names and self._last != name:
+            if name in self._names and not _are_nested(name, self._last):
                 self.returned_to.add(name)
             if self._has_grad and not torch.is_grad_enabled() and any(entry.requires_grad for entry in parameters):
                 self.without_grad.add(name)
@@ -145,6 +145,11 @@ class OrderOfBatch:
     def _keep(self, batch: Batch | None) -> None:
         self._keep_next(None)
         self._batch = batch
+
+
+def _are_nested(name: str, other: str) -> bool:
+    """Return whether one of two submodules is, or lies inside, the other."""
+    return f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.")
 
 
 def merge_order(names: Sequence[str], called: Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ class TrainingTap:
             self.activation = activation.detach()[: self._num_rows].clone()
 
 
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Let no parameter need a gradient: the counter looks for the graph of what does, and views have none here."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
 def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batch) -> list[float] | None:
     """Return the share of each layer module in the operations of one forward pass; None where none can be counted.
 
@@ -76,7 +90,7 @@ def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batc
     """
     counter = FlopCounterMode(display=False)
     copied = batch.first_rows(None)
-    with undisturbed(model), counter, batch.autocast.context():
+    with undisturbed(model), _without_gradients(model), counter, batch.autocast.context():
         model(*copied.args, **copied.kwargs)
     total = counter.get_total_flops()
     if not total:

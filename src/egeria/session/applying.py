@@ -50,7 +50,7 @@ class Applier:
         self.recorder, self.parallel = self.training.recorder, self.training.parallel
         freezes_tied = self.training.config.freezing.tied == "freeze"
         self._freezer = Freezer(self.training.model, self.modules, freeze_tied=freezes_tied)
-        self._num_trainable = [count_trainable(self.training.model, module) for module in self.modules]
+        self._num_trainable = sum(count_trainable(self.training.model, module) for module in self.modules)
         self._gradients = InputGradients(self._decline_saving)
         self._has_declined = False
         self.waiting: list[int] = []
@@ -102,7 +102,7 @@ class Applier:
                 name=module.name,
                 frozen=self.depth,
                 reason=decision.reason,
-                parameter_share=sum(self._num_trainable[: self.depth]) / max(1, sum(self._num_trainable)),
+                parameter_share=self._freezer.num_frozen / max(1, self._num_trainable),
             )
         )
 

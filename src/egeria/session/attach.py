@@ -35,7 +35,8 @@ from egeria.session.checks import (
     unwrap_loader,
     unwrap_scheduler,
 )
-from egeria.session.following import Cut, ModelHooks, Training
+from egeria.session.cutting import Cut
+from egeria.session.following import ModelHooks, Training
 from egeria.session.handle import ModelHandle
 from egeria.session.loop import Session
 from egeria.session.packed import Packed

@@ -17,7 +17,8 @@ from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
 from egeria.policy import UnfreezeRule, find_policy, find_rule, harmless_error, rule_for_schedule, with_metric_of_policy
-from egeria.session.following import Cut, Training
+from egeria.session.cutting import Cut
+from egeria.session.following import Training
 from egeria.session.ranks import Subject
 
 DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "freezing", "unfreezing")
@@ -50,8 +51,11 @@ def check_training(
         raise ConfigError(
             f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the model itself."
         )
-    parallel = parallel or choose_parallel(model)
-    model = parallel.take(model)
+    inner, given = _unwrap(model, INNER_MODELS), model
+    parallel = parallel or choose_parallel(inner)
+    model = parallel.take(inner)
+    if given is not inner and not parallel.is_compiled:
+        parallel.called = given
     if is_sharded(model):
         # Plasticity is read in the training pass, the only one that all processes make. The reference has all of the
         # weights, for which an accelerator may have no room.
@@ -68,6 +72,7 @@ def check_training(
     return model, optimizers, settings, parallel
 
 
+INNER_MODELS = {"_FabricModule": "_forward_module"}
 INNER_OPTIMIZERS = dict.fromkeys(("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"), "optimizer")
 INNER_SCHEDULERS = dict.fromkeys(("AcceleratedScheduler", "LRSchedulerConfig"), "scheduler")
 INNER_LOADERS = {"DataLoaderAdapter": "base_dataloader", "_FabricDataLoader": "_dataloader"}

@@ -1,10 +1,10 @@
-"""Following a model in training: the hook on it, what skips its forward, its cut into modules, its execution order."""
+"""Following a model in training: the hook on it, what skips its forward, its execution order."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from egeria.config import Config
 from egeria.errors import StateError
 from egeria.journal import Recorder
+from egeria.layers.atoms import names_of_reused
 from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
-from egeria.layers.modules import LayerModule, count_trainable, parse_modules
+from egeria.layers.modules import LayerModule, parse_modules, trains_elsewhere
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
@@ -189,11 +190,14 @@ class Training:
         """Whether each process has a part of the parameters only."""
         return is_sharded(self.model)
 
-    def parse(self, order: Sequence[str] | None = None) -> tuple[LayerModule, ...]:
+    def keeps_in_training(self, module: LayerModule) -> bool:
+        """Return whether a freeze would leave all that trains in a layer module in training, as tied weights."""
+        return self.config.freezing.tied == "keep" and trains_elsewhere(self.model, module)
+
+    def parse(self, seen: CallOrder | None = None) -> tuple[LayerModule, ...]:
         """Return the layer modules, in the order of execution where that is known."""
-        settings = self.config.modules
-        shares = {"target_share": settings.target_share, "minimum_share": settings.minimum_share}
-        return parse_modules(self.model, pattern=settings.pattern, order=order, **shares)
+        order, again = (seen.order, seen.returned_to) if seen else (None, ())
+        return parse_modules(self.model, order=order, returned_to=again, **asdict(self.config.modules))
 
     def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
         """Raise StateError if a saved state is of another policy, or of a model with other parameters."""
@@ -218,73 +222,6 @@ class Training:
         return max(float(group["lr"]) for group in fitting or groups)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """The layer modules of a model, and how many of them may freeze."""
-
-    modules: tuple[LayerModule, ...]
-    trainable: tuple[bool, ...]
-    """Whether each has any parameter to train."""
-    num_trainable: tuple[int, ...]
-    """Elements of the parameters of each that train; of fully trainable models its `num_parameters`."""
-    deepest_freeze: int
-    """The largest number of front modules that may be frozen."""
-
-    @classmethod
-    def of(cls, training: Training, modules: Sequence[LayerModule], returned_to: Collection[str] = ()) -> Cut:
-        """Return the cut into these layer modules.
-
-        To freeze one that is called again after active modules, in `returned_to`, saves nothing: the backward pass
-        runs through it.
-        """
-        model = training.model
-        chain = next((index for index, m in enumerate(modules) if m.tap in returned_to), len(modules) - 1)
-        return cls(
-            modules=tuple(modules),
-            num_trainable=tuple(count_trainable(model, module) for module in modules),
-            trainable=tuple(any(model.get_parameter(n).requires_grad for n in m.parameters) for m in modules),
-            deepest_freeze=min(chain, _deepest_with_busy_optimizers(training, modules)),
-        )
-
-    @classmethod
-    def in_order(cls, training: Training, seen: CallOrder) -> Cut:
-        """Return the cut in the order in which layers were seen to run.
-
-        Raises:
-            HarmfulFreezeError: no gradient would come through a frozen layer.
-        """
-        if seen.without_grad:
-            raise HarmfulFreezeError(
-                f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
-                f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
-            )
-        cut = cls.of(training, training.parse(seen.order), seen.returned_to)
-        limit = cut.modules[cut.deepest_freeze]
-        if limit.tap in seen.returned_to:
-            reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
-            training.recorder.decline(f"freezing {limit.name} and what follows", reason)
-        return cut
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields of journal events about a cut."""
-        pairs = zip(self.modules, self.num_trainable, strict=True)
-        modules = [module.to_dict() | {"num_trainable": count} for module, count in pairs]
-        return {"modules": modules, "trainable": list(self.trainable), "deepest_freeze": self.deepest_freeze}
-
-
-def _deepest_with_busy_optimizers(training: Training, modules: Sequence[LayerModule]) -> int:
-    """Return how many front modules may freeze such that every optimizer keeps something to train.
-
-    An optimizer without any gradient is an error to `GradScaler.step` ("No inf checks were recorded").
-    """
-    owner = {id(training.model.get_parameter(n)): index for index, m in enumerate(modules) for n in m.parameters}
-    deepest = last = len(modules) - 1
-    for optimizer in training.optimizers:
-        parameters = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
-        deepest = min(deepest, max((owner.get(id(entry), last) for entry in parameters), default=last))
-    return deepest
-
-
 class HarmfulFreezeError(Exception):
     """A freeze would break the training, or has; it was undone."""
 
@@ -294,7 +231,7 @@ def watch_order(training: Training, modules: Sequence[LayerModule]) -> OrderReco
 
     In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there.
     """
-    names = [name for module in modules for name in module.submodules]
+    names = dict.fromkeys([*(name for m in modules for name in m.submodules), *names_of_reused(training.model)])
     if training.hooks.is_compiled:
         return OrderOfBatch(training.model, names, training.hooks.keep_next)
     return OrderRecorder(training.model, names)

@@ -26,8 +26,9 @@ from egeria.policy import (
 )
 from egeria.session.accumulation import StepCounter
 from egeria.session.applying import Applier, Compiling
+from egeria.session.cutting import Cut
 from egeria.session.evaluation import Evaluation
-from egeria.session.following import Cut, HarmfulFreezeError, Training, check_calls, watch_order
+from egeria.session.following import HarmfulFreezeError, Training, check_calls, watch_order
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.optimizer_steps import LayerRates, Wanted
@@ -157,6 +158,7 @@ class Session:
         if self.parts is not None:
             state["engine"] = {
                 "modules": [module.to_dict() for module in self.modules],
+                "cut_by": asdict(self.training.config.modules),
                 "policy": self.parts.policy.state_dict(),
                 "evaluator": self.parts.evaluation.state_dict(),
                 "frozen": self.frozen,
@@ -179,16 +181,16 @@ class Session:
                 "not, or its run is closed. Attach the same model with the same configuration, then load."
             )
         elif clock.step:  # before the first step nothing was decided, and the order is still to be recorded
-            parts = self._make_parts(Cut.of(self.training, modules))
+            parts = self._make_parts(cut := Cut.resumed(self.training, modules, saved))
             parts.policy.load_state_dict(saved["policy"])
             parts.evaluation.load_state_dict(saved["evaluator"])
             self._release_parts(parts)
+            cut.announce(self.training, clock.step, self.modules, saved.get("cut_by"))
             self.parts, self.modules = parts, modules
             decided = parts.policy.frozen
             parts.applier.restore(min(decided, int(saved.get("frozen", decided))), decided)
         self.budget.load_state_dict(budget)
-        self.clock = clock
-        self.recorder.step = clock.step
+        self.clock, self.recorder.step = clock, clock.step
         self.meter.load_state_dict(measured)
         self.steps.load_state_dict(state.get("accumulation", {}))
         if self._rates is not None:
@@ -263,8 +265,7 @@ class Session:
                 # What was requested earlier is from before the thaw.
                 parts.evaluation.valid_from = self.clock.evaluation
             else:
-                event = StageChanged(step=self.clock.step, stage=KNOWLEDGE_GUIDED, reason=decision.reason)
-                self.recorder.write(event)
+                self.recorder.write(StageChanged(step=self.clock.step, stage=KNOWLEDGE_GUIDED, reason=decision.reason))
 
     def _agree(self) -> None:
         """Check that all processes have frozen the same, and put it in force."""

@@ -1,0 +1,103 @@
+"""The cut of a model in training: which layer modules it has, and how many of them may freeze."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from egeria.events import ModulesOrdered
+from egeria.layers.modules import LayerModule, count_trainable
+from egeria.layers.order import CallOrder
+from egeria.session.following import HarmfulFreezeError, Training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The layer modules of a model, and how many of them may freeze."""
+
+    modules: tuple[LayerModule, ...]
+    trainable: tuple[bool, ...]
+    """Whether each has any parameter to train."""
+    num_trainable: tuple[int, ...]
+    """Elements of the parameters of each that train; of fully trainable models its `num_parameters`."""
+    deepest_freeze: int
+    """The largest number of front modules that may be frozen."""
+
+    @classmethod
+    def of(cls, training: Training, modules: Sequence[LayerModule], returned_to: Collection[str] = ()) -> Cut:
+        """Return the cut into these layer modules.
+
+        To freeze one that is called again after active modules, in `returned_to`, saves nothing: the backward pass
+        runs through it. Of one that only has tied weights nothing would freeze where those are kept in training.
+        """
+        model = training.model
+        bounds = (i for i, m in enumerate(modules) if m.tap in returned_to or training.keeps_in_training(m))
+        chain = next(bounds, len(modules) - 1)
+        return cls(
+            modules=tuple(modules),
+            num_trainable=tuple(count_trainable(model, module) for module in modules),
+            trainable=tuple(any(model.get_parameter(n).requires_grad for n in m.parameters) for m in modules),
+            deepest_freeze=min(chain, _deepest_with_busy_optimizers(training, modules)),
+        )
+
+    @classmethod
+    def in_order(cls, training: Training, seen: CallOrder) -> Cut:
+        """Return the cut in the order in which layers ran; HarmfulFreezeError where frozen ones let no gradient by."""
+        if seen.without_grad:
+            raise HarmfulFreezeError(
+                f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
+                f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
+            )
+        cut = cls.of(training, training.parse(seen), seen.returned_to)
+        limit = cut.modules[cut.deepest_freeze]
+        if limit.tap in seen.returned_to:
+            reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
+        elif training.keeps_in_training(limit):
+            reason = (
+                "its weights are tied to layers behind it, which train them on; freezing.tied='freeze' freezes them"
+            )
+        else:
+            return cut
+        training.recorder.decline(f"freezing {limit.name} and what follows", reason)
+        return cut
+
+    @classmethod
+    def resumed(cls, training: Training, modules: Sequence[LayerModule], saved: Mapping[str, Any]) -> Cut:
+        """Return the cut of a saved state: as deep as its policy knew, whose run had seen the calls."""
+        cut = cls.of(training, modules)
+        return replace(cut, deepest_freeze=saved["policy"].get("deepest_freeze", cut.deepest_freeze))
+
+    def announce(self, training: Training, step: int, known: Sequence[LayerModule], cut_by: Any) -> None:
+        """Journal a resumed cut where it is not the known one, and say so where it was made with other settings."""
+        if self.modules == tuple(known):
+            return
+        training.recorder.step = step
+        training.recorder.write(ModulesOrdered(step=step, **self.to_dict()))
+        ours = asdict(training.config.modules)
+        differing = [name for name, value in ours.items() if cut_by is not None and cut_by.get(name, value) != value]
+        if differing:
+            training.recorder.decline(
+                f"cutting the model by {' and '.join(f'modules.{name}={ours[name]!r}' for name in differing)}",
+                "a resumed run keeps the layer modules that it was saved with. For others load the model and the "
+                "optimizer, but not the state of the run",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of journal events about a cut."""
+        pairs = zip(self.modules, self.num_trainable, strict=True)
+        modules = [module.to_dict() | {"num_trainable": count} for module, count in pairs]
+        return {"modules": modules, "trainable": list(self.trainable), "deepest_freeze": self.deepest_freeze}
+
+
+def _deepest_with_busy_optimizers(training: Training, modules: Sequence[LayerModule]) -> int:
+    """Return how many front modules may freeze such that every optimizer keeps something to train.
+
+    An optimizer without any gradient is an error to `GradScaler.step` ("No inf checks were recorded").
+    """
+    owner = {id(training.model.get_parameter(n)): index for index, m in enumerate(modules) for n in m.parameters}
+    deepest = last = len(modules) - 1
+    for optimizer in training.optimizers:
+        parameters = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
+        deepest = min(deepest, max((owner.get(id(entry), last) for entry in parameters), default=last))
+    return deepest
