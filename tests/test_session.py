@@ -188,7 +188,7 @@ def test_the_loop_goes_on_calling_its_own_model(tmp_path):
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda model, x: model.head(model.parts.a(x)), "calls parts of it"),
+        (lambda model, x: model.head(model.parts.a(x)), r"calls parts of it \(parts.a, head\)"),
         (lambda model, x: torch.nn.functional.linear(x, next(model.parameters())), "no call in training mode"),
         (lambda model, x: model.eval()(x), "no call in training mode"),
     ],
