@@ -276,7 +276,7 @@ def test_arguments_outside_their_contract_are_errors():
         attach(loop.accelerator, loop.model, loop.optimizer, total_steps=0)
     with attach(loop.accelerator, loop.model, loop.optimizer) as run, pytest.raises(ConfigError, match="loss"):
         run.step("low")
-    with pytest.raises(ConfigError, match=r"loader is .* found LinearLR\. .*scheduler="):
+    with pytest.raises(ConfigError, match=r"loader is .* found AcceleratedScheduler\. .*scheduler="):
         attach(loop.accelerator, loop.model, loop.optimizer, loop.schedule)
 
 

@@ -153,7 +153,7 @@ def test_a_loss_that_is_nan_for_long_freezes_nothing_and_warns_once(tmp_path):
 
     steps(8, 1.0)
     assert run.stage == "knowledge-guided"
-    with pytest.warns(EgeriaWarning, match="not finite for 2 steps") as caught:
+    with pytest.warns(EgeriaWarning, match="not finite for 2 steps;") as caught:
         steps(40, float("nan"))
     assert len(caught) == 1
     assert run.frozen == 0

@@ -220,22 +220,29 @@ def _reason_to_decline(trainer: Any, pl_module: Any) -> str:
 
 def _reason_of_policy(trainer: Any, config: Config) -> str:
     """Return why the policy cannot be followed in a training; empty where it can."""
-    num_schedules = len(trainer.lr_scheduler_configs)
-    if num_schedules > 1 and FORESIGHT in getattr(find_policy(config.policy.name), "needs", ()):
+    name, num_schedules = config.policy.name, len(trainer.lr_scheduler_configs)
+    looks_ahead = FORESIGHT in getattr(find_policy(name), "needs", ())
+    if num_schedules > 1 and looks_ahead:
         return (
             f"configure_optimizers returns {num_schedules} learning-rate schedulers, and the rates that they come to "
             f"together cannot be foreseen. Return one: chain them with ChainedScheduler or SequentialLR. Or use "
             f"EgeriaCallback(policy='egeria'), which does not look ahead"
         )
-    if _total_steps(trainer, trainer.global_step) is None:
-        try:
-            choose_rule(config, scheduler=None, total_steps=None)
-        except ConfigError:  # with a length there was none
-            return (
-                f"the policy {config.policy.name!r} goes by the length of the training, which is unknown. Give it one: "
-                f"Trainer(max_steps=...) or Trainer(max_epochs=...)"
-            )
+    if _total_steps(trainer, trainer.global_step) is None and (looks_ahead or not _takes_any_length(config)):
+        return (
+            f"the policy {name!r} goes by the length of the training, which is unknown. Give it one: "
+            f"Trainer(max_steps=...) or Trainer(max_epochs=...)"
+        )
     return ""
+
+
+def _takes_any_length(config: Config) -> bool:
+    """Return whether the policy can be made where the number of steps is unknown."""
+    try:
+        choose_rule(config, scheduler=None, total_steps=None)
+    except ConfigError:  # with a number there was none
+        return False
+    return True
 
 
 def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module | str:

@@ -359,8 +359,7 @@ def _begin(
         runs = "the controller runs" if choice.device else "the controller is"
         logging.getLogger("egeria").info("%s %s: %s", runs, choice.kind, choice.reason)
     if FORESIGHT in needs and training.total_steps is None:
-        way_out = "give attach total_steps, or Lightning's Trainer max_steps"
-        reason = f"{training.policy_name!r} weighs what is still to come: {way_out}"
+        reason = f"{training.policy_name!r} weighs what is still to come: give attach total_steps"
         recorder.decline("freezing", reason)
     return cut, interval_steps
 

@@ -105,7 +105,7 @@ class IntervalMeter:
         )
         self.recorder.write(event)
         if loss is None:
-            reason = f"the training loss was not finite in {plural(num_bad, 'step')}; nothing is judged meanwhile"
+            reason = f"the training loss was not finite for {plural(num_bad, 'step')}; nothing is judged meanwhile"
             self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval.of(event)
 
