@@ -330,6 +330,7 @@ def test_a_schedule_that_cannot_be_foreseen_is_told_of_once_at_attach(name, tmp_
     at_attach, later, intervals = course_with(scheduler, optimizer, model, tmp_path)
     assert len(at_attach) == 1 and later == []
     assert type(scheduler).__name__ in at_attach[0] and "freezes nothing" in at_attach[0] and "egeria" in at_attach[0]
+    assert "Use a scheduler" in at_attach[0]  # callbacks of frameworks are not given one
     assert all(event.way_ahead is None for event in intervals[:-1])
     random.setstate(before)
 
