@@ -208,8 +208,9 @@ def test_a_group_must_be_of_its_own_kind(value):
         ({"plasticity": {"windw": 3}}, ["[plasticity] knows", "'windw'", "window", "Check the spelling"]),
         ({"cache": {"a": 1, "b": 2}}, ["[cache] knows directory", "'a', 'b'"]),
         ({1: {}, "x": {}}, ["the configuration knows", "'x'", "1"]),
-        ({"freezing": False}, ["[freezing] must be a table", "found False", "Write it as [freezing]"]),
-        ({"freezing": None}, ["[freezing] must be a table", "found None"]),
+        ({"freezing": False}, ["freezing must be a table", "found False", "below [freezing]"]),
+        ({"freezing": None}, ["freezing must be a table", "found None"]),
+        ({"policy": "static"}, ["found 'static'", "Write {'policy': {'name': 'static'}}", "below [policy]"]),
     ],
 )
 def test_unknown_groups_and_fields_are_refused_beside_the_known_ones(table, said):

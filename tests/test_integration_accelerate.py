@@ -276,6 +276,16 @@ def test_arguments_outside_their_contract_are_errors():
         attach(loop.accelerator, loop.model, loop.optimizer, total_steps=0)
     with attach(loop.accelerator, loop.model, loop.optimizer) as run, pytest.raises(ConfigError, match="loss"):
         run.step("low")
+    with pytest.raises(ConfigError, match=r"loader is .* found AcceleratedScheduler\. .*scheduler="):
+        attach(loop.accelerator, loop.model, loop.optimizer, loop.schedule)
+
+
+def test_a_loop_that_never_calls_run_step_is_told_at_the_end():
+    loop = Loop({"config": FREEZE})
+    run, loop.run = loop.run, None
+    loop.epochs()
+    with pytest.warns(EgeriaWarning, match="run.step was never called, but 20 steps of the optimizer were made"):
+        run.close()
 
 
 class DeepSpeedEngine(nn.Module):

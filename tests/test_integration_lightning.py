@@ -315,6 +315,47 @@ def test_names_and_settings_outside_their_contract_are_errors():
         EgeriaCallback(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="windo"):
         EgeriaCallback(config={"plasticity": {"windo": 3}})
+    with pytest.raises(ConfigError, match=r"policy\.name"):
+        EgeriaCallback(policy="no such policy")
+
+
+class Inside(Whole):
+    """Has a forward, and calls one of the two parts in it alone."""
+
+    def training_step(self, batch, batch_idx):
+        return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_a_module_that_calls_its_parts_instead_is_told_which_to_name(tmp_path):
+    with pytest.warns(EgeriaWarning, match=r"calls parts of it \(net\)\. .*EgeriaCallback\('net'\)"):
+        fit(EgeriaCallback(config=FREEZE, directory=tmp_path), model=Inside)
+    assert not freezes(tmp_path)
+
+
+class TwoSchedules(Classifier):
+    """A warmup by step and a decay by epoch, for one optimizer."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+        decay = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return [optimizer], [{"scheduler": warmup, "interval": "step"}, {"scheduler": decay, "interval": "epoch"}]
+
+
+def told_of(callback: Any, **options: Any) -> tuple[Any, list[str]]:
+    """Return the trainer after training, and what egeria warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(callback, **options)
+    return trainer, [str(entry.message) for entry in caught if issubclass(entry.category, EgeriaWarning)]
+
+
+def test_schedulers_that_are_not_one_are_declined_by_a_policy_that_looks_ahead(tmp_path):
+    trainer, [told] = told_of(EgeriaCallback(directory=tmp_path / "run"), model=TwoSchedules)
+    assert "returns 2 learning-rate schedulers" in told and "ChainedScheduler or SequentialLR" in told
+    assert differences(end_of(trainer), end_of(fit(model=TwoSchedules))) == []
+    _, told = told_of(EgeriaCallback(config=FREEZE, directory=tmp_path / "static"), model=TwoSchedules)
+    assert told == [] and freezes(tmp_path / "static") == [(6, 1), (12, 2)]
 
 
 class Manual(Classifier):
@@ -399,6 +440,14 @@ def test_endless_training_has_no_length(tmp_path):
     trainer = fit(callback, Stops(11, tmp_path / "last.ckpt"), max_epochs=-1)
     assert trainer.global_step == 11
     assert read_journal(tmp_path).of(RunStarted)[0].total_steps is None
+
+
+@pytest.mark.parametrize(("config", "name"), [(FREEZE, "static"), ({}, "forecast")])
+def test_a_policy_by_the_length_of_an_endless_training_is_declined(config, name, tmp_path):
+    callback, stops = EgeriaCallback(config=config, directory=tmp_path), Stops(11, tmp_path / "last.ckpt")
+    with pytest.warns(EgeriaWarning, match=rf"'{name}' goes by the length of the training.*Trainer\(max_steps="):
+        trainer = fit(callback, stops, max_epochs=-1)
+    assert trainer.global_step == 11 and callback.run is None
 
 
 def test_a_fast_development_run_leaves_nothing_behind(tmp_path):

@@ -154,7 +154,7 @@ def test_a_loss_that_is_nan_for_long_freezes_nothing_and_warns_once(tmp_path):
 
     steps(8, 1.0)
     assert run.stage == "knowledge-guided"
-    with pytest.warns(EgeriaWarning, match="not finite for 2 steps") as caught:
+    with pytest.warns(EgeriaWarning, match="not finite for 2 steps;") as caught:
         steps(40, float("nan"))
     assert len(caught) == 1
     assert run.frozen == 0
@@ -176,6 +176,16 @@ def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(loss, tmp_path):
     assert interval.step == 2 and interval.loss == 1.5
 
 
+def test_a_single_loss_that_is_nan_is_one_step(tmp_path):
+    config = {**FAST, "plasticity": {**FAST["plasticity"], "interval_steps": 1}}
+    (x,), _ = PARTS.example(torch.Generator())
+    run = egeria.attach(*model_and_optimizer(), config=config, controller="inline", directory=tmp_path)
+    run.model(x)
+    with pytest.warns(EgeriaWarning, match="not finite for 1 step;"):
+        run.step(float("nan"))
+    run.close()
+
+
 def test_the_loop_goes_on_calling_its_own_model(tmp_path):
     loops = [Loop(PARTS), Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})]
     model, run = loops[1].model, loops[1].run
@@ -192,7 +202,7 @@ def test_the_loop_goes_on_calling_its_own_model(tmp_path):
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda model, x: model.head(model.parts.a(x)), "calls parts of it"),
+        (lambda model, x: model.head(model.parts.a(x)), r"calls parts of it \(parts.a, head\)"),
         (lambda model, x: torch.nn.functional.linear(x, next(model.parameters())), "no call in training mode"),
         (lambda model, x: model.eval()(x), "no call in training mode"),
     ],

@@ -6,6 +6,7 @@ import io
 import random
 import threading
 import warnings
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -191,6 +192,42 @@ def test_what_is_no_scheduler_is_refused(make, found, tmp_path):
         attach(model, optimizer, tmp_path, scheduler=make(optimizer))
 
 
+class Indexed:
+    """A loader that is indexed by a for loop."""
+
+    def __getitem__(self, index):
+        return batches(3)[index]
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda model, optimizer: schedulers.StepLR(optimizer, 1), "StepLR"),
+        (lambda model, optimizer: AcceleratedScheduler(schedulers.StepLR(optimizer, 1)), "AcceleratedScheduler"),
+        (lambda model, optimizer: optimizer, "SGD"),
+        (lambda model, optimizer: AcceleratedOptimizer(optimizer), "AcceleratedOptimizer"),
+        (lambda model, optimizer: "train", "'train'"),
+        (lambda model, optimizer: STEPS, f"{STEPS}"),
+        (lambda model, optimizer: DataLoader, "the class DataLoader"),
+        (lambda model, optimizer: model, "Sequential"),
+    ],
+)
+def test_what_is_no_loader_is_refused(make, found, tmp_path):
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=rf"loader is .* found {found}\..* scheduler=\.\.\."):
+        attach(model, optimizer, tmp_path, loader=make(model, optimizer))
+
+
+@pytest.mark.parametrize("make", [list, iter, lambda found: (entry for entry in found), lambda found: Indexed()])
+def test_whatever_a_loop_can_go_through_is_a_loader(make, tmp_path):
+    model = network()
+    attach(model, SGD(model.parameters(), lr=0.1), tmp_path, loader=make(batches(3))).close()
+
+
 class Halving:
     """A scheduler of the user's own."""
 
@@ -293,6 +330,7 @@ def test_a_schedule_that_cannot_be_foreseen_is_told_of_once_at_attach(name, tmp_
     at_attach, later, intervals = course_with(scheduler, optimizer, model, tmp_path)
     assert len(at_attach) == 1 and later == []
     assert type(scheduler).__name__ in at_attach[0] and "freezes nothing" in at_attach[0] and "egeria" in at_attach[0]
+    assert "Use a scheduler" in at_attach[0]  # callbacks of frameworks are not given one
     assert all(event.way_ahead is None for event in intervals[:-1])
     random.setstate(before)
 
@@ -607,7 +645,7 @@ def test_more_steps_than_the_run_was_to_have_are_told_of_once(has_scheduler, tmp
     scheduler = schedulers.ExponentialLR(optimizer, 0.99)
     more = {"scheduler": scheduler} if has_scheduler else {}
     with (
-        pytest.warns(egeria.EgeriaWarning, match=f"total_steps={STEPS}.*Give attach") as found,
+        pytest.warns(egeria.EgeriaWarning, match=f"total_steps={STEPS}.*steps of the whole run") as found,
         attach(model, optimizer, tmp_path, **more) as run,
     ):
         for batch in batches(2 * STEPS):
@@ -619,3 +657,35 @@ def test_more_steps_than_the_run_was_to_have_are_told_of_once(has_scheduler, tmp
     assert {event.way_ahead for event in intervals if event.step > STEPS} == {None}
     (declined,) = read_journal(tmp_path).of(Declined)
     assert declined.step == STEPS
+
+
+# --- loops that never call run.step --------------------------------------------------------------
+
+
+def train_unheard(directory, num_steps, act=lambda run: None):
+    """Step an optimizer, never call `run.step`; return the warnings from attach to close."""
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught, suppress(KeyError):
+        warnings.simplefilter("always", egeria.EgeriaWarning)
+        with attach(model, optimizer, directory) as run:
+            for batch in batches(num_steps):
+                plain_step(model, optimizer, batch)
+            act(run)
+        run.close()
+    return [str(entry.message) for entry in caught]
+
+
+def test_a_loop_that_never_calls_run_step_is_told_at_the_end(tmp_path):
+    [told] = train_unheard(tmp_path, 3)
+    assert "run.step was never called, but 3 steps of the optimizer were made" in told
+    assert [event.what for event in read_journal(tmp_path).of(Declined)] == ["watching this training"]
+
+
+@pytest.mark.parametrize("act", [lambda run: run.step(1.0), lambda run: {}["an error of the loop"]])
+def test_a_loop_that_calls_run_step_or_failed_before_is_not(act, tmp_path):
+    assert train_unheard(tmp_path, 3, act) == []
+
+
+def test_without_steps_of_the_optimizer_run_step_is_not_missed(tmp_path):
+    assert train_unheard(tmp_path, 0) == []

@@ -68,7 +68,11 @@ class Config:
         built: dict[str, Any] = {}
         for name, values in table.items():
             if not isinstance(values, Mapping):
-                raise ConfigError(f"[{name}] must be a table of settings, found {values!r}. Write it as [{name}].")
+                example = {name: {fields(_GROUPS[name])[0].name: values}}
+                raise ConfigError(
+                    f"{name} must be a table of settings, found {values!r}. Write {example!r}, or in TOML a setting "
+                    f"below [{name}]."
+                )
             removed = sorted(key for key in values if (name, key) in _REMOVED)
             if removed and warns:
                 names = " and ".join(f"{name}.{key}" for key in removed)

@@ -17,10 +17,10 @@ from egeria.config import Config
 from egeria.controller import Controller
 from egeria.errors import ConfigError, StateError
 from egeria.layers.shards import without_wrapper
-from egeria.policy import PolicyMaker
+from egeria.policy import FORESIGHT, PolicyMaker, find_policy
 from egeria.report.trackers import FOLDER, Tracker
 from egeria.session import EgeriaWarning, Run
-from egeria.session.checks import read_config
+from egeria.session.checks import choose_rule, read_config
 
 try:
     from lightning.pytorch import Callback
@@ -79,9 +79,10 @@ class EgeriaCallback(Callback):
                 f"EgeriaCallback takes the name of a submodule of the LightningModule, found {type(module).__name__}. "
                 f"Pass its name, such as 'backbone'."
             )
-        self._name = module
+        self._name, self._config = module, read_config(config, controller, policy)
+        choose_rule(self._config, scheduler=None, total_steps=1)  # finds what it names
         self._settings: dict[str, Any] = {
-            "config": read_config(config, controller, policy),
+            "config": self._config,
             "policy": policy,
             "directory": directory,
             "controller": controller,
@@ -110,7 +111,8 @@ class EgeriaCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the model; with the state from the checkpoint, if there is one."""
-        watched = _reason_to_decline(trainer, pl_module) or _find_watched(pl_module, self._name)
+        reason = _reason_to_decline(trainer, pl_module) or _reason_of_policy(trainer, self._config)
+        watched = reason or _find_watched(pl_module, self._name)
         if isinstance(watched, str):
             _warn(f"egeria freezes nothing in this training: {watched}")
             return
@@ -214,6 +216,33 @@ def _reason_to_decline(trainer: Any, pl_module: Any) -> str:
     if not _STRATEGIES.intersection(kinds) or _OTHER_STRATEGIES.intersection(kinds):
         return f"the strategy {kinds[0]} is not followed. Use strategy='ddp' where a replica fits on each device"
     return ""
+
+
+def _reason_of_policy(trainer: Any, config: Config) -> str:
+    """Return why the policy cannot be followed in a training; empty where it can."""
+    name, num_schedules = config.policy.name, len(trainer.lr_scheduler_configs)
+    looks_ahead = FORESIGHT in getattr(find_policy(name), "needs", ())
+    if num_schedules > 1 and looks_ahead:
+        return (
+            f"configure_optimizers returns {num_schedules} learning-rate schedulers, and the rates that they come to "
+            f"together cannot be foreseen. Return one: chain them with ChainedScheduler or SequentialLR. Or use "
+            f"EgeriaCallback(policy='egeria'), which does not look ahead"
+        )
+    if _total_steps(trainer, trainer.global_step) is None and (looks_ahead or not _takes_any_length(config)):
+        return (
+            f"the policy {name!r} goes by the length of the training, which is unknown. Give it one: "
+            f"Trainer(max_steps=...) or Trainer(max_epochs=...)"
+        )
+    return ""
+
+
+def _takes_any_length(config: Config) -> bool:
+    """Return whether the policy can be made where the number of steps is unknown."""
+    try:
+        choose_rule(config, scheduler=None, total_steps=None)
+    except ConfigError:  # with a number there was none
+        return False
+    return True
 
 
 def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module | str:

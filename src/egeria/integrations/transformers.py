@@ -176,7 +176,9 @@ class EgeriaCallback(TrainerCallback):
                 return
             except (EgeriaError, LookupError, TypeError) as error:
                 self.close()
-                self._notes.decline("resuming", brief(error))
+                self._notes.decline(
+                    "resuming", f"the state in the checkpoint does not fit ({brief(error)}); it begins anew from here"
+                )
         # Without its own state a run knows of the steps to come only.
         attach(_unused(parent / name), state.global_step)
 

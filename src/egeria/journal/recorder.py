@@ -105,7 +105,7 @@ class Recorder:
             self._declined.add(what)
             self.write(Declined(step=self.step, what=what, reason=reason))
         if by_this_process or not self._echoes:
-            self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training continues without it.")
+            self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training continues.")
 
     def fault(self, where: str, error: Exception) -> int:
         """Journal a failure of ours, warn the first time, and return how many there were in this place."""

@@ -73,6 +73,9 @@ class StepCounter:
         self._is_added_to = False
         """Whether the last step used gradients that were there at the call before, and added to since."""
         self._handles: list[Any] = []
+        self.num_unheard_steps = 0
+        """Steps of the optimizers before the first call."""
+        self._was_called = False
         try:
             for optimizer in self.training.optimizers:
                 self._handles.append(optimizer.register_step_post_hook(self._note_step))
@@ -86,6 +89,7 @@ class StepCounter:
             ConfigError: the loss is neither a number nor a tensor of one element.
         """
         watch, value = Stopwatch(), self.meter.read(loss)
+        self._was_called, self.num_unheard_steps = True, 0
         call = self._judge()
         if call is Call.COUNTS:
             self._check_length()
@@ -121,6 +125,7 @@ class StepCounter:
         if not self._has_stepped and look is not None and look.parameter is not None:
             self._is_added_to = self._num_added > 0 and look.parameter.grad is look.gradient
         self._has_stepped = True
+        self.num_unheard_steps += not self._was_called
 
     def _note_added(self, *_: Any) -> None:
         self._num_added += 1
@@ -198,7 +203,7 @@ class StepCounter:
         if total_steps is not None and recorder.step >= total_steps:
             reason = (
                 f"more optimizer steps than total_steps={total_steps} were made, so that what is still to come is "
-                f"unknown from here on. Give attach the optimizer steps of the whole run"
+                f"unknown from here on. It takes the optimizer steps of the whole run"
             )
             recorder.decline("looking ahead", reason)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import platform
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from egeria.parallel import ParallelStrategy
 from egeria.policy import FORESIGHT, PLASTICITY, Policy, PolicyMaker, UnfreezeRule, choose_interval, find_policy
 from egeria.report.live import RunSummary
 from egeria.report.trackers import find_trackers
+from egeria.report.wording import plural
 from egeria.session.checks import (
     agree_on_the_run,
     check_training,
@@ -45,6 +47,7 @@ from egeria.session.showing import Showing, as_html, in_a_line
 from egeria.session.timing import Stopwatch
 
 STATE_SCHEMA = 1
+_UNHEARD = "Nothing could be measured or frozen: call run.step(loss) once after each optimizer step"
 
 
 def attach(
@@ -261,6 +264,11 @@ class Run:
         self._closed = True
         frozen, session = self.frozen, self._session
         session.close()
+        num_steps = session.steps.num_unheard_steps
+        if num_steps and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
+            made = f"{plural(num_steps, 'step')} of the optimizer {'was' if num_steps == 1 else 'were'} made"
+            reason = f"run.step was never called, but {made}. {_UNHEARD}"
+            self._recorder.decline("watching this training", reason)
         self._recorder.write(
             RunClosed(
                 step=session.clock.step,

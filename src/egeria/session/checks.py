@@ -88,8 +88,26 @@ def _unwrap(given: Any, inner: Mapping[str, str]) -> Any:
 
 
 def unwrap_loader(loader: Any) -> Any:
-    """Return the user's own loader, without the wrappers of frameworks."""
-    return _unwrap(loader, INNER_LOADERS)
+    """Return the user's own loader, without the wrappers of frameworks; None where there is none.
+
+    Raises:
+        ConfigError: it is nothing that batches come from.
+    """
+    loader = _unwrap(loader, INNER_LOADERS)
+    is_iterable = hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")
+    if loader is None or (is_iterable and not isinstance(loader, (str, bytes, type, nn.Module))):
+        return loader
+    raise ConfigError(
+        f"loader is what the training loop takes its batches from, such as a DataLoader, found {_describe(loader)}. "
+        f"Pass the loader, or leave it out; a learning-rate scheduler goes to scheduler=..."
+    )
+
+
+def _describe(found: Any) -> str:
+    """Return what an object is, for a message."""
+    if isinstance(found, (str, int, float)):
+        return repr(found)
+    return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
 
 
 def unwrap_scheduler(scheduler: Any) -> Any:
@@ -103,12 +121,10 @@ def unwrap_scheduler(scheduler: Any) -> Any:
         return None
     is_optimizer = hasattr(scheduler, "param_groups")
     if isinstance(scheduler, type) or is_optimizer or not callable(getattr(scheduler, "step", None)):
-        kind = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else type(scheduler).__name__
-        found = f"{scheduler!r}" if isinstance(scheduler, (str, int, float)) else kind
         raise ConfigError(
-            f"scheduler is a learning-rate scheduler, an object like those of torch.optim.lr_scheduler, found {found}. "
-            f"Pass the one that your loop calls .step() on (of several, chain them with SequentialLR or "
-            f"ChainedScheduler), or leave it out."
+            f"scheduler is a learning-rate scheduler, an object like those of torch.optim.lr_scheduler, found "
+            f"{_describe(scheduler)}. Pass the one that your loop calls .step() on (of several, chain them with "
+            f"SequentialLR or ChainedScheduler), or leave it out."
         )
     return scheduler
 

@@ -25,6 +25,7 @@ from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, ru
 from egeria.layers.undisturbed import is_own_pass
 from egeria.parallel import ParallelStrategy
 from egeria.session.ranks import Ranks
+from egeria.session.showing import outermost
 
 
 class ModelHooks:
@@ -204,7 +205,7 @@ class Training:
         if policy_name != self.policy_name:
             raise StateError(
                 f"A run goes on under the policy it began with; this state is of {policy_name!r}, and the run has "
-                f"{self.policy_name!r}. Attach with policy={policy_name!r}, or go on without loading the state."
+                f"{self.policy_name!r}. Give policy={policy_name!r}, or go on without loading the state."
             )
         ours = {name for name, _ in self.model.named_parameters()}
         theirs = ours if modules is None else {name for module in modules for name in module.parameters}
@@ -250,11 +251,12 @@ def check_calls(training: Training, order: OrderRecorder | OrderOfBatch | None) 
         raise failure
     reason = training.parallel.refusal()
     if not hooks.was_called:
-        parts = order.called_alone if order else ()
+        parts = outermost(training.model, order.called_alone if order else ())
         found = f"the loop calls parts of it ({', '.join(parts[:3])})" if parts else "no call in training mode was seen"
-        reason = (
-            f"the model given to attach was not called in training mode before the first step: {found}. "
-            "Call the model itself in the loop, model(inputs), or attach the part that is called"
-        )
+        way_out = "Call the model itself in the loop, model(inputs), or attach the part that is called"
+        if any(kind.__name__ == "LightningModule" for kind in type(training.model).__mro__):
+            part = parts[0] if parts else "the name of a part"
+            way_out = f"Call self(inputs) in training_step, or name the part that is called: EgeriaCallback({part!r})"
+        reason = f"the model was not called in training mode before the first step: {found}. {way_out}"
     if reason:
         raise HarmfulFreezeError(reason)

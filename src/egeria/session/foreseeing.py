@@ -134,8 +134,8 @@ ERRATIC = "it gives other rates each time it is played forward"
 WRONG = (
     "egeria: after {calls} calls of the scheduler the learning rate is {found:.3g}, and {foreseen:.3g} was foreseen: "
     "it depends on more than the number of calls, or was set by hand. What is still to come is foreseen anew from the "
-    "rate as it is, and decisions so far may have come too early or too late. Give attach a scheduler that goes by the "
-    "number of calls alone, or no scheduler."
+    "rate as it is, and decisions so far may have come too early or too late. Use a scheduler that goes by the "
+    "number of calls alone; in a loop of your own, attach may also get no scheduler."
 )
 
 

@@ -88,9 +88,9 @@ class Measures:
             recorder.decline(
                 "freezing",
                 f"the learning rates of {type(self.scheduler).__name__} cannot be foreseen ({foresight.refusal}), and "
-                f"{training.policy_name!r} freezes nothing while the rate to come is unknown. Give attach a scheduler "
-                f"that goes by the number of calls alone, or none (the rate then counts as if it stayed), or "
-                f"policy='egeria', which does not look ahead",
+                f"{training.policy_name!r} freezes nothing while the rate to come is unknown. Use a scheduler that "
+                f"goes by the number of calls alone, or policy='egeria', which does not look ahead; in a loop of "
+                f"your own, attach without a scheduler also counts the rate as if it stayed",
             )
         return foresight
 

@@ -14,6 +14,7 @@ from egeria.errors import ConfigError
 from egeria.events import IntervalMeasured
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
+from egeria.report.wording import plural
 from egeria.session.following import Training
 from egeria.session.measuring import Measures
 from egeria.session.optimizer_steps import to_numbers
@@ -104,7 +105,7 @@ class IntervalMeter:
         )
         self.recorder.write(event)
         if loss is None:
-            reason = f"the training loss was not finite for {num_bad} steps in a row; nothing is judged meanwhile"
+            reason = f"the training loss was not finite for {plural(num_bad, 'step')}; nothing is judged meanwhile"
             self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval.of(event)
 

@@ -6,10 +6,14 @@ import html
 import logging
 import tempfile
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
+
+from torch import nn
 
 from egeria import events
 from egeria.journal import Recorder
+from egeria.layers.atoms import can_be_called
 from egeria.report.build import write_files
 from egeria.report.live import LiveHistory, RunSummary
 from egeria.report.trackers import Tracker, scalars
@@ -153,3 +157,18 @@ def _saved(summary: RunSummary) -> str:
     if summary.time_saved_s is None:
         return "time saved not known"
     return f"{printable(duration(summary.time_saved_s))} saved"
+
+
+def outermost(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return submodules by the names of what they have in common: `encoder` for `encoder.0` and `encoder.1`."""
+    by_child: dict[str, list[list[str]]] = {}
+    for name in names:
+        path = name.split(".")
+        by_child.setdefault(path[0], []).append(path)
+    found: list[str] = []
+    for paths in by_child.values():
+        alike = takewhile(lambda entries: len(set(entries)) == 1, zip(*paths, strict=False))
+        common = [entries[0] for entries in alike]
+        is_called = can_be_called(model.get_submodule(".".join(common)))  # rather than a list of modules
+        found += map(".".join, [common] if is_called else paths)
+    return found
