@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import platform
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
@@ -33,6 +31,7 @@ from egeria.session.checks import (
     check_training,
     choose_controller,
     choose_rule,
+    environment,
     read_config,
     unwrap_loader,
     unwrap_scheduler,
@@ -359,7 +358,7 @@ def _begin(
             total_steps=training.total_steps,
             interval_steps=interval_steps,
             interval_reason=interval_reason,
-            environment=_environment(training.model, loader),
+            environment=environment(training.model, loader),
             **(cut.to_dict() if cut else {"modules": [], "trainable": [], "deepest_freeze": 0}),
         )
     )
@@ -387,19 +386,3 @@ def _cut(training: Training) -> tuple[Cut | None, str]:
         return Cut.of(training, training.parse()), ""
     except UnsupportedModelError as error:
         return None, str(error)
-
-
-def _environment(model: nn.Module, loader: Any) -> dict[str, Any]:
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    try:
-        steps_per_epoch = len(loader)
-    except TypeError:
-        steps_per_epoch = None
-    return {
-        "model": type(model).__name__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "steps_per_epoch": steps_per_epoch,
-    }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -232,3 +234,20 @@ def agree_on_the_run(training: Training, cut: Cut | None, interval_steps: int, i
     if any(found[2:4] != rows[0][2:4] for found in rows):
         return "the processes of the job cut their models into other layer modules"
     return None
+
+
+def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
+    """Return what the journal says of model, machine and versions."""
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    try:
+        steps_per_epoch = len(loader)
+    except TypeError:
+        steps_per_epoch = None
+    return {
+        "model": type(model).__name__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "steps_per_epoch": steps_per_epoch,
+    }
