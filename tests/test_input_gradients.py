@@ -199,6 +199,47 @@ def test_an_input_that_requires_grad_keeps_its_gradient(tmp_path):
     training.run.close()
 
 
+def penalty(model):
+    """Penalise the gradient of the input, which only `autograd.grad` returns."""
+    inputs = torch.randn(4, 8).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    return gradient.square().mean()
+
+
+def plain(model):
+    return model(torch.randn(4, 8)).square().mean()
+
+
+def train_with_penalty(directory, loss_of, *, resumes=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = {"policy": {"name": "static", "schedule": "0.1:2"}, "plasticity": {"interval_steps": 2}}
+    arguments = {"total_steps": 40, "controller": "inline", "config": config}
+    run = attach(model, optimizer, directory=directory / "first", **arguments)
+    for step in range(20):
+        if resumes and step == 10:
+            state = run.state_dict()
+            run.close()
+            run = attach(model, optimizer, directory=directory / "second", **arguments)
+            run.load_state_dict(state)
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss)
+    assert run.frozen == DEPTH
+    run.close()
+
+
+@pytest.mark.filterwarnings("ignore:egeria")
+@pytest.mark.parametrize(
+    ("loss_of", "resumes"), [(lambda model: penalty(model) + plain(model), False), (penalty, False), (penalty, True)]
+)
+def test_a_gradient_that_the_loop_takes_from_autograd_is_not_cut(tmp_path, loss_of, resumes):
+    train_with_penalty(tmp_path, loss_of, resumes=resumes)
+
+
 @pytest.mark.parametrize("kind", ["prompt", "p", "prefix"])
 def test_trainable_prompts_are_declined_with_the_reason(tmp_path, kind):
     settings = {"task_type": "SEQ_CLS", "num_virtual_tokens": 3}

@@ -321,6 +321,97 @@ UNFORESEEABLE = {
 }
 
 
+def counting():
+    calls = 0
+
+    def rate(step):
+        nonlocal calls
+        calls += 1
+        return 0.99**calls
+
+    return rate
+
+
+def by_default(step, calls=[0]):  # noqa: B006
+    calls[0] += 1
+    return 0.99 ** calls[0]
+
+
+def with_attribute():
+    def rate(step):
+        rate.calls += 1
+        return 0.99**rate.calls
+
+    rate.calls = 0
+    return rate
+
+
+def doubled(rate):
+    return lambda step: 2 * rate(step)
+
+
+def rates_of_a_list():
+    rates = iter([0.99**step for step in range(STEPS + 1)])
+    return lambda step: next(rates)
+
+
+def rates_of_a_generator():
+    rates = (0.99**step for step in range(STEPS + 1))
+    return lambda step: next(rates)
+
+
+def with_state(make):
+    return lambda optimizer: schedulers.LambdaLR(optimizer, make())
+
+
+STATEFUL = {
+    "counter": with_state(counting),
+    "default": with_state(lambda: by_default),
+    "attribute": with_state(with_attribute),
+    "iterator": with_state(rates_of_a_list),
+    "generator": with_state(rates_of_a_generator),
+    "decorated": with_state(lambda: doubled(counting())),
+    "partial": with_state(lambda: partial(lambda rate, step: rate(step), counting())),
+    "chained": lambda optimizer: schedulers.ChainedScheduler([schedulers.LambdaLR(optimizer, counting())]),
+    "cyclic": lambda optimizer: schedulers.CyclicLR(optimizer, 0.01, 0.1, scale_fn=counting()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:egeria")
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_state_of_the_users_own_schedule_is_not_changed(name, tmp_path):
+    courses = []
+    for watches in (False, True):
+        by_default.__defaults__[0][0] = 0
+        model = network()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = STATEFUL[name](optimizer)
+        run = attach(model, optimizer, tmp_path, scheduler=scheduler) if watches else None
+        courses.append([])
+        for batch in batches(STEPS):
+            loss = plain_step(model, optimizer, batch)
+            scheduler.step()
+            courses[-1].append(optimizer.param_groups[0]["lr"])
+            if run:
+                run.step(loss)
+        if run:
+            run.close()
+    assert courses[0] == courses[1]
+    declined = [event.reason for event in read_journal(tmp_path).of(Declined) if event.what == "freezing"]
+    assert [reason for reason in declined if "generator" in reason] == declined[: name == "generator"]
+
+
+def test_a_schedule_that_knows_the_model_is_foreseen_without_a_copy_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(nn.Linear, "__deepcopy__", lambda self, memo: pytest.fail("copied"), raising=False)
+    model = network()
+    trainer = {"model": model, "steps": STEPS}
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = schedulers.LambdaLR(optimizer, lambda step: 1 - step / (trainer["steps"] + len(model)))
+    config = {**FORECAST, "policy": {"name": "static", "schedule": "0.9:1"}}
+    with attach(model, optimizer, tmp_path, scheduler=scheduler, config=config):
+        assert egeria.session.foreseeing.play(scheduler, 1, [0])[0] == pytest.approx(0.1 * (1 - 1 / (STEPS + 5)))
+
+
 @pytest.mark.parametrize("name", UNFORESEEABLE)
 def test_a_schedule_that_cannot_be_foreseen_is_told_of_once_at_attach(name, tmp_path):
     model = network()

@@ -34,8 +34,8 @@ class InputGradients:
 
     A pass is looked at where the output of a frozen module needs a gradient: the leaves that it comes from. With a
     parameter among them nothing is cut, nor where something holds on to a leaf when its gradient arrives or when the
-    optimizer has stepped: an input that the loop itself made to require a gradient, say. Nothing that trains is
-    behind the cut, so all gradients that are left are the same, bit for bit.
+    optimizer has stepped, or asks `autograd.grad` for its gradient: an input that the loop itself made to require a
+    gradient, say. Nothing that trains is behind the cut, so all gradients that are left are the same, bit for bit.
 
     Args:
         decline: called with the reason why gradients go on to flow through the frozen modules.
@@ -48,6 +48,8 @@ class InputGradients:
         self._cut: set[nn.Module] = set()
         self._leaves: dict[Any, list[int]] = {}
         """Where the gradients of this step's passes end, and how many hold each leaf when they arrive."""
+        self._asked: dict[Any, int] = {}
+        """How often the gradient of such a leaf came, whether it was added up or returned by `autograd.grad`."""
         self._seen: set[Any] = set()
         self._has_looked = self._needs_grad = self._is_opaque = self._has_arrived = False
         self._tries, self._unheld = TRIES, (0, 0)
@@ -70,7 +72,7 @@ class InputGradients:
 
     def after_step(self) -> None:
         """Judge what the passes of this optimizer step have shown; the loop has zeroed or kept gradients by now."""
-        leaves, self._leaves = self._leaves, {}
+        leaves, asked, self._leaves, self._asked = self._leaves, self._asked, {}, {}
         self._remove_watches()
         if not self._has_looked or len(self._cut) == len(self._hooks):
             return
@@ -78,7 +80,7 @@ class InputGradients:
             self._end_look()
         elif any(isinstance(leaf.variable, nn.Parameter) for leaf in leaves) or self._is_opaque:
             self._end_look(_TRAINED)
-        elif leaves and all(self._is_unread(leaf, counts) for leaf, counts in leaves.items()):
+        elif leaves and all(self._is_unread(leaf, counts, asked.get(leaf)) for leaf, counts in leaves.items()):
             self._end_look(cuts=True)
         elif self._tries == 1:
             self._end_look(_HELD)
@@ -89,7 +91,7 @@ class InputGradients:
 
     def _reset(self) -> None:
         self._remove_watches()
-        self._leaves, self._seen = {}, set()
+        self._leaves, self._asked, self._seen = {}, {}, set()
         self._has_looked = self._needs_grad = self._is_opaque = self._has_arrived = False
         self._tries = TRIES
 
@@ -134,6 +136,9 @@ class InputGradients:
             if hasattr(node, "variable") and node not in self._leaves:
                 self._leaves[node] = []
                 self._watches.append(node.register_hook(partial(self._arrive, node)))
+                if not isinstance(node.variable, nn.Parameter) and not any(_hooks_of(node.variable)):
+                    self._asked[node] = 0
+                    self._watches.append(node.variable.register_hook(partial(self._ask, node)))
             todo += [following for following, _ in node.next_functions]
 
     def _arrive(self, leaf: Any, *_gradients: Any) -> None:
@@ -142,12 +147,23 @@ class InputGradients:
         if leaf in self._leaves:
             self._leaves[leaf].append(sys.getrefcount(leaf.variable))
 
-    def _is_unread(self, leaf: Any, counts: Sequence[int]) -> bool:
-        """Return whether nobody can have read the gradient of a leaf: it came, and nobody held the leaf."""
-        hooks = leaf.variable._backward_hooks, leaf.variable._post_accumulate_grad_hooks
+    def _ask(self, leaf: Any, _gradient: Tensor) -> None:
+        """Note that the gradient of a leaf was worked out, for whoever it is."""
+        if leaf in self._asked:
+            self._asked[leaf] += 1
+
+    def _is_unread(self, leaf: Any, counts: Sequence[int], num_asked: int | None) -> bool:
+        """Return whether nobody can have read the gradient of a leaf.
+
+        It was added up each time that it came (`autograd.grad` returns it instead), and nobody held the leaf.
+        """
         arriving, after = self._unheld
         is_free = sys.getrefcount(leaf.variable) <= after and all(count <= arriving for count in counts)
-        return bool(counts) and is_free and not any(hooks)
+        return bool(counts) and is_free and num_asked == len(counts) and not any(_hooks_of(leaf.variable))
+
+
+def _hooks_of(leaf: Tensor) -> tuple[Any, Any]:
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
 def _detach(_module: nn.Module, _args: Any, output: Any) -> Any:

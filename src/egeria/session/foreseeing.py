@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from types import SimpleNamespace
+from types import CellType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from egeria.layers.undisturbed import RandomState
 
@@ -16,6 +22,8 @@ MOST_CALLS = 1_000_000
 """A longer schedule is not played forward; at 3 to 10 µs a call this one takes seconds."""
 SAME = 1e-6
 """Relative difference under which the rate found is the one foreseen."""
+MOST_OBJECTS = 10_000
+"""What a function of the user's has closed over is not copied where it leads to more objects than that."""
 TRIED_CALLS = 32
 """Calls that are played twice when a run begins, to see whether the schedule can be foreseen."""
 
@@ -34,6 +42,10 @@ class Foresight:
 
     The scheduler is only read. How many optimizer steps lie between two of its calls is seen from the loop, so
     that schedules by epoch and by step are both understood.
+
+    Functions of the user's (`LambdaLR`) are played with copies of the variables that they have closed over. What is
+    global stays uncopied: a function that changes a global variable does so when it is played, too. Let it close over
+    that variable instead.
 
     Args:
         scheduler: of `torch.optim.lr_scheduler` or made like those. Without one the rate may stay or be lowered by
@@ -192,9 +204,63 @@ def _later_rates(scheduler: Any, fitting: Sequence[int]) -> Iterator[float]:
     ]
     # Some schedulers look for the method.
     stand_in = SimpleNamespace(param_groups=groups, defaults=dict(optimizer.defaults), step=lambda: None)
-    twin = copy.deepcopy(scheduler, {id(optimizer): stand_in})
+    memo: dict[int, Any] = {id(optimizer): stand_in}
+    twin = copy.deepcopy(scheduler, memo)
+    _own_functions(twin, memo)
     while True:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of calls without a step of the optimizer: there is none to make
             twin.step()
         yield max(float(groups[index]["lr"]) for index in fitting)
+
+
+def _own_functions(scheduler: Any, memo: dict[int, Any]) -> None:
+    """Give a copied scheduler functions with state of their own: `deepcopy` takes functions as they are."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        _own_functions(part, memo)
+    attributes = vars(scheduler)
+    for name, value in list(attributes.items()):
+        if isinstance(value, list):
+            value[:] = [_own(entry, memo) for entry in value]
+        else:
+            attributes[name] = _own(value, memo)
+
+
+def _own(function: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a function, of what it has closed over and of its defaults; anything else as it is."""
+    if isinstance(function, partial):
+        keywords = {name: _own(value, memo) for name, value in function.keywords.items()}
+        return partial(_own(function.func, memo), *(_own(value, memo) for value in function.args), **keywords)
+    if not isinstance(function, FunctionType) or id(function) in memo:
+        return memo.get(id(function), function)
+    cells = function.__closure__ or ()
+    own_cells = tuple(memo.setdefault(id(cell), CellType()) for cell in cells)
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__, None, own_cells)
+    memo[id(function)] = twin
+    for cell, own_cell in zip(cells, own_cells, strict=True):
+        if cell != CellType():  # one that is not filled yet
+            own_cell.cell_contents = _own_state(cell.cell_contents, memo)
+    twin.__defaults__ = _own_state(function.__defaults__, memo)
+    twin.__kwdefaults__ = _own_state(function.__kwdefaults__, memo)
+    vars(twin).update(_own_state(vars(function), memo))
+    return twin
+
+
+def _own_state(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo or isinstance(value, FunctionType):
+        return _own(value, memo)
+    return _own(value if _holds_training(value) else copy.deepcopy(value, memo), memo)
+
+
+def _holds_training(value: Any) -> bool:
+    """Return whether a value leads to models, data and the like, which must not be copied."""
+    todo: list[Any] = [value]
+    seen: set[int] = set()
+    while todo and len(seen) <= MOST_OBJECTS:
+        entry = todo.pop()
+        if isinstance(entry, (nn.Module, Tensor, Optimizer, DataLoader, Dataset)):
+            return True
+        if id(entry) not in seen and not isinstance(entry, (type, ModuleType, FunctionType, GeneratorType)):
+            seen.add(id(entry))
+            todo += filter(gc.is_tracked, gc.get_referents(entry))
+    return bool(todo)
