@@ -595,6 +595,14 @@ def test_a_run_resumed_among_micro_batches_goes_on_as_if_never_stopped(resume_at
     assert losses_of(directory) == losses_of(tmp_path / "whole")[-len(losses_of(directory)) :]
 
 
+@pytest.mark.filterwarnings("ignore:egeria")
+def test_a_run_resumed_after_its_first_micro_batch_goes_on_with_the_gradients(tmp_path):
+    accumulate(tmp_path / "whole")
+    directory = accumulate(tmp_path / "parts", resume_at=1)
+    assert count(directory) == count(tmp_path / "whole") == STEPS // MICRO
+    assert losses_of(directory) == losses_of(tmp_path / "whole")
+
+
 def ordinary(model, optimizer, batch, run):
     run.step(plain_step(run.model, optimizer, batch))
 
@@ -605,6 +613,15 @@ def ahead_of_the_step(model, optimizer, batch, run):
     loss.backward()
     run.step(loss)
     optimizer.step()
+
+
+def between_two_backward_passes(model, optimizer, batch, run):
+    loss = loss_of(run.model, batch)
+    loss.backward()
+    run.step(loss)
+    loss_of(run.model, -batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def by_hand(model, optimizer, batch, run, set_to_none=True):
@@ -625,7 +642,15 @@ def without_training(model, optimizer, batch, run):
     run.step(1.0)
 
 
-ORDINARY = [ordinary, ahead_of_the_step, by_hand, partial(by_hand, set_to_none=False), by_another, without_training]
+ORDINARY = [
+    ordinary,
+    ahead_of_the_step,
+    between_two_backward_passes,
+    by_hand,
+    partial(by_hand, set_to_none=False),
+    by_another,
+    without_training,
+]
 
 
 @pytest.mark.parametrize("one_step", ORDINARY)
@@ -724,6 +749,55 @@ def test_ranks_count_micro_batches_alike(tmp_path):
     assert run_ranks(accumulate_on_ranks, str(tmp_path)) == [STEPS // MICRO] * 2
     declined = [event.what for event in read_journal(tmp_path).of(Declined)]
     assert declined == ["counting each call of run.step"]
+
+
+SKIPPED = {0, 1, 2, 9, 10, 15}
+CLEARINGS = {  # views of buckets are the same gradients each time
+    "none": {},
+    "none in bucket": {"gradient_as_bucket_view": True},
+    "zero": {"set_to_none": False},
+    "zero behind": {"set_to_none": False, "behind": True},
+    "two losses": {"set_to_none": False, "num_losses": 2},
+}
+
+
+def skip_on_ranks(directory):
+    return [skip_steps(f"{directory}/{name}", **arguments) for name, arguments in CLEARINGS.items()]
+
+
+def skip_steps(directory, *, set_to_none=True, behind=False, num_losses=1, gradient_as_bucket_view=False):
+    """Train by a scaler that skips some steps; return the steps counted."""
+    model = nn.parallel.DistributedDataParallel(network(), gradient_as_bucket_view=gradient_as_bucket_view)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with attach(model, optimizer, directory) as run:
+        for index, batch in enumerate(batches(STEPS)):
+            if not behind:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            for _ in range(num_losses):
+                loss = loss_of(model, batch) * (torch.inf if index in SKIPPED else 1.0)
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if behind:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            run.step(loss.detach().nan_to_num(posinf=1.0))
+        return run._session.clock.step
+
+
+def test_the_loss_of_a_step_is_read_once(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: read.append(self) or self + 0)
+    model = network()
+    with attach(model, SGD(model.parameters(), lr=0.1), tmp_path) as run:
+        read.clear()
+        run.step(torch.ones(()))
+        assert len(read) == 1
+
+
+@pytest.mark.dist
+def test_steps_that_a_scaler_skips_on_all_ranks_are_no_micro_batches(tmp_path):
+    assert run_ranks(skip_on_ranks, str(tmp_path)) == [[STEPS] * len(CLEARINGS)] * 2
 
 
 # --- the length of the run -----------------------------------------------------------------------

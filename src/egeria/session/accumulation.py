@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from egeria.session.following import Training
 from egeria.session.meter import IntervalMeter
-from egeria.session.optimizer_steps import to_numbers
 from egeria.session.timing import Stopwatch
 
 MOST_MICRO_BATCHES = 1024
@@ -45,12 +44,13 @@ class StepCounter:
     Every call counts until gradients that one has found are added to before an optimizer steps. From then
     on a call counts where an optimizer has stepped since the last, with the mean loss of all calls until then. A step
     is seen by a hook on each optimizer, or by weights that were changed. An ordinary loop in which `GradScaler` skips
-    steps makes new gradients each time, or has some that are not finite, and counts as ever; where micro-batches were
-    recognised, skipped steps do not count. A loop that calls `run.step` before the optimizer's step counts as ever too.
-    Optimizers without hooks are taken to step at each call.
+    steps removes or zeroes gradients each time, and counts as ever; where micro-batches were recognised, skipped steps
+    do not count. A loop that calls `run.step` before the optimizer's step, or between two backward passes of a step,
+    counts as ever too. Optimizers without hooks are taken to step at each call.
 
-    All of this is the same in all processes of a job, but for whether gradients are finite: of several processes none
-    looks at that.
+    All of this is the same in all processes of a job, since those zero their gradients alike. In sharded models it is
+    not seen whether gradients were zeroed (`zero_grad(set_to_none=False)`): a step that is skipped there is taken for a
+    micro-batch.
     """
 
     training: Training
@@ -69,8 +69,9 @@ class StepCounter:
         self._look: Look | None = None
         self._backward: Any = None
         """The handle of a hook on the parameter looked at, that sees whether its gradient is added to."""
-        self._num_added = 0
-        self._is_added_to = False
+        self._has_added: bool | Tensor | None = None
+        """Whether the first that arrived after the last call was added to its gradients; None while none has."""
+        self._is_added_to: bool | Tensor | None = False
         """Whether the last step used gradients that were there at the call before, and added to since."""
         self._handles: list[Any] = []
         self.num_unheard_steps = 0
@@ -82,8 +83,11 @@ class StepCounter:
         except AttributeError:
             self.close()
 
-    def completes_step(self, loss: Any) -> bool:
-        """Return whether this call of `run.step` counts; the loss of one that does not is kept for the mean.
+    def take(self, loss: Any) -> float | Tensor | None:
+        """Return the loss of a call of `run.step` that counts, as a number or a 0-d tensor on its device.
+
+        Returns:
+            None for a call that does not count; its loss is kept for the mean.
 
         Raises:
             ConfigError: the loss is neither a number nor a tensor of one element.
@@ -93,12 +97,12 @@ class StepCounter:
         call = self._judge()
         if call is Call.COUNTS:
             self._check_length()
-            return True
+            return value
         self.meter.hold(value)
         if call is Call.JOINS:
             self.meter.join_held()
         self.spend(*watch.read())
-        return False
+        return None
 
     def close(self) -> None:
         """Leave the optimizers as they were found; every call counts from here on."""
@@ -111,36 +115,54 @@ class StepCounter:
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of the calls so far."""
         names = ("has_stepped", "accumulates", "is_ahead", "num_waiting")
-        return {name: getattr(self, f"_{name}") for name in names}
+        return {"is_watching": self._backward is not None, **{name: getattr(self, f"_{name}") for name in names}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; one of an earlier version has none."""
-        for name in self.state_dict():
-            value = getattr(self, f"_{name}")
-            setattr(self, f"_{name}", type(value)(state.get(name, 0)))
-        self._look = None
+        """Restore a saved state; one of an earlier version has none.
+
+        Micro-batches of the step under way are recognised as ever where model and gradients were restored before.
+        """
+        self._unwatch()
+        self._has_stepped, self._accumulates = bool(state.get("has_stepped")), bool(state.get("accumulates"))
+        self._is_ahead, self._num_waiting = bool(state.get("is_ahead")), int(state.get("num_waiting", 0))
+        self._look = self._see() if state.get("is_watching") and self._handles else None
+        if self._look is not None:
+            self._watch(self._look)
 
     def _note_step(self, *_: Any) -> None:
         look = self._look
         if not self._has_stepped and look is not None and look.parameter is not None:
-            self._is_added_to = self._num_added > 0 and look.parameter.grad is look.gradient
+            self._is_added_to = self._has_added if look.parameter.grad is look.gradient else False
         self._has_stepped = True
         self.num_unheard_steps += not self._was_called
 
-    def _note_added(self, *_: Any) -> None:
-        self._num_added += 1
+    def _note_gradient(self, parameter: Any, *_: Any) -> None:
+        """Note a gradient that arrives: whether it is added to one that is there; None where that cannot be seen."""
+        if self._has_stepped:  # the calls lie between two backward passes of a step
+            self._is_added_to = False
+        elif self._has_added is None:
+            try:  # without asking the device
+                self._has_added = parameter is None or (parameter.grad is not None and parameter.grad.any())
+            except Exception:  # of a kind that has no `any`
+                self._has_added = True
 
     def _watch(self, look: Look) -> None:
-        """See whether the gradients of a call are added to before the next step, if a step could use them."""
-        if look.parameter is not None and self._are_usable():
-            self._backward = look.parameter.register_post_accumulate_grad_hook(self._note_added)
+        """See whether the gradients of a call are added to before the next step."""
+        parameter = look.parameter
+        if parameter is None:
+            return
+        if self.training.is_sharded:  # gradients of shards do not come by way of autograd
+            self._backward = parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, None))
+        else:
+            self._backward = parameter.register_hook(partial(self._note_gradient, parameter))
 
-    def _unwatch(self) -> bool:
-        """Watch no more; return whether gradients were added to."""
+    def _unwatch(self) -> tuple[bool, bool]:
+        """Watch no more; return whether gradients were added to, and whether the last step used them."""
         handle, self._backward = self._backward, None
         if handle is not None:
             handle.remove()
-        found, self._is_added_to, self._num_added = self._is_added_to, False, 0
+        found = bool(self._has_added), bool(self._is_added_to)
+        self._has_added, self._is_added_to = None, False
         return found
 
     def _judge(self) -> Call:
@@ -156,7 +178,7 @@ class StepCounter:
     def _judge_by_gradients(self) -> Call:
         has_stepped, self._has_stepped = self._has_stepped, False
         before, self._look = self._look, None
-        is_added_to = self._unwatch()
+        has_added, is_added_to = self._unwatch()
         now = None if has_stepped else self._see()
         if now is None or (before is not None and before.weight_versions != now.weight_versions):
             if is_added_to and not self._accumulates:
@@ -165,8 +187,7 @@ class StepCounter:
             return Call.JOINS if joins else Call.COUNTS
         self._look = now
         if not self._accumulates:
-            adds_up = before is not None and now.gradient is not None and now.gradient is before.gradient
-            if not (adds_up and self._are_usable()):
+            if not (has_added and before is not None and now.gradient is before.gradient):
                 self._watch(now)
                 return Call.COUNTS
             self._recognise()
@@ -179,8 +200,9 @@ class StepCounter:
 
     def _see(self) -> Look:
         parameters = list(self.training.model.parameters())
-        with_gradient = [entry for entry in parameters if entry.grad is not None]
-        smallest = min(with_gradient, key=Tensor.numel, default=None)
+        with_gradient = [entry for entry in parameters if entry.requires_grad and entry.grad is not None]
+        # Of several the last: some in front (LoRA's A) have gradients that are zero at first.
+        smallest = min(reversed(with_gradient), key=Tensor.numel, default=None)
         versions = sum(entry._version for entry in parameters)
         return Look(versions, smallest, None if smallest is None else smallest.grad)
 
@@ -188,14 +210,6 @@ class StepCounter:
         """Go by optimizer steps from here on; the step under way was counted at its first micro-batch."""
         self._accumulates = self._is_ahead = True
         self.training.recorder.decline(WHAT, _RECOGNISED)
-
-    def _are_usable(self) -> bool:
-        """Return whether a step could use the gradients; taken for granted among several processes."""
-        if not self.training.ranks.is_alone:
-            return True
-        gradients = [entry.grad for entry in self.training.model.parameters() if entry.grad is not None]
-        sums = to_numbers([entry.detach().abs().sum().float() for entry in gradients])
-        return all(map(math.isfinite, sums)) and any(sums)
 
     def _check_length(self) -> None:
         """Say so once where there are more steps than the run was to have."""

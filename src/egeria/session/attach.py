@@ -175,11 +175,12 @@ class Run:
         Raises:
             ConfigError: the loss is neither a number nor a tensor of one element.
         """
-        if self._closed or not self._session.steps.completes_step(loss):
+        value = None if self._closed else self._session.steps.take(loss)
+        if value is None:
             return
         self._session.timer.enter()
         try:
-            self._session.step(loss)
+            self._session.step(value)
             self._showing.end_step()
         finally:
             self._session.timer.leave()

@@ -117,7 +117,7 @@ class Session:
         return self.parts.policy.stage if self.parts else BOOTSTRAPPING
 
     def step(self, loss: Any) -> None:
-        """Take in one optimizer step; a loss that is no number raises ConfigError, and nothing is counted then."""
+        """Take in one optimizer step, with its loss as `steps.take` returned it."""
         self.meter.add(loss)
         ends_interval = self.clock.tick()
         self.recorder.step = self.clock.step

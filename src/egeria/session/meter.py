@@ -38,13 +38,9 @@ class IntervalMeter:
         self._held: list[float | Tensor] = []
         """Of the micro-batches of a step that is still to come."""
 
-    def add(self, loss: Any) -> None:
-        """Take in the loss of one step, the mean of it and of those that were held for it.
-
-        Raises:
-            ConfigError: it is neither a number nor a tensor of one element.
-        """
-        losses, self._held = [*self._held, self.read(loss)], []
+    def add(self, loss: float | Tensor) -> None:
+        """Take in the loss of one step, as `read` returned it: the mean of it and of those that were held for it."""
+        losses, self._held = [*self._held, loss], []
         self._losses.append(_mean(losses))
 
     def hold(self, loss: float | Tensor) -> None:
