@@ -97,12 +97,12 @@ class StepCounter:
         call = self._judge()
         if call is Call.COUNTS:
             self._check_length()
-            return value
-        self.meter.hold(value)
+        else:
+            self.meter.hold(value)
         if call is Call.JOINS:
             self.meter.join_held()
         self.spend(*watch.read())
-        return None
+        return value if call is Call.COUNTS else None
 
     def close(self) -> None:
         """Leave the optimizers as they were found; every call counts from here on."""
