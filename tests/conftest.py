@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ def _one_thread():
 def _elsewhere(tmp_path, monkeypatch):
     """Runs without a directory make one where the process is; that must not be the checkout."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator():
+    """What Accelerate keeps for the process, such as mixed precision, is of one test; Trainer has one too."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture

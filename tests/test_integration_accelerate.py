@@ -43,14 +43,6 @@ FREEZE = {"policy": {"name": "static", "schedule": "0.3:1 0.6:2"}, "plasticity":
 """Of 20 steps: one layer module is frozen from the 6th on, two from the 12th."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """What Accelerate keeps for the process is of one test."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 class Net(nn.Module):
     """Four blocks and a head."""
 
