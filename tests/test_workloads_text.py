@@ -15,7 +15,7 @@ from benchmarks.workloads.text import WORKLOADS, minilm
 from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
 from benchmarks.workloads.text.corpora import Question, read_pairs, read_questions, read_sentiments
 from benchmarks.workloads.text.minilm import find_weights
-from benchmarks.workloads.text.sampling import sample
+from benchmarks.workloads.text.sampling import hold_out, sample
 from benchmarks.workloads.text.schedules import inverse_square_root, linear
 from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
 
@@ -128,6 +128,19 @@ class TestReading:
     def test_a_sample_is_always_the_same_and_keeps_the_order(self):
         assert sample(range(100), 10) == sample(range(100), 10) == sorted(sample(range(100), 10))
         assert sample("abc", None) == sample("abc", 9) == ["a", "b", "c"]
+
+    @pytest.mark.parametrize(("num_train", "num_left"), [(60, 60), (80, 60), (None, 60)])
+    def test_nothing_is_both_trained_on_and_judged_by(self, num_train, num_left):
+        texts = [f"text {index % 90}" for index in range(100)]  # ten of them come twice
+        train, judged = hold_out(texts, num_train, 20)
+        assert len(judged) == 20
+        assert len(train) >= num_left
+        assert not set(train) & set(judged)
+        assert (train, judged) == hold_out(texts, num_train, 20)
+
+    def test_holding_out_leaves_the_training_as_it_is_where_there_is_enough(self):
+        assert hold_out(range(100), 60, 20)[0] == sample(range(100), 60)
+        assert hold_out(range(100), 60, 0) == (sample(range(100), 60), [])
 
 
 def first_losses(name, data, seed):

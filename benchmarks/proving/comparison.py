@@ -26,7 +26,7 @@ class PolicyComparison:
     unpaired: tuple[int, ...]
     """Seeds without a plain run: they are in `final` alone."""
     final: Spread
-    """The metric after the last epoch."""
+    """The metric after the last epoch, the judge's where there is one."""
     difference: Spread | None
     """Of the metric to plain: in its own unit, or in per cent of plain where that is `is_relative`."""
     lost: float | None
@@ -136,8 +136,8 @@ def _compare_workload(outcomes: list[Outcome], base: str) -> WorkloadComparison:
 def _compare_policy(outcomes: list[Outcome], plain: dict[int, Outcome]) -> PolicyComparison:
     pairs = [(plain[outcome.run.seed], outcome) for outcome in outcomes if outcome.run.seed in plain]
     workload = outcomes[0].run.workload
-    differences = [_difference(workload, base.final.value, found.final.value) for base, found in pairs]
-    final = spread([outcome.final.value for outcome in outcomes])
+    differences = [_difference(workload, base.quality, found.quality) for base, found in pairs]
+    final = spread([outcome.quality for outcome in outcomes])
     assert final is not None
     lost = None
     if differences:

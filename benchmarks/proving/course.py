@@ -16,6 +16,8 @@ from egeria.policy import BOOTSTRAPPING
 
 WALL, CPU, EPOCH, LOSS = "train_wall_s", "train_cpu_s", "epoch", "train_loss"
 """What is logged beside the workload's metrics: seconds of training so far, the epoch, its mean training loss."""
+JUDGED = "judge_"
+"""Begins the names of what `Training.judge` found, logged with the last evaluation."""
 
 
 class Course:

@@ -44,6 +44,8 @@ def describe(training: Training) -> dict[str, Any]:
     }
     if training.evaluation_steps:  # what is left out elsewhere is not in older runs either
         found["evaluations_per_epoch"] = len(training.evaluation_steps) + 1
+    if training.judge is not None:
+        found["is_judged"] = True
     if training.number_format:
         found["number_format"] = training.number_format
     return json.loads(json.dumps(found))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.proving import runfile
-from benchmarks.proving.course import CPU, EPOCH, WALL
+from benchmarks.proving.course import CPU, EPOCH, JUDGED, WALL
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.skipping import Skipped, Span, measure_skipped, spans
@@ -44,11 +44,18 @@ class Outcome:
     """What egeria declined, and what failed."""
     interval_steps: int = 0
     """Steps between evaluations of plasticity as the run began; 0 where nothing is judged."""
+    judged: float | None = None
+    """The workload's metric on the larger set that is asked at the end; None where there is none."""
 
     @property
     def final(self) -> Evaluation:
         """The last evaluation."""
         return self.evaluations[-1]
+
+    @property
+    def quality(self) -> float:
+        """The workload's metric at the end: the judge's, where there is one."""
+        return self.final.value if self.judged is None else self.judged
 
 
 def read_results(results: Path, workloads: Sequence[str] = (), tier: str | None = None) -> list[Outcome]:
@@ -112,7 +119,14 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
         num_modules=max([len(getattr(event, "modules", ())) for event in history.events], default=0),
         remarks=_remarks(history),
         interval_steps=max([event.interval_steps for event in history.of(RunStarted)], default=0),
+        judged=_judged(history, run.workload.metric),
     )
+
+
+def _judged(history: History, metric: str) -> float | None:
+    """Return what the judge found; None where nobody was asked, as in runs from before there were judges."""
+    found = [event.values.get(f"{JUDGED}{metric}") for event in history.of(MetricLogged) if EPOCH in event.values]
+    return found[-1] if found else None
 
 
 def _history(directory: Path) -> History:

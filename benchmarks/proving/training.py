@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import egeria
-from benchmarks.proving.course import CPU, EPOCH, LOSS, WALL, Course
+from benchmarks.proving.course import CPU, EPOCH, JUDGED, LOSS, WALL, Course
 from benchmarks.proving.piece import Piece
 from benchmarks.proving.policies import Policy
 from benchmarks.proving.stopwatch import Stopwatch
@@ -57,11 +57,18 @@ def train(
         for epoch in range(piece.go_on(course, watch) + 1, training.num_epochs + 1):
             for step, loss, is_end in _train_epoch(training, course.run):
                 frozen = course.frozen
-                if is_end and epoch == training.num_epochs:
+                is_last = is_end and epoch == training.num_epochs
+                if is_last:
                     course.end()
                 watch.halt()
                 at = epoch if is_end else epoch - 1 + step / num_steps
-                values = {**_evaluate(training), EPOCH: at, LOSS: loss, WALL: watch.wall_s, CPU: watch.cpu_s}
+                values = {
+                    **_evaluate(training, is_last=is_last),
+                    EPOCH: at,
+                    LOSS: loss,
+                    WALL: watch.wall_s,
+                    CPU: watch.cpu_s,
+                }
                 course.log((epoch - 1) * num_steps + step, values)
                 if is_end:
                     told(epoch, frozen, values)
@@ -101,10 +108,13 @@ def _train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[i
     yield num_steps, float(total) / max(num_steps, 1), True
 
 
-def _evaluate(training: Training) -> dict[str, float]:
+def _evaluate(training: Training, *, is_last: bool) -> dict[str, float]:
     training.model.eval()
     with torch.no_grad():
         values = {name: float(value) for name, value in training.evaluate(training.model).items()}
+        if is_last and training.judge is not None:
+            judged = training.judge(training.model)
+            values |= {f"{JUDGED}{name}": float(value) for name, value in judged.items()}
     taken = {WALL, CPU, EPOCH, LOSS} & values.keys()
     if taken:
         raise ValueError(f"the names {sorted(taken)} are the bench's own; a workload's metrics must have others")

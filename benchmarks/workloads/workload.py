@@ -52,6 +52,11 @@ class Training:
     """Takes the network and a batch; moves the batch to the device and sets autocast itself."""
     evaluate: Callable[[nn.Module], dict[str, float]]
     """Takes the network, in inference mode and without gradients; returns metrics on held-out data by name."""
+    judge: Callable[[nn.Module], dict[str, float]] | None = None
+    """The same on more held-out data, where `evaluate` has too few to see small differences: asked once, at the end.
+
+    What it says decides on final quality; on the time to reach one, the evaluations do.
+    """
     clip_norm: float | None = None
     """Norm that gradients are clipped to."""
     number_format: str = ""
@@ -73,7 +78,7 @@ class Workload:
     name: str
     """As the command line takes it, such as 'resnet8-cifar10' or 'resnet8-cifar10-cosine'."""
     metric: str
-    """The name in `Training.evaluate` that decides."""
+    """The name in `Training.evaluate`, and in `Training.judge`, that decides."""
     higher_is_better: bool
     is_relative: bool
     """Whether a loss of quality is judged in per cent of the plain value (perplexity, F1), or in points."""

@@ -31,6 +31,8 @@ class Recipe:
     num_train: int | None
     """Samples; None takes all."""
     num_held_out: int | None
+    num_judged: int
+    """Samples that the trained network is judged on, once; 0 leaves it at those held out."""
     batch_size: int
     num_epochs: int
     peak_rate: float
@@ -83,6 +85,7 @@ def fine_tuning(
     rows: Rows,
     loss: Callable[[nn.Module, Any], Tensor],
     evaluate: Callable[[nn.Module], dict[str, float]],
+    judge: Callable[[nn.Module], dict[str, float]] | None,
 ) -> Training:
     """Return the run: AdamW, a linear schedule with warmup, gradients clipped to norm 1.
 
@@ -93,6 +96,7 @@ def fine_tuning(
         rows: to train on.
         loss: of a batch.
         evaluate: on held-out rows.
+        judge: on more of them, once.
     """
     model = model.to(setting.device)
     loader = shuffled_loader(rows, rows.lengths, recipe.batch_size, setting.seed)
@@ -106,6 +110,7 @@ def fine_tuning(
         num_epochs=recipe.num_epochs,
         loss=loss,
         evaluate=evaluate,
+        judge=judge,
         clip_norm=CLIP_NORM,
         number_format=in_place_of_bfloat16(setting.device),
         evaluations_per_epoch=recipe.evaluations_per_epoch,

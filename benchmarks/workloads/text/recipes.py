@@ -119,6 +119,7 @@ SQUAD = {
         longest_paragraph=300,
         num_train=64,
         num_held_out=24,
+        num_judged=40,
         batch_size=8,
         num_epochs=2,
         peak_rate=1e-4,
@@ -130,6 +131,7 @@ SQUAD = {
         longest_paragraph=450,
         num_train=2000,
         num_held_out=400,
+        num_judged=3000,
         batch_size=16,
         num_epochs=2,
         peak_rate=2e-4,
@@ -139,6 +141,7 @@ SQUAD = {
         overlap=128,
         num_train=None,
         num_held_out=None,
+        num_judged=0,
         batch_size=32,
         num_epochs=3,
         peak_rate=5e-5,
@@ -150,11 +153,16 @@ SST2 = {
         longest=32,
         num_train=160,
         num_held_out=100,
+        num_judged=200,
         batch_size=16,
         num_epochs=2,
         peak_rate=1e-4,
         evaluations_per_epoch=2,
     ),
-    "cpu": FineTuning(longest=64, num_train=6000, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=1e-4),
-    "gpu": FineTuning(longest=128, num_train=None, num_held_out=None, batch_size=32, num_epochs=3, peak_rate=3e-5),
+    "cpu": FineTuning(
+        longest=64, num_train=6000, num_held_out=None, num_judged=8000, batch_size=32, num_epochs=3, peak_rate=1e-4
+    ),
+    "gpu": FineTuning(
+        longest=128, num_train=None, num_held_out=None, num_judged=8000, batch_size=32, num_epochs=3, peak_rate=3e-5
+    ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from benchmarks.workloads.text.sampling import sample
 from benchmarks.workloads.text.windows import Window, asking_rows, best_spans, cut_windows, training_rows
 from benchmarks.workloads.workload import Setting, Training
 
+if TYPE_CHECKING:
+    from transformers import BertTokenizerFast
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionRecipe(Recipe):
@@ -26,7 +30,10 @@ class QuestionRecipe(Recipe):
     overlap: int
     """Tokens of a paragraph that a window shares with the next."""
     longest_paragraph: int | None = None
-    """Characters; questions on longer ones are left out, of training and of evaluation. None keeps all."""
+    """Characters; questions on longer ones are left out, of training and of evaluation. None keeps all.
+
+    Judging needs more questions than the development set has on paragraphs so short, and takes the next longer ones.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,32 +101,53 @@ def build(setting: Setting, *, recipes: Mapping[str, QuestionRecipe]) -> Trainin
     recipe = recipes[setting.tier]
     train = _questions(setting, "train", recipe, recipe.num_train)
     held_out = _questions(setting, "dev", recipe, recipe.num_held_out)
+    judged = _judged_questions(setting, recipe)
     weights = find_weights(setting.data)
     tokenizer = load_tokenizer(weights)
     torch.manual_seed(setting.seed)
     model = BertForQuestionAnswering(load_config(weights))
     load_weights(model.bert, weights)
-    windows = cut_windows(held_out, tokenizer, recipe.longest, recipe.overlap)
     return fine_tuning(
         setting,
         recipe,
         model=model,
         rows=training_rows(train, cut_windows(train, tokenizer, recipe.longest, recipe.overlap)),
         loss=SpanLoss(device=setting.device),
-        evaluate=AnswerQuality(
-            questions=held_out,
-            windows=windows,
-            rows=asking_rows(windows),
-            device=setting.device,
-            batch_size=2 * recipe.batch_size,
-        ),
+        evaluate=_quality(held_out, tokenizer, setting, recipe),
+        judge=_quality(judged, tokenizer, setting, recipe) if judged else None,
+    )
+
+
+def _quality(
+    questions: Sequence[Question], tokenizer: BertTokenizerFast, setting: Setting, recipe: QuestionRecipe
+) -> AnswerQuality:
+    windows = cut_windows(questions, tokenizer, recipe.longest, recipe.overlap)
+    return AnswerQuality(
+        questions=questions,
+        windows=windows,
+        rows=asking_rows(windows),
+        device=setting.device,
+        batch_size=2 * recipe.batch_size,
     )
 
 
 def _questions(setting: Setting, split: str, recipe: QuestionRecipe, count: int | None) -> list[Question]:
     found = read_questions(setting.data, split)
+    return sample(_on_short_paragraphs(found, recipe), count)
+
+
+def _judged_questions(setting: Setting, recipe: QuestionRecipe) -> list[Question]:
+    """Return questions on articles that nobody trains on; where those on short paragraphs are too few, longer ones."""
+    found = read_questions(setting.data, "dev")
+    short = _on_short_paragraphs(found, recipe)
+    if len(short) >= recipe.num_judged:
+        return sample(short, recipe.num_judged)
+    return sorted(found, key=lambda question: len(question.context))[: recipe.num_judged]
+
+
+def _on_short_paragraphs(questions: Sequence[Question], recipe: QuestionRecipe) -> list[Question]:
     longest = recipe.longest_paragraph
-    return sample([q for q in found if longest is None or len(q.context) <= longest], count)
+    return [question for question in questions if longest is None or len(question.context) <= longest]
 
 
 def _scores(scores: Tensor, inputs: dict[str, Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from benchmarks.workloads.text.batching import sorted_batches
 from benchmarks.workloads.text.corpora import read_sentiments
 from benchmarks.workloads.text.fine_tuning import Recipe, Rows, fine_tuning, run_network
 from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
-from benchmarks.workloads.text.sampling import sample
+from benchmarks.workloads.text.sampling import hold_out, sample
 from benchmarks.workloads.workload import Setting, Training
 
 if TYPE_CHECKING:
@@ -63,21 +63,27 @@ def build(setting: Setting, *, recipes: Mapping[str, Recipe]) -> Training:
     from transformers import BertForSequenceClassification  # noqa: PLC0415 (as in `minilm`)
 
     recipe = recipes[setting.tier]
-    train = sample(read_sentiments(setting.data, "train"), recipe.num_train)
+    train, judged = hold_out(read_sentiments(setting.data, "train"), recipe.num_train, recipe.num_judged)
     held_out = sample(read_sentiments(setting.data, "dev"), recipe.num_held_out)
     weights = find_weights(setting.data)
     tokenizer = load_tokenizer(weights)
     torch.manual_seed(setting.seed)
     model = BertForSequenceClassification(load_config(weights, num_labels=2))
     load_weights(model.bert, weights)
-    held_out_rows = _rows(held_out, tokenizer, recipe.longest)
+    quality, judge = (
+        SentimentAccuracy(
+            rows=_rows(sentences, tokenizer, recipe.longest), device=setting.device, batch_size=2 * recipe.batch_size
+        )
+        for sentences in (held_out, judged)
+    )
     return fine_tuning(
         setting,
         recipe,
         model=model,
         rows=_rows(train, tokenizer, recipe.longest),
         loss=SentimentLoss(device=setting.device),
-        evaluate=SentimentAccuracy(rows=held_out_rows, device=setting.device, batch_size=2 * recipe.batch_size),
+        evaluate=quality,
+        judge=judge if judged else None,
     )
 
 
