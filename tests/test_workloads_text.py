@@ -13,10 +13,13 @@ pytest.importorskip("transformers")
 from benchmarks.workloads import mixed
 from benchmarks.workloads.text import WORKLOADS, minilm
 from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
-from benchmarks.workloads.text.corpora import Question, read_pairs, read_questions, read_sentiments
-from benchmarks.workloads.text.minilm import find_weights
+from benchmarks.workloads.text.classification import IGNORED
+from benchmarks.workloads.text.corpora import Question, read_pairs, read_questions, read_sentiments, read_tagged
+from benchmarks.workloads.text.minilm import find_weights, load_tokenizer
+from benchmarks.workloads.text.pairs import make_pairs
 from benchmarks.workloads.text.sampling import hold_out, sample
-from benchmarks.workloads.text.schedules import inverse_square_root, linear
+from benchmarks.workloads.text.schedules import cosine, inverse_square_root, linear
+from benchmarks.workloads.text.tags import TAGS, tag_rows
 from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
 
 from egeria.layers.modules import parse_modules
@@ -79,6 +82,14 @@ def test_the_linear_schedule_rises_and_falls_to_nothing_after_the_last_step():
     assert found[9:] == pytest.approx([0.25, 0.0])
 
 
+def test_the_cosine_schedule_rises_and_falls_to_nothing_after_the_last_step():
+    found = rates(cosine, 12, warmup_steps=2, total_steps=10)
+    assert found[:3] == pytest.approx([2 / 3, 4 / 3, 2.0])
+    assert found[6] == pytest.approx(1.0)
+    assert found[10:] == pytest.approx([0.0, 0.0])
+    assert found[9] > 0
+
+
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     try:
@@ -122,8 +133,12 @@ class TestReading:
         entry = {"id": "q", "question": " Who? ", "answers": [{"text": "Bo", "answer_start": 3}]}
         data = {"data": [{"title": "t", "paragraphs": [{"context": "It Bo", "qas": [entry]}]}]}
         self.write(tmp_path / "squad" / "dev-v1.1.json.xz", json.dumps(data))
-        expected = Question(identifier="q", question="Who?", context="It Bo", answers=("Bo",), start=3)
+        expected = Question(identifier="q", question="Who?", context="It Bo", answers=("Bo",), start=3, article="t")
         assert read_questions(tmp_path, "dev") == [expected]
+
+    def test_tagged_words(self, tmp_path):
+        self.write(tmp_path / "ud_english_ewt" / "dev.tsv.xz", "Dogs\tNOUN\nbark\tVERB\n\nNo\tINTJ\n\n")
+        assert read_tagged(tmp_path, "dev") == [[("Dogs", "NOUN"), ("bark", "VERB")], [("No", "INTJ")]]
 
     def test_a_sample_is_always_the_same_and_keeps_the_order(self):
         assert sample(range(100), 10) == sample(range(100), 10) == sorted(sample(range(100), 10))
@@ -141,6 +156,38 @@ class TestReading:
     def test_holding_out_leaves_the_training_as_it_is_where_there_is_enough(self):
         assert hold_out(range(100), 60, 20)[0] == sample(range(100), 60)
         assert hold_out(range(100), 60, 0) == (sample(range(100), 60), [])
+
+
+def test_the_first_piece_of_a_word_has_its_tag_and_no_other(weights):
+    tokenizer = load_tokenizer(weights)
+    sentence = [("Egeria", "PROPN"), ("freezes", "VERB"), (".", "PUNCT")]
+    rows = tag_rows([sentence, sentence[1:2]], tokenizer, longest=64)
+    batch = rows.__getitems__([0, 1])
+    pieces = tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
+    labelled = [
+        (piece, TAGS[label]) for piece, label in zip(pieces, batch["label"][0].tolist(), strict=True) if label >= 0
+    ]
+    assert [tag for _, tag in labelled] == ["PROPN", "VERB", "PUNCT"]
+    assert all(not piece.startswith(("##", "[")) for piece, _ in labelled)
+    assert len(pieces) > 5  # a word in several pieces
+    assert (batch["label"][1] != IGNORED).sum() == 1  # nor has padding a label
+
+
+def test_pairs_are_of_one_article_and_half_of_them_answered():
+    questions = [
+        Question(identifier=f"{n}", question=f"{n}?", context=f"{n // 2}", answers=("",), start=0, article=f"{n // 6}")
+        for n in range(600)
+    ]
+    lone = Question(identifier="lone", question="lone?", context="lone", answers=("",), start=0, article="lone")
+    pairs = make_pairs([*questions, lone], None)
+    assert len(pairs) == 600
+    articles = {question.context: question.article for question in questions}
+    asked = {question.question: question for question in questions}
+    for pair in pairs:
+        assert articles[pair.paragraph] == asked[pair.question].article
+        assert pair.is_answered == (pair.paragraph == asked[pair.question].context)
+    assert 250 < sum(pair.is_answered for pair in pairs) < 350
+    assert make_pairs(questions, 50) == make_pairs(questions, 50)
 
 
 def first_losses(name, data, seed):
@@ -168,7 +215,11 @@ def test_a_run_of_the_smoke_tier_repeats_and_can_be_judged(name, data, request):
     training.model.eval()
     with torch.inference_mode():
         metrics = training.evaluate(training.model)
+        judged = training.judge(training.model) if training.judge else metrics
     assert math.isfinite(metrics[BY_NAME[name].metric])
+    assert judged.keys() <= metrics.keys()
+    assert math.isfinite(judged[BY_NAME[name].metric])
+    assert (training.judge is not None) == name.startswith("bert")
     assert len(parse_modules(training.model)) >= 4
 
 
@@ -199,4 +250,7 @@ def test_another_seed_is_another_run_of_the_same_task(data):
 
 def test_each_workload_has_a_recipe_for_every_tier():
     assert len(BY_NAME) == len(WORKLOADS)
-    assert all(set(workload.build.keywords["recipes"]) == set(TIERS) for workload in WORKLOADS)
+    for workload in WORKLOADS:
+        assert set(workload.build.keywords["recipes"]) == set(workload.tiers)
+        assert set(TIERS) - set(workload.tiers) <= {"long"}
+        assert "long" in workload.tiers or workload.name == "transformer-base-wmt"

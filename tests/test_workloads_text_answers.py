@@ -65,7 +65,14 @@ class TestMiniLM:
     def test_windows_hold_the_answers_and_overlap(self, weights):
         context = " ".join(f"In {1900 + index} the city of Rome grew." for index in range(40))
         questions = [
-            Question(identifier=year, question="When?", context=context, answers=(year,), start=context.index(year))
+            Question(
+                identifier=year,
+                question="When?",
+                context=context,
+                answers=(year,),
+                start=context.index(year),
+                article="Rome",
+            )
             for year in ("1900", "1921", "1939")
         ]
         windows = cut_windows(questions, load_tokenizer(weights), longest=64, overlap=24)

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-TIERS = ("smoke", "cpu", "gpu")
-"""'smoke' ends within a minute, a run of 'cpu' within eight on one core, 'gpu' has the paper's scale."""
+TIERS = ("smoke", "cpu", "long", "gpu")
+"""'smoke' ends within a minute; on one core a run of 'cpu' ends within eight, one of 'long' within 75; 'gpu' has the
+paper's scale."""
 
 
 class MissingDataError(Exception):
@@ -84,5 +85,9 @@ class Workload:
     """Whether a loss of quality is judged in per cent of the plain value (perplexity, F1), or in points."""
     paper: str
     """What the paper reports for its kind, such as '+23 % (ResNet-56, CIFAR-10)'; empty where it has none."""
+    is_held_out: bool = False
+    """Whether nothing in egeria may be chosen by its results: no default, limit or constant is tuned on it."""
+    tiers: tuple[str, ...] = TIERS
+    """That it has a recipe for."""
     build: Callable[[Setting], Training]
     """Makes a run. Raises: MissingDataError."""

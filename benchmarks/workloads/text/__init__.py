@@ -1,11 +1,11 @@
-"""Text: translation, question answering, sentiment."""
+"""Text: translation, question answering, sentiment, parts of speech, pairs of a question and a paragraph."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.workloads.text import squad, sst2, translation
-from benchmarks.workloads.text.recipes import BASE_WMT, SQUAD, SST2, TINY_MULTI30K
+from benchmarks.workloads.text import pairs, squad, sst2, tags, translation
+from benchmarks.workloads.text.recipes import BASE_WMT, PAIRS, SQUAD, SST2, SST2_LORA, TAGS, TINY_MULTI30K
 from benchmarks.workloads.workload import Workload
 
 WORKLOADS: tuple[Workload, ...] = (
@@ -15,6 +15,7 @@ WORKLOADS: tuple[Workload, ...] = (
         higher_is_better=False,
         is_relative=True,
         paper="+19 % (Transformer-Tiny, WMT16 EN-DE)",
+        tiers=tuple(TINY_MULTI30K),
         build=partial(
             translation.build,
             corpus=translation.Corpus(folder="multi30k_ende", bleu_tokenization="13a"),
@@ -27,6 +28,7 @@ WORKLOADS: tuple[Workload, ...] = (
         higher_is_better=False,
         is_relative=True,
         paper="+43 % (Transformer-Base, WMT16 EN-DE)",
+        tiers=tuple(BASE_WMT),
         build=partial(
             translation.build,
             corpus=translation.Corpus(folder="wmt_ende_slice", bleu_tokenization="none"),
@@ -39,6 +41,7 @@ WORKLOADS: tuple[Workload, ...] = (
         higher_is_better=True,
         is_relative=True,
         paper="+41 % (BERT-Base, SQuAD 1.0)",
+        tiers=tuple(SQUAD),
         build=partial(squad.build, recipes=SQUAD),
     ),
     Workload(
@@ -47,6 +50,35 @@ WORKLOADS: tuple[Workload, ...] = (
         higher_is_better=True,
         is_relative=False,
         paper="",
+        tiers=tuple(SST2),
         build=partial(sst2.build, recipes=SST2),
+    ),
+    Workload(
+        name="bert-sst2-lora",
+        metric="accuracy",
+        higher_is_better=True,
+        is_relative=False,
+        paper="",
+        tiers=tuple(SST2_LORA),
+        build=partial(sst2.build, recipes=SST2_LORA, adapt=sst2.with_adapters),
+    ),
+    Workload(
+        name="bert-tags",
+        metric="accuracy",
+        higher_is_better=True,
+        is_relative=False,
+        paper="",
+        tiers=tuple(TAGS),
+        build=partial(tags.build, recipes=TAGS),
+    ),
+    Workload(
+        name="bert-pairs",
+        metric="accuracy",
+        higher_is_better=True,
+        is_relative=False,
+        paper="",
+        is_held_out=True,
+        tiers=tuple(PAIRS),
+        build=partial(pairs.build, recipes=PAIRS),
     ),
 )

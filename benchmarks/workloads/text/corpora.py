@@ -1,4 +1,4 @@
-"""Reading the text data sets: translation pairs, SQuAD 1.1, SST-2."""
+"""Reading the text data sets: translation pairs, SQuAD 1.1, SST-2, tagged words."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ class Question:
     """What people answered, each a part of the context."""
     start: int
     """Character of the context at which the first answer begins."""
+    article: str
+    """Title of the article that the paragraph is from."""
+
+
+TaggedSentence = list[tuple[str, str]]
+"""Words, each with its part of speech."""
 
 
 def read_pairs(root: Path, folder: str, split: str, limit: int | None = None) -> list[tuple[str, str]]:
@@ -61,17 +67,36 @@ def read_questions(root: Path, split: str) -> list[Question]:
     """
     with lzma.open(_find(root / "squad" / f"{split}-v1.1.json.xz"), "rt", encoding="utf8") as file:
         articles = json.load(file)["data"]
-    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
-    return [_question(entry, paragraph["context"]) for paragraph in paragraphs for entry in paragraph["qas"]]
+    paragraphs = [(article["title"], paragraph) for article in articles for paragraph in article["paragraphs"]]
+    return [
+        _question(entry, paragraph["context"], title) for title, paragraph in paragraphs for entry in paragraph["qas"]
+    ]
 
 
-def _question(entry: dict[str, Any], context: str) -> Question:
+def read_tagged(root: Path, split: str) -> list[TaggedSentence]:
+    """Return the sentences of the English Web Treebank.
+
+    Args:
+        root: holds a folder for each data set.
+        split: 'train', 'dev' or 'test'.
+
+    Raises:
+        MissingDataError: the file is not there.
+    """
+    with lzma.open(_find(root / "ud_english_ewt" / f"{split}.tsv.xz"), "rt", encoding="utf8", newline="\n") as file:
+        sentences = file.read().strip("\n").split("\n\n")
+    pairs = ([line.split("\t") for line in sentence.split("\n")] for sentence in sentences)
+    return [[(word, tag) for word, tag in sentence] for sentence in pairs]
+
+
+def _question(entry: dict[str, Any], context: str, article: str) -> Question:
     return Question(
         identifier=entry["id"],
         question=entry["question"].strip(),
         context=context,
         answers=tuple(answer["text"] for answer in entry["answers"]),
         start=entry["answers"][0]["answer_start"],
+        article=article,
     )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.workloads.mixed import in_place_of_bfloat16, mixed
 from benchmarks.workloads.text.batching import moved, pad_rows, shuffled_loader
-from benchmarks.workloads.text.schedules import linear
+from benchmarks.workloads.text.schedules import Schedule, linear
 from benchmarks.workloads.workload import Setting, Training
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
@@ -31,8 +31,8 @@ class Recipe:
     num_train: int | None
     """Samples; None takes all."""
     num_held_out: int | None
-    num_judged: int
-    """Samples that the trained network is judged on, once; 0 leaves it at those held out."""
+    num_judged: int | None
+    """Samples that the trained network is judged on, once; None takes all there are, 0 leaves it at those held out."""
     batch_size: int
     num_epochs: int
     peak_rate: float
@@ -86,17 +86,19 @@ def fine_tuning(
     loss: Callable[[nn.Module, Any], Tensor],
     evaluate: Callable[[nn.Module], dict[str, float]],
     judge: Callable[[nn.Module], dict[str, float]] | None,
+    schedule: Schedule = linear,
 ) -> Training:
-    """Return the run: AdamW, a linear schedule with warmup, gradients clipped to norm 1.
+    """Return the run: AdamW, a schedule with warmup, gradients clipped to norm 1.
 
     Args:
         setting: what is asked for.
         recipe: of the tier.
-        model: with pretrained values.
+        model: with pretrained values; what requires no gradient is not trained.
         rows: to train on.
         loss: of a batch.
         evaluate: on held-out rows.
         judge: on more of them, once.
+        schedule: of the learning rate.
     """
     model = model.to(setting.device)
     loader = shuffled_loader(rows, rows.lengths, recipe.batch_size, setting.seed)
@@ -106,7 +108,7 @@ def fine_tuning(
         model=model,
         loader=loader,
         optimizer=optimizer,
-        scheduler=linear(optimizer, round(WARMUP_SHARE * total_steps), total_steps),
+        scheduler=schedule(optimizer, round(WARMUP_SHARE * total_steps), total_steps),
         num_epochs=recipe.num_epochs,
         loss=loss,
         evaluate=evaluate,
@@ -119,7 +121,7 @@ def fine_tuning(
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Keep biases and normalisations from decaying."""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.workloads.text.fine_tuning import Recipe as FineTuning
+from benchmarks.workloads.text.pairs import PairRecipe
 from benchmarks.workloads.text.squad import QuestionRecipe
 from benchmarks.workloads.text.translation import Recipe as Translation
 
+_TINY_MULTI30K_ONE_CORE = Translation(
+    width=128,
+    inner_width=512,
+    num_heads=4,
+    num_layers=2,
+    dropout=0.1,
+    vocabulary=4000,
+    longest=60,
+    num_train=None,
+    num_validation=1014,
+    num_translated=200,
+    batch_size=64,
+    num_epochs=3,
+    peak_rate=2e-3,
+    warmup_steps=200,
+    evaluations_per_epoch=4,
+)
 TINY_MULTI30K = {
     "smoke": Translation(
         width=64,
@@ -23,23 +43,8 @@ TINY_MULTI30K = {
         peak_rate=3e-3,
         warmup_steps=20,
     ),
-    "cpu": Translation(
-        width=128,
-        inner_width=512,
-        num_heads=4,
-        num_layers=2,
-        dropout=0.1,
-        vocabulary=4000,
-        longest=60,
-        num_train=None,
-        num_validation=1014,
-        num_translated=200,
-        batch_size=64,
-        num_epochs=3,
-        peak_rate=2e-3,
-        warmup_steps=200,
-        evaluations_per_epoch=4,
-    ),
+    "cpu": _TINY_MULTI30K_ONE_CORE,
+    "long": replace(_TINY_MULTI30K_ONE_CORE, num_epochs=15, warmup_steps=600, evaluations_per_epoch=1),
     "gpu": Translation(
         width=256,
         inner_width=1024,
@@ -136,6 +141,18 @@ SQUAD = {
         num_epochs=2,
         peak_rate=2e-4,
     ),
+    "long": QuestionRecipe(
+        longest=160,
+        overlap=48,
+        longest_paragraph=550,
+        num_train=10_000,
+        num_held_out=400,
+        num_judged=3000,
+        batch_size=16,
+        num_epochs=3,
+        peak_rate=1e-4,
+        evaluations_per_epoch=3,
+    ),
     "gpu": QuestionRecipe(
         longest=384,
         overlap=128,
@@ -162,7 +179,100 @@ SST2 = {
     "cpu": FineTuning(
         longest=64, num_train=6000, num_held_out=None, num_judged=8000, batch_size=32, num_epochs=3, peak_rate=1e-4
     ),
+    "long": FineTuning(
+        longest=64, num_train=None, num_held_out=None, num_judged=8000, batch_size=32, num_epochs=3, peak_rate=5e-5
+    ),
     "gpu": FineTuning(
         longest=128, num_train=None, num_held_out=None, num_judged=8000, batch_size=32, num_epochs=3, peak_rate=3e-5
     ),
 }
+
+LORA_RATE = 1e-3
+SST2_LORA = {
+    "smoke": replace(SST2["smoke"], peak_rate=LORA_RATE),
+    "cpu": replace(SST2["cpu"], num_train=16_000, peak_rate=LORA_RATE),
+    "long": replace(SST2["long"], peak_rate=LORA_RATE),
+    "gpu": replace(SST2["gpu"], peak_rate=LORA_RATE),
+}
+
+TAGS = {
+    "smoke": FineTuning(
+        longest=64,
+        num_train=128,
+        num_held_out=40,
+        num_judged=60,
+        batch_size=16,
+        num_epochs=2,
+        peak_rate=3e-4,
+        evaluations_per_epoch=2,
+    ),
+    "cpu": FineTuning(
+        longest=128, num_train=6000, num_held_out=400, num_judged=None, batch_size=32, num_epochs=3, peak_rate=2e-4
+    ),
+    "long": FineTuning(
+        longest=128,
+        num_train=None,
+        num_held_out=400,
+        num_judged=None,
+        batch_size=16,
+        num_epochs=10,
+        peak_rate=1e-4,
+        evaluations_per_epoch=1,
+    ),
+    "gpu": FineTuning(
+        longest=128,
+        num_train=None,
+        num_held_out=None,
+        num_judged=None,
+        batch_size=16,
+        num_epochs=10,
+        peak_rate=5e-5,
+        evaluations_per_epoch=1,
+    ),
+}
+
+PAIRS = {
+    "smoke": PairRecipe(
+        longest=96,
+        longest_paragraph=300,
+        num_train=64,
+        num_held_out=24,
+        num_judged=40,
+        batch_size=8,
+        num_epochs=2,
+        peak_rate=1e-4,
+        evaluations_per_epoch=1,
+    ),
+    "cpu": PairRecipe(
+        longest=144,
+        longest_paragraph=600,
+        num_train=3200,
+        num_held_out=400,
+        num_judged=3000,
+        batch_size=16,
+        num_epochs=2,
+        peak_rate=1e-4,
+    ),
+    "long": PairRecipe(
+        longest=144,
+        longest_paragraph=600,
+        num_train=12_000,
+        num_held_out=400,
+        num_judged=3000,
+        batch_size=16,
+        num_epochs=3,
+        peak_rate=5e-5,
+        evaluations_per_epoch=3,
+    ),
+    "gpu": PairRecipe(
+        longest=256,
+        longest_paragraph=1000,
+        num_train=None,
+        num_held_out=1000,
+        num_judged=None,
+        batch_size=32,
+        num_epochs=2,
+        peak_rate=3e-5,
+    ),
+}
+"""Whether a paragraph answers a question."""

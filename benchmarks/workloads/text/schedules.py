@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -34,3 +37,23 @@ def linear(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaL
         return min((step + 1) / (warmup_steps + 1), max(0.0, falling))
 
     return LambdaLR(optimizer, share)
+
+
+def cosine(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
+    """Rise linearly to the optimizer's rate, then fall to zero along half a cosine (Loshchilov and Hutter, 2017).
+
+    Args:
+        optimizer: its learning rate is the highest one.
+        warmup_steps: the step that has the highest rate.
+        total_steps: of the run; the last of them has a rate just above zero.
+    """
+
+    def share(step: int) -> float:
+        done = min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return min((step + 1) / (warmup_steps + 1), (1 + math.cos(math.pi * done)) / 2)
+
+    return LambdaLR(optimizer, share)
+
+
+Schedule = Callable[[Optimizer, int, int], LambdaLR]
+"""`linear` or `cosine`."""

@@ -140,7 +140,7 @@ def _judged_questions(setting: Setting, recipe: QuestionRecipe) -> list[Question
     """Return questions on articles that nobody trains on; where those on short paragraphs are too few, longer ones."""
     found = read_questions(setting.data, "dev")
     short = _on_short_paragraphs(found, recipe)
-    if len(short) >= recipe.num_judged:
+    if recipe.num_judged is None or len(short) >= recipe.num_judged:
         return sample(short, recipe.num_judged)
     return sorted(found, key=lambda question: len(question.context))[: recipe.num_judged]
 

@@ -1,0 +1,51 @@
+"""Telling classes apart: of sentences, of pairs of sentences, of words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.workloads.text.batching import sorted_batches
+from benchmarks.workloads.text.fine_tuning import Rows, run_network
+
+IGNORED = -100
+"""Label of what has none; the number that `cross_entropy` leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationLoss:
+    """The cross entropy of a batch."""
+
+    device: torch.device
+
+    def __call__(self, network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return the mean over what has a label."""
+        scores, labels = _scores(network, batch, self.device)
+        return functional.cross_entropy(scores, labels, ignore_index=IGNORED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationAccuracy:
+    """The share of held-out labels that are told right, in per cent."""
+
+    rows: Rows
+    device: torch.device
+    batch_size: int
+
+    def __call__(self, network: nn.Module) -> dict[str, float]:
+        """Return 'accuracy'."""
+        num_right, num_labels = 0, 0
+        for indices in sorted_batches(self.rows.lengths, self.batch_size):
+            scores, labels = _scores(network, self.rows.__getitems__(indices), self.device)
+            num_right += int((scores.argmax(1) == labels).sum())
+            num_labels += int((labels != IGNORED).sum())
+        return {"accuracy": 100.0 * num_right / num_labels}
+
+
+def _scores(network: nn.Module, batch: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the scores [N, K] of N sentences or words in full precision, and their labels [N]."""
+    found, inputs = run_network(network, batch, device)
+    return found.logits.float().flatten(0, -2), inputs["label"].flatten()
