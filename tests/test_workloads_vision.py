@@ -16,11 +16,12 @@ from benchmarks.workloads.vision.camvid import read_camvid
 from benchmarks.workloads.vision.cifar10 import read_cifar10
 from benchmarks.workloads.vision.metrics import accuracy, confusion, mean_iou
 from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Pictures, Source
-from benchmarks.workloads.vision.recipe import Recipe, cosine_schedule, step_schedule
-from benchmarks.workloads.vision.recipes import RECIPES
-from benchmarks.workloads.vision.small_deeplab import SmallDeepLab
+from benchmarks.workloads.vision.recipe import Recipe, cosine_schedule, linear_schedule, step_schedule
+from benchmarks.workloads.vision.recipes import RECIPES, TRANSFER_RECIPES
+from benchmarks.workloads.vision.small_deeplab import SmallBackbone, SmallDeepLab
 from benchmarks.workloads.vision.task import Task, build
 from benchmarks.workloads.vision.tinyimagenet20 import read_tinyimagenet20
+from benchmarks.workloads.vision.transfer import FILES
 from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
 from PIL import Image
 from torch import nn
@@ -89,9 +90,12 @@ def losses(training, count):
 
 def test_every_network_has_a_twin_and_every_tier():
     step = {name for name in BY_NAME if not name.endswith("-cosine")}
-    assert step == set(RECIPES) and len(WORKLOADS) == 2 * len(step)
-    assert {f"{name}-cosine" for name in step} == set(BY_NAME) - step
-    assert all(set(tiers) == set(TIERS) for tiers in RECIPES.values())
+    assert step == {*RECIPES, *TRANSFER_RECIPES} and len(WORKLOADS) == 2 * len(RECIPES) + len(TRANSFER_RECIPES)
+    assert {f"{name}-cosine" for name in RECIPES} == set(BY_NAME) - step
+    for name, workload in BY_NAME.items():
+        assert set(TIERS) - set(workload.tiers) <= {"long"}
+        assert ("long" in workload.tiers) == name.startswith(("resnet20-", "resnet56-tiny"))
+    assert [name for name in BY_NAME if BY_NAME[name].is_held_out] == ["resnet20-camvid-transfer"]
     assert BY_NAME["deeplabv3-camvid"].metric == "miou"
     assert BY_NAME["resnet56-cifar10"].paper and not BY_NAME["resnet56-cifar10-cosine"].paper
 
@@ -115,6 +119,25 @@ def test_mean_iou_by_hand():
     assert mean_iou(confusion(torch.tensor([0, 1]), torch.tensor([0, 0]), 3)) == pytest.approx(25.0)
 
 
+@pytest.mark.parametrize("name", TRANSFER_RECIPES)
+def test_what_is_transferred_begins_with_the_weights_of_cifar10_and_a_new_head(name, data):
+    training, other = (BY_NAME[name].build(setting(data, seed)) for seed in (0, 1))
+    trunk = getattr(training.model, "backbone", training.model)
+    file = FILES[20 if name.startswith("resnet20") else 56]
+    with np.load(data / "weights_cifar10_resnet" / file) as weights:
+        kept = {key: torch.from_numpy(weights[key]) for key in weights.files if not key.startswith("linear")}
+    state = trunk.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in kept.items())
+    last = [(parameters[-1], parameters[-2]) for parameters in ([*t.model.parameters()] for t in (training, other))]
+    assert not torch.equal(last[0][1], last[1][1])
+    training.model.eval()
+    with torch.no_grad():
+        judged = training.judge(training.model)
+    assert 0 <= judged[BY_NAME[name].metric] <= 100
+    first, again = (losses(BY_NAME[name].build(setting(data)), 2) for _ in range(2))
+    assert first == again and first[0] != first[1]
+
+
 def rates(schedule, num_steps):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=TINY.lr)
     scheduler = schedule(optimizer, TINY, num_steps)
@@ -134,6 +157,11 @@ def test_the_cosine_schedule_is_at_half_the_rate_half_way_and_ends_at_zero():
     found = rates(cosine_schedule, 8)
     assert found[0] == 0.1 and found[4] == pytest.approx(0.05) and found[8] == pytest.approx(0, abs=1e-9)
     assert found == sorted(found, reverse=True)
+
+
+def test_the_linear_schedule_is_at_half_the_rate_half_way_and_ends_at_zero():
+    found = rates(linear_schedule, 8)
+    assert found[0] == 0.1 and found[4] == pytest.approx(0.05) and found[8] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_run_falls_at_the_epoch_of_its_decay():
@@ -281,23 +309,32 @@ def test_held_out_pictures_are_not_trained_on_and_classes_are_balanced(tmp_path)
     assert source.train.targets.tolist() == [red for red, *_ in trained]
     assert source.held_out.targets.tolist() == [red for red, *_ in judged]
     assert source.held_out.targets.bincount().tolist() == [2] * 20
+    assert source.judged is None
+    with_judge = read_tinyimagenet20(tmp_path, replace(TINY, num_train=60, num_held_out=20, num_judged=40, size=(4, 4)))
+    assert torch.equal(with_judge.judged.images, source.held_out.images)
+    assert len(with_judge.held_out.images) == 20
+    assert all(image in judged for image in with_judge.held_out.images[:, 0, 0].tolist())
 
 
 def test_frames_are_spread_and_masks_keep_their_classes(tmp_path):
     (tmp_path / "camvid").mkdir()
-    for split in ("train", "test"):
+    for split in ("train", "val", "test"):
         with ZipFile(tmp_path / "camvid" / f"{split}.zip", "w") as archive:
             for number in range(12):
                 archive.writestr(f"ann/f{number:02}.png", picture(number, "L"))
-                archive.writestr(f"img/f{number:02}.webp", picture((number, 0, 0)))
+                archive.writestr(f"img/f{number:02}.webp", picture((number, len(split), 0)))
     source = read_camvid(tmp_path, replace(TINY, num_train=6, num_held_out=12, size=(4, 6)))
     assert source.train.images.shape == (6, 4, 6, 3) and source.train.targets.shape == (6, 4, 6)
     assert source.train.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8, 10]
     assert source.held_out.targets.amin(dim=(1, 2)).tolist() == [*range(11), VOID]
+    assert source.held_out.images[0, 0, 0, 1] == len("test") and source.judged is None
+    judged = read_camvid(tmp_path, replace(TINY, num_train=6, num_held_out=6, num_judged=12, size=(4, 6)))
+    assert judged.held_out.images[0, 0, 0, 1] == len("val")
+    assert torch.equal(judged.judged.images, source.held_out.images)
 
 
 def test_the_small_deeplab_keeps_the_resolution_at_an_output_stride_of_eight():
-    network = SmallDeepLab(11, 16).eval()
+    network = SmallDeepLab(11, SmallBackbone(16)).eval()
     images = torch.rand(1, 3, 48, 64)
     assert network.backbone(images).shape == (1, 64, 6, 8)
     assert network(images).shape == (1, 11, 48, 64)

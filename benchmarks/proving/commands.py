@@ -35,7 +35,8 @@ def run_list(options: argparse.Namespace, console: Console) -> int:
     """List the workloads."""
     for _, workload in list_workloads((*options.workloads, REGISTRY) if not options.only else options.workloads):
         direction = "higher" if workload.higher_is_better else "lower"
-        line = f"{workload.name:32} {workload.metric} ({direction} is better)  {workload.paper}"
+        told = workload.paper or ("not for tuning" if workload.is_held_out else "")
+        line = f"{workload.name:32} {workload.metric} ({direction} is better)  {told}"
         console.print(line.rstrip(), highlight=False, soft_wrap=True)
     return 0
 
@@ -79,7 +80,7 @@ def run_table(options: argparse.Namespace, console: Console) -> int:
 
 def run_oracle(options: argparse.Namespace, console: Console) -> int:
     """Search the schedule of each workload that skips most without loss."""
-    for module, workload in find_workloads(options.workload, options.workloads):
+    for module, workload in _find_workloads(options):
         console.print(f"\n{workload.name} ({options.tier})\n", style="bold")
         _search(module, workload, options, console)
     return 0
@@ -157,7 +158,7 @@ def _make_policies(
     limit: Limit = UNLIMITED,
 ) -> int:
     """Make the runs of some policies on all workloads and seeds that are asked for; return the exit status."""
-    workloads = find_workloads(options.workload, options.workloads)
+    workloads = _find_workloads(options)
     wanted = [
         _wanted(module, workload, policy, seed, options)
         for seed in options.seeds
@@ -197,6 +198,21 @@ def _make(
     return status_of(left, made)
 
 
+def _find_workloads(options: argparse.Namespace) -> list[tuple[str, Workload]]:
+    """Return the workloads that are asked for.
+
+    Raises:
+        RefusedError: nobody has such a workload, or it has no recipe for the tier.
+    """
+    found = find_workloads(options.workload, options.workloads)
+    for _, workload in found:
+        if options.tier not in workload.tiers:
+            raise RefusedError(
+                f"{workload.name} has the tiers {', '.join(workload.tiers)}; found --tier {options.tier}. Choose one."
+            )
+    return found
+
+
 def _wanted(module: str, workload: Workload, policy: Policy, seed: int, options: argparse.Namespace) -> RunFile:
     return RunFile(
         status=runfile.WAITING,
@@ -206,6 +222,7 @@ def _wanted(module: str, workload: Workload, policy: Policy, seed: int, options:
             higher_is_better=workload.higher_is_better,
             is_relative=workload.is_relative,
             paper=workload.paper,
+            is_held_out=workload.is_held_out,
         ),
         module=module,
         tier=options.tier,

@@ -23,6 +23,7 @@ class WorkloadFacts:
     higher_is_better: bool
     is_relative: bool
     paper: str
+    is_held_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
         task_type="SEQ_CLS", r=RANK, lora_alpha=2 * RANK, lora_dropout=0.1, target_modules=["query", "value"]
     )
     with warnings.catch_warnings():
-        # peft 0.17 to 0.19 asks a model of transformers 5 by a name that is to go.
+        # peft asks a model of transformers 5 by a name that is to go.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         adapted: nn.Module = get_peft_model(model, adapters)
     return adapted

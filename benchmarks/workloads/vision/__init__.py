@@ -5,13 +5,14 @@ Every metric is in %, so that a point is a point.
 
 from functools import partial
 
-from benchmarks.workloads.vision.recipe import SCHEDULES, Schedule
+from benchmarks.workloads.vision import transfer
+from benchmarks.workloads.vision.recipe import SCHEDULES, Schedule, cosine_schedule, linear_schedule
 from benchmarks.workloads.vision.task import Task, build
 from benchmarks.workloads.vision.tasks import TASKS
 from benchmarks.workloads.workload import Workload
 
 
-def _workload(task: Task, ending: str, schedule: Schedule) -> Workload:
+def _workload(task: Task, schedule: Schedule, *, ending: str = "", is_held_out: bool = False) -> Workload:
     return Workload(
         name=task.name + ending,
         metric=task.measures[0],
@@ -19,12 +20,16 @@ def _workload(task: Task, ending: str, schedule: Schedule) -> Workload:
         is_relative=False,
         # What the paper reports, it reports for a step schedule.
         paper="" if ending else task.paper,
+        is_held_out=is_held_out,
+        tiers=tuple(task.recipes),
         build=partial(build, task, schedule),
     )
 
 
-WORKLOADS: tuple[Workload, ...] = tuple(
-    _workload(task, ending, schedule) for task in TASKS for ending, schedule in SCHEDULES.items()
+WORKLOADS: tuple[Workload, ...] = (
+    *(_workload(task, schedule, ending=ending) for task in TASKS for ending, schedule in SCHEDULES.items()),
+    _workload(transfer.CLASSES, cosine_schedule),
+    _workload(transfer.SCENES, linear_schedule, is_held_out=True),
 )
 
 __all__ = ["WORKLOADS"]

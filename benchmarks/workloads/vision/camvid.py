@@ -21,13 +21,17 @@ NUM_CLASSES = 11
 def read_camvid(root: Path, recipe: Recipe) -> Source:
     """Read training and test frames; fewer than all are spread over the drives.
 
+    Where the recipe has a judge, it gets the test frames, and the evaluations those for validation.
+
     Raises:
         MissingDataError: an archive is not there.
     """
-    folder = folder_with(root, "camvid", ("train.zip", "test.zip"))
+    held_out = "val.zip" if recipe.num_judged else "test.zip"
+    folder = folder_with(root, "camvid", ("train.zip", held_out, "test.zip"))
     return Source(
         train=_frames(folder / "train.zip", recipe.num_train, recipe.size),
-        held_out=_frames(folder / "test.zip", recipe.num_held_out, recipe.size),
+        held_out=_frames(folder / held_out, recipe.num_held_out, recipe.size),
+        judged=_frames(folder / "test.zip", recipe.num_judged, recipe.size) if recipe.num_judged else None,
         mean=(0.415, 0.428, 0.434),
         deviation=(0.297, 0.300, 0.296),
     )

@@ -40,6 +40,8 @@ class Source:
     """Of each colour over the training pictures, in shares of full brightness."""
     deviation: tuple[float, float, float]
     """Standard deviation, likewise."""
+    judged: Pictures | None = None
+    """More held-out pictures, for the end of the training."""
 
 
 Reader = Callable[[Path, Recipe], Source]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,8 @@ class Recipe:
     """Training pictures."""
     num_held_out: int
     """Pictures the metric is taken on."""
+    num_judged: int = 0
+    """Pictures that the trained network is judged on, once; 0 leaves it at those held out."""
     size: tuple[int, int]
     """Height and width of the pictures, in pixels; held-out ones are seen whole."""
     crop: tuple[int, int]
@@ -44,6 +46,11 @@ def step_schedule(optimizer: SGD, recipe: Recipe, num_steps: int) -> LRScheduler
 def cosine_schedule(optimizer: SGD, recipe: Recipe, num_steps: int) -> LRScheduler:
     """Return the schedule that falls to zero along half a cosine."""
     return CosineAnnealingLR(optimizer, T_max=num_steps)
+
+
+def linear_schedule(optimizer: SGD, recipe: Recipe, num_steps: int) -> LRScheduler:
+    """Return the schedule that falls to zero along a line."""
+    return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=num_steps)
 
 
 Schedule = Callable[[SGD, Recipe, int], LRScheduler]

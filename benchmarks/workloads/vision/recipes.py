@@ -79,7 +79,12 @@ _CAMVID_SMOKE = replace(_CAMVID_ONE_CORE, num_train=24, num_held_out=16, num_epo
 
 RECIPES: dict[str, dict[str, Recipe]] = {
     "resnet8-cifar10": {"gpu": _CIFAR10, "cpu": _CIFAR10_ONE_CORE, "smoke": _CIFAR10_SMOKE},
-    "resnet20-cifar10": {"gpu": _CIFAR10, "cpu": _CIFAR10_HALVED, "smoke": _CIFAR10_SMOKE},
+    "resnet20-cifar10": {
+        "gpu": _CIFAR10,
+        "long": replace(_CIFAR10, num_epochs=30, lr=0.2, weight_decay=5e-4),
+        "cpu": _CIFAR10_HALVED,
+        "smoke": _CIFAR10_SMOKE,
+    },
     "resnet56-cifar10": {"gpu": _CIFAR10, "cpu": replace(_CIFAR10_HALVED, num_train=8_000), "smoke": _CIFAR10_SMOKE},
     "mobilenetv2-tinyimagenet20": {
         "gpu": replace(_TINYIMAGENET20, weight_decay=4e-5),
@@ -94,3 +99,46 @@ RECIPES: dict[str, dict[str, Recipe]] = {
     },
     "deeplabv3-camvid": {"gpu": _CAMVID, "cpu": _CAMVID_ONE_CORE, "smoke": _CAMVID_SMOKE},
 }
+
+# Of the 10,000 training pictures, 2,000 are for judging.
+_TINYIMAGENET20_TRANSFER = Recipe(
+    num_train=8_000,
+    num_held_out=1_000,
+    num_judged=3_000,
+    size=(32, 32),
+    crop=(32, 32),
+    padding=4,
+    num_epochs=20,
+    batch_size=64,
+    lr=0.02,
+    weight_decay=5e-4,
+)
+_CAMVID_TRANSFER = Recipe(
+    num_train=367,
+    num_held_out=101,
+    num_judged=233,
+    size=(120, 160),
+    crop=(96, 128),
+    num_epochs=30,
+    batch_size=8,
+    lr=0.02,
+    weight_decay=1e-4,
+)
+
+TRANSFER_RECIPES: dict[str, dict[str, Recipe]] = {
+    "resnet56-tinyimagenet20-transfer": {
+        "gpu": replace(_TINYIMAGENET20_TRANSFER, num_epochs=50),
+        "long": replace(_TINYIMAGENET20_TRANSFER, num_epochs=50),
+        "cpu": replace(_TINYIMAGENET20_TRANSFER, num_train=5_000, num_epochs=12),
+        "smoke": replace(
+            _TINYIMAGENET20_TRANSFER, num_train=160, num_held_out=40, num_judged=100, num_epochs=2, batch_size=40
+        ),
+    },
+    "resnet20-camvid-transfer": {
+        "gpu": replace(_CAMVID_TRANSFER, size=(360, 480), crop=(320, 416), num_epochs=100),
+        "long": replace(_CAMVID_TRANSFER, size=(180, 240), crop=(144, 192), num_epochs=100),
+        "cpu": _CAMVID_TRANSFER,
+        "smoke": replace(_CAMVID_TRANSFER, num_train=24, num_held_out=8, num_judged=16, num_epochs=2),
+    },
+}
+"""Of networks that begin with what they learned on CIFAR-10."""

@@ -1,12 +1,27 @@
-"""A small DeepLabv3 for one core: a dilated residual backbone of basic blocks, and a pyramid that fits its map."""
+"""A small DeepLabv3 for one core: a residual backbone of basic blocks, and a pyramid that fits its map."""
 
 from __future__ import annotations
 
-from examples.resnet import initialise
+from examples.resnet import CifarResNet, initialise
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.models.segmentation import AtrousPyramid, conv_bn_relu
+
+
+class ResidualFeatures(CifarResNet):
+    """A residual network for small images that ends with its feature map."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, num_classes=1, in_channels=3, shortcut="pad")
+        del self.linear
+        self.out_channels = 64
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images [B, 3, H, W] to the feature map [B, 64, H / 4, W / 4]."""
+        x = functional.relu(self.bn1(self.conv1(x)))
+        features: Tensor = self.layer3(self.layer2(self.layer1(x)))
+        return features
 
 
 class DilatedBlock(nn.Module):
@@ -52,15 +67,20 @@ class SmallBackbone(nn.Module):
 
 
 class SmallDeepLab(nn.Module):
-    """DeepLabv3 on `SmallBackbone`: the parts, and their names, are those of the full network."""
+    """DeepLabv3 on a small backbone: the parts, and their names, are those of the full network.
 
-    def __init__(self, num_classes: int, width: int) -> None:
+    Args:
+        num_classes: of the pixels.
+        backbone: maps images [B, 3, H, W] to a smaller feature map with `out_channels` channels.
+    """
+
+    def __init__(self, num_classes: int, backbone: SmallBackbone | ResidualFeatures) -> None:
         super().__init__()
-        self.backbone = SmallBackbone(width)
-        channels = 4 * width
+        self.backbone = backbone
+        channels = backbone.out_channels
         # The map of a 128 x 96 crop has 16 x 12 positions: the rates of the full network would see its border alone.
         self.classifier = nn.Sequential(
-            AtrousPyramid(self.backbone.out_channels, channels, rates=(2, 4, 6)),
+            AtrousPyramid(channels, channels, rates=(2, 4, 6)),
             conv_bn_relu(channels, channels, 3),
             nn.Conv2d(channels, num_classes, 1),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.workloads.mixed import in_place_of_bfloat16, mixed
 from benchmarks.workloads.vision.metrics import MEASURES, confusion
-from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Reader, Source
+from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Pictures, Reader, Source
 from benchmarks.workloads.vision.recipe import Recipe, Schedule
 from benchmarks.workloads.workload import Setting, Training
 
@@ -32,6 +33,8 @@ class Task:
     read: Reader
     num_classes: int
     network: Callable[[Recipe], nn.Module]
+    load_weights: Callable[[nn.Module, Path], None] | None = None
+    """Puts pretrained values into the network, from the folder with all data sets. Raises: MissingDataError."""
     recipes: dict[str, Recipe]
     """By tier."""
 
@@ -47,12 +50,19 @@ def build(task: Task, schedule: Schedule, setting: Setting) -> Training:
     recipe = task.recipes[setting.tier]
     source = task.read(setting.data, recipe)
     torch.manual_seed(setting.seed)
-    model = task.network(recipe).to(setting.device, memory_format=torch.channels_last)
+    network = task.network(recipe)
+    if task.load_weights is not None:
+        task.load_weights(network, setting.data)
+    model = network.to(setting.device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
     )
     forward = Forward(setting.device, recipe.is_mixed)
     loader = training_loader(source, recipe, setting)
+
+    def judge(pictures: Pictures) -> Callable[[nn.Module], dict[str, float]]:
+        return partial(evaluate, task, held_out_loader(pictures, source, recipe, setting), forward)
+
     return Training(
         model=model,
         loader=loader,
@@ -60,7 +70,8 @@ def build(task: Task, schedule: Schedule, setting: Setting) -> Training:
         scheduler=schedule(optimizer, recipe, recipe.num_epochs * len(loader)),
         num_epochs=recipe.num_epochs,
         loss=partial(loss_of, forward),
-        evaluate=partial(evaluate, task, held_out_loader(source, recipe, setting), forward),
+        evaluate=judge(source.held_out),
+        judge=None if source.judged is None else judge(source.judged),
         number_format=in_place_of_bfloat16(setting.device) if recipe.is_mixed else "",
     )
 
@@ -85,10 +96,10 @@ def training_loader(source: Source, recipe: Recipe, setting: Setting) -> DataLoa
     )
 
 
-def held_out_loader(source: Source, recipe: Recipe, setting: Setting) -> DataLoader[Any]:
+def held_out_loader(pictures: Pictures, source: Source, recipe: Recipe, setting: Setting) -> DataLoader[Any]:
     """Return batches of whole pictures in their order, larger because no gradients are kept."""
     return DataLoader(
-        PictureBatches(source.held_out, source),
+        PictureBatches(pictures, source),
         batch_size=4 * recipe.batch_size,
         collate_fn=whole,
         pin_memory=setting.device.type == "cuda",

@@ -12,7 +12,7 @@ from benchmarks.models.segmentation import deeplabv3
 from benchmarks.workloads.vision import camvid, cifar10, tinyimagenet20
 from benchmarks.workloads.vision.recipe import Recipe
 from benchmarks.workloads.vision.recipes import RECIPES
-from benchmarks.workloads.vision.small_deeplab import SmallDeepLab
+from benchmarks.workloads.vision.small_deeplab import SmallBackbone, SmallDeepLab
 from benchmarks.workloads.vision.task import Task
 
 
@@ -35,7 +35,7 @@ def deeplab(recipe: Recipe) -> nn.Module:
     """Return a DeepLabv3: on ResNet-50 at full width, else on the small backbone."""
     if recipe.width == 1:
         return deeplabv3(camvid.NUM_CLASSES)
-    return SmallDeepLab(camvid.NUM_CLASSES, round(64 * recipe.width))
+    return SmallDeepLab(camvid.NUM_CLASSES, SmallBackbone(round(64 * recipe.width)))
 
 
 def _cifar10(depth: CifarDepth, paper: str = "") -> Task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from zipfile import ZipFile
@@ -22,21 +23,27 @@ def read_tinyimagenet20(root: Path, recipe: Recipe) -> Source:
     """Read as many images of each class.
 
     What is held out beyond the validation images comes from the training images that are not trained on: a
-    thousand images would tell differences of a few tenths of a point from nothing too seldom.
+    thousand images would tell differences of a few tenths of a point from nothing too seldom. Where the recipe has
+    a judge, that is what it gets, and evaluations take a part of it.
 
     Raises:
         MissingDataError: an archive or the list of classes is not there.
     """
+    num_held_out = max(recipe.num_held_out, recipe.num_judged)
     folder = folder_with(root, "tinyimagenet20", ("classes.tsv", "train.zip", "val.zip"))
     labels = _labels(folder / "classes.tsv")
     with ZipFile(folder / "train.zip") as train, ZipFile(folder / "val.zip") as validation:
         trained, left = _split(train, recipe.num_train // NUM_CLASSES)
-        judged = spread(sorted(validation.namelist()), recipe.num_held_out)
-        extra = spread(left, recipe.num_held_out - len(judged))
+        judged = spread(sorted(validation.namelist()), num_held_out)
+        extra = spread(left, num_held_out - len(judged))
         seen = _pictures(train, trained, labels, recipe)
         parts = [_pictures(validation, judged, labels, recipe), _pictures(train, extra, labels, recipe)]
     held_out = Pictures(torch.cat([part.images for part in parts]), torch.cat([part.targets for part in parts]))
-    return Source(seen, held_out, mean=(0.481, 0.456, 0.426), deviation=(0.272, 0.270, 0.287))
+    source = Source(seen, held_out, mean=(0.481, 0.456, 0.426), deviation=(0.272, 0.270, 0.287))
+    if not recipe.num_judged:
+        return source
+    few = torch.arange(recipe.num_held_out) * len(held_out.targets) // recipe.num_held_out
+    return replace(source, held_out=Pictures(held_out.images[few], held_out.targets[few]), judged=held_out)
 
 
 def _labels(path: Path) -> dict[str, int]:
