@@ -49,17 +49,19 @@ def test_folders_are_names_that_any_file_system_takes():
         assert not set(policy.folder) & set(":=+/,")
 
 
-@pytest.mark.parametrize("text", ["", "none:a=1", "static:schedule", "../away", "egeria:a.b.c=1", "absent.toml"])
+@pytest.mark.parametrize(
+    "text", ["", "none:a=1", "head-only:a=1", "static:schedule", "../away", "egeria:a.b.c=1", "absent.toml"]
+)
 def test_what_is_no_policy_is_refused(text):
     with pytest.raises(RefusedError):
         parse_policy(text)
 
 
-@pytest.mark.parametrize("name", ["none", "default"])
+@pytest.mark.parametrize("name", ["none", "default", "hft"])
 def test_a_file_must_not_pass_for_what_has_a_meaning(tmp_path, name):
     path = tmp_path / f"{name}.toml"
     path.write_text("[plasticity]\nwindow = 20\n")
-    with pytest.raises(RefusedError, match="meaning of their own"):
+    with pytest.raises(RefusedError, match="meaning of its own"):
         parse_policy(str(path))
 
 

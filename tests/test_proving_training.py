@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from benchmarks.proving.comparison import compare
+from benchmarks.proving.course import Course
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.recipe import describe
 from benchmarks.proving.results import read_outcome
@@ -60,3 +61,55 @@ def test_the_judge_is_asked_once_at_the_end_and_decides_on_quality(policy, tmp_p
         tmp_path, dataclasses.replace(run, workload=dataclasses.replace(run.workload, metric="train_loss"))
     )
     assert without.quality == without.final.value
+
+
+def changed_modules(training, steps):
+    """Which of the four layers of the toy differ from before."""
+    before = [[parameter.clone() for parameter in layer.parameters()] for layer in training.model]
+    steps()
+    return [
+        any(not torch.equal(*pair) for pair in zip(layer.parameters(), values, strict=True))
+        for layer, values in zip(training.model, before, strict=True)
+    ]
+
+
+def test_head_only_trains_nothing_but_the_last_module(tmp_path):
+    training = new_training()
+    policy = parse_policy("head-only")
+    assert changed_modules(training, lambda: train(training, policy, tmp_path, CPU)) == [False] * 3 + [True]
+    assert all(parameter.requires_grad for parameter in training.model.parameters())
+    found = read_outcome(tmp_path, wanted_run("head-only", recipe=describe(training)))
+    assert len(found.evaluations) == 5
+    assert found.skipped.total is None  # not nothing
+
+
+def test_half_fine_tuning_trains_another_half_in_each_epoch(tmp_path):
+    resting, changed = [], []
+    training = new_training()
+    course = Course(training, parse_policy("hft"), tmp_path)
+
+    def one_step():
+        batch = next(iter(training.loader))
+        training.loss(training.model.train(), batch).backward()
+        resting.append([layer[0].weight.grad is None for layer in training.model[:3]])
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    for epoch in range(1, 9):
+        course.begin_epoch(epoch)
+        changed.append(changed_modules(training, one_step))
+    course.close()
+    assert all(sum(rests) == 1 for rests in resting)  # of three modules, beside the last one
+    assert len(set(map(tuple, resting))) > 1
+    assert [[not rests for rests in found] + [True] for found in resting] == changed
+    assert all(parameter.requires_grad for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["head-only", "hft"])
+def test_a_run_that_rests_ends_like_any_other(policy, tmp_path):
+    found = []
+    for place in ("a", "b"):
+        training = new_training()
+        assert train(training, parse_policy(policy), tmp_path / place, CPU)
+        found.append(read_outcome(tmp_path / place, wanted_run(policy, recipe=describe(training))).quality)
+    assert found[0] == found[1] > 10

@@ -9,6 +9,7 @@ import torch
 
 import egeria
 from benchmarks.proving.policies import Policy
+from benchmarks.proving.resting import Resting
 from benchmarks.workloads.workload import Training
 from egeria.events import MetricLogged, Resumed, RunClosed, RunStarted
 from egeria.journal import Recorder
@@ -34,9 +35,10 @@ class Course:
         self._total_steps = training.num_epochs * len(training.loader)
         self._journal: Recorder | None = None
         self.run: egeria.Run | None = None
-        if policy.is_plain:
+        self._resting = Resting(training.model, policy) if policy.rests else None
+        if not policy.is_watched:
             self._journal = Recorder(directory)
-            self._journal.write(_plain_start(training, self._total_steps))
+            self._journal.write(_plain_start(training, policy, self._total_steps))
             return
         self.run = egeria.attach(
             training.model,
@@ -52,6 +54,11 @@ class Course:
     def frozen(self) -> int:
         """How many front layer modules are frozen."""
         return self.run.frozen if self.run else 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Get ready for an epoch, counted from 1."""
+        if self._resting:
+            self._resting.begin_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of egeria's run; None of a plain one."""
@@ -88,6 +95,8 @@ class Course:
         """Leave the model as it was found, and the journal."""
         if self.run:
             self.run.close()
+        if self._resting:
+            self._resting.end()
         if self._journal:
             self._journal.close()
 
@@ -98,7 +107,7 @@ def _counted(state: dict[str, Any], step: int) -> dict[str, Any]:
     return {**state, "step": step, "evaluation": step // interval, "interval_began": step - step % interval}
 
 
-def _plain_start(training: Training, total_steps: int) -> RunStarted:
+def _plain_start(training: Training, policy: Policy, total_steps: int) -> RunStarted:
     """Return how the journal begins of a run that egeria has no part in."""
     return RunStarted(
         step=0,
@@ -109,7 +118,7 @@ def _plain_start(training: Training, total_steps: int) -> RunStarted:
         rule="none",
         total_steps=total_steps,
         interval_steps=0,
-        interval_reason="plain training: nothing is judged",
+        interval_reason=f"training under {policy.name!r}: nothing is judged",
         environment={
             "model": type(training.model).__name__,
             "threads": torch.get_num_threads(),

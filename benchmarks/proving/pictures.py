@@ -49,7 +49,7 @@ def draw_all(comparison: WorkloadComparison, folder: Path) -> list[str]:
     prefix = f"{comparison.workload.name}-{comparison.tier}"
     names = [f"{prefix}-accuracy.svg"]
     draw_curves(comparison, shown, colours, folder / names[0])
-    if any(not outcome.run.policy.is_plain for policy in shown for outcome in policy.outcomes):
+    if any(outcome.run.policy.is_watched for policy in shown for outcome in policy.outcomes):
         names.append(f"{prefix}-frozen.svg")
         draw_timeline(shown, colours, folder / names[-1])
     if any(policy.difference and policy.policy != comparison.base for policy in shown):
@@ -81,7 +81,7 @@ def draw_curves(
 
 def draw_timeline(shown: Sequence[PolicyComparison], colours: dict[str, str], path: Path) -> None:
     """Draw for each run how many modules are frozen when: the more, the stronger the colour."""
-    runs = [(policy, outcome) for policy in shown for outcome in policy.outcomes if not outcome.run.policy.is_plain]
+    runs = [(policy, outcome) for policy in shown for outcome in policy.outcomes if outcome.run.policy.is_watched]
 
     def paint(axes: Any) -> None:
         for row, (policy, outcome) in enumerate(runs):

@@ -24,6 +24,9 @@ else:  # pragma: no cover (the standard library has it from 3.11)
 
 PLAIN = "none"
 DEFAULT = "default"
+HEAD_ONLY, HALF = "head-only", "hft"
+"""Rivals that the bench itself makes, without egeria, by `resting`."""
+RESTING = (HEAD_ONLY, HALF)
 LONGEST_FOLDER = 100
 """Letters of a folder's name: file systems end at 255 bytes."""
 
@@ -35,14 +38,25 @@ class Policy:
     text: str
     """As it is written on the command line; of a file, its name without the ending."""
     name: str
-    """'none' trains without egeria at all; 'default' gives `attach` no policy; else a policy of the library."""
+    """'none' trains without egeria at all, as do those of `RESTING`; 'default' gives `attach` no policy; else a policy
+    of the library."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Groups of settings beside the name, as `egeria.Config.from_dict` takes them."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the run is trained without egeria."""
+        """Whether all of the model is trained in the whole run."""
         return self.name == PLAIN
+
+    @property
+    def rests(self) -> bool:
+        """Whether a part of the model is not trained, and egeria has no part in that."""
+        return self.name in RESTING
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether egeria is attached."""
+        return not self.is_plain and not self.rests
 
     @property
     def folder(self) -> str:
@@ -55,7 +69,7 @@ class Policy:
     def attach_arguments(self) -> dict[str, Any]:
         """Return what `egeria.attach` is given for this policy."""
         settings = self.settings
-        if self.name not in (PLAIN, DEFAULT):
+        if self.is_watched and self.name != DEFAULT:
             settings = {**settings, "policy": {"name": self.name, **settings.get("policy", {})}}
         return {"config": settings} if settings else {}
 
@@ -93,8 +107,8 @@ def parse_policy(text: str) -> Policy:
             raise RefusedError(f"A setting of a policy is key=value or group.key=value; found {piece!r} in {text!r}.")
         group, _, entry = key.rpartition(".")
         settings.setdefault(group or "policy", {})[entry] = _value(value)
-    if name == PLAIN and settings:
-        raise RefusedError(f"'none' trains without egeria and has no settings; found {text!r}. Leave them out.")
+    if name in (PLAIN, *RESTING) and settings:
+        raise RefusedError(f"{name!r} trains without egeria and has no settings; found {text!r}. Leave them out.")
     return Policy(text=text, name=name, settings=settings)
 
 
@@ -122,8 +136,8 @@ def _from_file(path: Path) -> Policy:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RefusedError(f"A policy's file must be readable TOML: {path}: {error}. Check the path.") from error
-    if path.stem in (PLAIN, DEFAULT):
-        raise RefusedError(f"{PLAIN!r} and {DEFAULT!r} have a meaning of their own. Name {path} otherwise.")
+    if path.stem in (PLAIN, DEFAULT, *RESTING):
+        raise RefusedError(f"{path.stem!r} has a meaning of its own. Name {path} otherwise.")
     outside = [name for name, values in table.items() if not isinstance(values, dict)]
     if outside:
         raise RefusedError(f"{path} must hold groups of settings such as [policy]; found {outside} outside of one.")

@@ -114,7 +114,8 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
         run=run,
         directory=directory,
         evaluations=evaluations,
-        skipped=measure_skipped(history),
+        # What rests without egeria is in no journal.
+        skipped=Skipped(backward=None, forward=None) if run.policy.rests else measure_skipped(history),
         spans=found,
         num_modules=max([len(getattr(event, "modules", ())) for event in history.events], default=0),
         remarks=_remarks(history),

@@ -88,7 +88,7 @@ def timelines(comparison: WorkloadComparison) -> list[str]:
     for policy in _shown(comparison):
         for outcome in policy.outcomes:
             changes = [f"{span.frozen} from {span.begin:.1f}" for span in outcome.spans if span.frozen or span.begin]
-            if not outcome.run.policy.is_plain:
+            if outcome.run.policy.is_watched:
                 told = f" ({'; '.join(outcome.remarks)})" if outcome.remarks else ""
                 course = ", ".join(changes) or "nothing frozen"
                 lines.append(f"- {policy.policy}, seed {outcome.run.seed}: {course}{told}")

@@ -55,6 +55,7 @@ def train(
     try:
         num_steps = len(training.loader)
         for epoch in range(piece.go_on(course, watch) + 1, training.num_epochs + 1):
+            course.begin_epoch(epoch)
             for step, loss, is_end in _train_epoch(training, course.run):
                 frozen = course.frozen
                 is_last = is_end and epoch == training.num_epochs
