@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.proving.accuracy_time import accuracy_time, target_value, time_to
+from benchmarks.proving.accuracy_time import accuracy_time, target_value, time_to, value_at
 from benchmarks.proving.comparison import compare
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import parse_policy
@@ -217,6 +217,35 @@ def used(step: int, hits: int, misses: int) -> CacheUsed:
     )
     seconds = {"stall_s": 0.0, "largest_error": 0.0, "thread_cpu_s": 0.0}
     return CacheUsed(step=step, boundary="a", generation=1, hits=hits, misses=misses, **counts, **seconds)
+
+
+def test_the_value_at_a_time_lies_between_two_evaluations():
+    evaluations = outcome("none", 0, [10.0, 20.0, 60.0]).evaluations  # after 10, 20 and 30 s, or twice that of CPU
+    assert value_at(evaluations, 15.0) == pytest.approx(15.0)
+    assert value_at(evaluations, 28.0) == pytest.approx(52.0)
+    assert value_at(evaluations, 28.0, "cpu") == pytest.approx(14.0)
+    assert value_at(evaluations, 20.0) == 20.0
+    assert value_at(evaluations, 10.0) == 10.0
+    assert value_at(evaluations, 300.0) == 60.0
+    assert value_at(evaluations, 9.0) is None
+
+
+def test_at_equal_time_runs_are_cut_off_where_the_default_ended():
+    runs = [
+        *(outcome("none", seed, [10.0, 20.0, 60.0]) for seed in (0, 1)),
+        *(outcome("default", seed, [30.0, 40.0, 55.0], epoch_s=5.0 + seed) for seed in (0, 1)),  # 15 s and 18 s
+        *(outcome("hft", seed, [31.0, 32.0, 33.0], epoch_s=2.0) for seed in (0, 1)),
+        *(outcome("head-only", seed, [1.0, 2.0, 3.0], epoch_s=200.0) for seed in (0, 1)),
+        outcome("egeria", 2, [1.0, 2.0, 3.0]),
+    ]
+    (comparison,) = compare(runs, "none")
+    found = {policy.policy: policy.at_equal_time for policy in comparison.policies}
+    assert found["none"].mean == pytest.approx((15 + 18) / 2)
+    assert found["default"].mean == 55.0
+    assert found["hft"].mean == 33.0
+    assert found["head-only"] is None and found["egeria"] is None
+    assert "| 16.50 ± 2.12 |" in time_table(comparison)
+    assert "accuracy when default ended" in time_table(comparison)
 
 
 def test_skipped_compute_is_the_backward_pass_while_frozen(tmp_path):

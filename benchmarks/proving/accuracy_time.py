@@ -78,6 +78,26 @@ def time_to(
     return None
 
 
+def value_at(evaluations: Sequence[Evaluation], time_s: float, clock: str = "wall") -> float | None:
+    """Return the metric after so many seconds of training, interpolated between evaluations.
+
+    Before the first evaluation it is not known; behind the end it is that of the end.
+    """
+    before: Evaluation | None = None
+    for after in evaluations:
+        if _seconds(after, clock) >= time_s:
+            break
+        before = after
+    else:
+        return evaluations[-1].value
+    if _seconds(after, clock) == time_s:
+        return after.value
+    if before is None:
+        return None
+    share = (time_s - _seconds(before, clock)) / (_seconds(after, clock) - _seconds(before, clock))
+    return before.value + share * (after.value - before.value)
+
+
 def accuracy_time(pairs: Sequence[tuple[Outcome, Outcome]], target: str, clock: str) -> AccuracyTime:
     """Return the time to accuracy of runs, each beside the plain run of its seed."""
     seeds = tuple(_reached(plain, outcome, target, clock) for plain, outcome in pairs)

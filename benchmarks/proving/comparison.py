@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.proving.accuracy_time import CLOCKS, TARGETS, AccuracyTime, accuracy_time
+from benchmarks.proving.accuracy_time import CLOCKS, TARGETS, AccuracyTime, accuracy_time, value_at
 from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.policies import DEFAULT
 from benchmarks.proving.results import Outcome
 from benchmarks.proving.runfile import WorkloadFacts
 from benchmarks.proving.statistics import Spread, spread
@@ -35,6 +36,11 @@ class PolicyComparison:
     """Training time of the whole run saved, per cent of plain, by clock."""
     seconds: dict[str, Spread]
     """Training time of the whole run, by clock."""
+    at_equal_time: Spread | None
+    """The metric of the evaluations when the default's run of the same seed had ended, by the clock that says more.
+
+    None where it is not known for each seed.
+    """
     accuracy_times: dict[str, dict[str, AccuracyTime]]
     """By target, then by clock; empty without plain runs."""
     skipped: Spread | None
@@ -67,7 +73,7 @@ class WorkloadComparison:
     @property
     def clock(self) -> str:
         """The clock that says more: CPU time on shared processors, wall clock where an accelerator works."""
-        return "wall" if self.tier == "gpu" else "cpu"
+        return clock_of(self.tier)
 
     def find(self, policy: str) -> PolicyComparison | None:
         """Return a policy by its text."""
@@ -97,6 +103,11 @@ class WorkloadComparison:
         return 100 * policy.skipped.mean / oracle.skipped.mean
 
 
+def clock_of(tier: str) -> str:
+    """Return the clock that says more in a tier, 'wall' or 'cpu'."""
+    return "wall" if tier == "gpu" else "cpu"
+
+
 def compare(outcomes: Sequence[Outcome], base: str) -> list[WorkloadComparison]:
     """Compare the policies of each workload and tier.
 
@@ -122,18 +133,20 @@ def _compare_workload(outcomes: list[Outcome], base: str) -> WorkloadComparison:
         seeds = by_policy.setdefault(outcome.run.policy.text, {})
         if seeds.setdefault(outcome.run.seed, outcome) is not outcome:
             raise RefusedError(f"{outcome.run.name} is there twice. Compare the directories apart.")
-    plain = by_policy.get(base, {})
+    plain, default = by_policy.get(base, {}), by_policy.get(DEFAULT, {})
     order = sorted(by_policy, key=lambda policy: (policy != base, policy))
     return WorkloadComparison(
         workload=first.run.workload,
         tier=first.run.tier,
         base=base,
-        policies=tuple(_compare_policy([by_policy[name][seed] for seed in sorted(by_policy[name])], plain)
+        policies=tuple(_compare_policy([by_policy[name][seed] for seed in sorted(by_policy[name])], plain, default)
                        for name in order),
     )  # fmt: skip
 
 
-def _compare_policy(outcomes: list[Outcome], plain: dict[int, Outcome]) -> PolicyComparison:
+def _compare_policy(
+    outcomes: list[Outcome], plain: dict[int, Outcome], default: dict[int, Outcome]
+) -> PolicyComparison:
     pairs = [(plain[outcome.run.seed], outcome) for outcome in outcomes if outcome.run.seed in plain]
     workload = outcomes[0].run.workload
     differences = [_difference(workload, base.quality, found.quality) for base, found in pairs]
@@ -155,12 +168,25 @@ def _compare_policy(outcomes: list[Outcome], plain: dict[int, Outcome]) -> Polic
             for clock in CLOCKS
         },
         seconds={clock: found for clock in CLOCKS if (found := spread([_total_s(run, clock) for run in outcomes]))},
+        at_equal_time=_at_equal_time(outcomes, default),
         accuracy_times={target: {clock: accuracy_time(pairs, target, clock) for clock in CLOCKS} for target in TARGETS}
         if pairs
         else {},
         skipped=_shares([outcome.skipped.total for outcome in outcomes]),
         skipped_forward=_shares([outcome.skipped.forward for outcome in outcomes]),
     )
+
+
+def _at_equal_time(outcomes: Sequence[Outcome], default: dict[int, Outcome]) -> Spread | None:
+    """Return what runs had reached when the default's run of their seed ended; None where one is not known."""
+    clock = clock_of(outcomes[0].run.tier)
+    found = [
+        value_at(outcome.evaluations, _total_s(default[outcome.run.seed], clock), clock)
+        for outcome in outcomes
+        if outcome.run.seed in default
+    ]
+    known = [value for value in found if value is not None]
+    return spread(known) if len(known) == len(outcomes) else None
 
 
 def _difference(workload: WorkloadFacts, plain: float, found: float) -> float:

@@ -20,6 +20,12 @@ HOW_TIME = """\
 - Time is of training: loading, forward, backward, optimizer, and all of egeria (attaching, judging, its controller
   process and threads, closing). Evaluation on held-out data is excluded. Wall-clock time depends on what else the
   machine does; CPU time adds up all threads and processes."""
+HOW_EQUAL_TIME = """\
+- The metric 'when default ended' is that of the same seed after as much training time as the default's run took,
+  CPU time or, in tier gpu, wall-clock time: on the smaller set that is asked during a run, interpolated between two
+  evaluations; of a run that was shorter, its last. Schedules of the learning rate are not shortened."""
+HOW_JUDGED = """\
+- Where a workload has a judge, final quality is that on its larger set of held-out data, asked once at the end."""
 HOW_TARGETS = f"""\
 - Time to 'converged' is the training time at the first evaluation at least as good as the mean of the
   plain run's last {NUM_CONVERGED} evaluations, nothing deducted; time to '99 %' that for within 1 % of this value. A
@@ -44,7 +50,7 @@ def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[
         names = pictures[comparison.workload.name, comparison.tier]
         parts += _section(comparison, names)
     has_trials = any(policy.purpose == ORACLE for comparison in comparisons for policy in comparison.policies)
-    points = (HOW_SPREAD, HOW_INTERVAL, HOW_TIME, HOW_TARGETS, HOW_COMPUTE, HOW_LOSS)
+    points = (HOW_SPREAD, HOW_INTERVAL, HOW_JUDGED, HOW_TIME, HOW_EQUAL_TIME, HOW_TARGETS, HOW_COMPUTE, HOW_LOSS)
     told = method(*points, *([HOW_BRANCHED] if has_trials else []))
     return "\n\n".join([*parts, told, circumstances(comparisons), _commands(comparisons)]) + "\n"
 
@@ -60,11 +66,12 @@ def heading(comparison: WorkloadComparison) -> str:
     workload = comparison.workload
     paper = f" The paper's row: {workload.paper}." if workload.paper else ""
     direction = "higher" if workload.higher_is_better else "lower"
+    told = " Nothing is tuned on it." if workload.is_held_out else ""
     return (
         f"## {workload.name} ({comparison.tier})\n\n"
         f"{recipe['model']}, {recipe['num_parameters']:,} parameters, {recipe['num_epochs']} epochs of "
         f"{recipe['steps_per_epoch']} steps, {recipe['optimizer']}, {recipe['scheduler']}. "
-        f"{workload.metric}: {direction} is better.{paper}"
+        f"{workload.metric}: {direction} is better.{paper}{told}"
     )
 
 

@@ -42,8 +42,11 @@ def quality_table(comparison: WorkloadComparison) -> str:
 def time_table(comparison: WorkloadComparison) -> str:
     """Return training time and time to accuracy, one line for each policy."""
     header = ["policy"]
+    has_default = comparison.find(DEFAULT) is not None
     for clock in CLOCKS:
         header += [f"{NAMES[clock]} s", f"{NAMES[clock]} saved % [95 %]"]
+    if has_default:
+        header.append(f"{comparison.workload.metric} when {DEFAULT} ended")
     for target in (CONVERGED, NEARLY):
         header += [f"time to {target}: saved, {NAMES[clock]}" for clock in CLOCKS]
     lines = []
@@ -53,6 +56,8 @@ def time_table(comparison: WorkloadComparison) -> str:
         for clock in CLOCKS:
             saved = "" if is_base else _text(policy.saved[clock], digits=1, signed=True, interval=True)
             line += [policy.seconds[clock].shows(1), saved]
+        if has_default:
+            line.append(_text(policy.at_equal_time) or "not known")
         for target in (CONVERGED, NEARLY):
             line += [_accuracy_time(policy, target, clock, is_base=is_base) for clock in CLOCKS]
         lines.append(line)
