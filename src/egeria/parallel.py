@@ -65,6 +65,10 @@ class ParallelStrategy:
         """Return why nothing can be frozen under the strategy, with the way out; None if it can."""
         return self._refused or _refuse_model(self._model)
 
+    def periods_refusal(self) -> str | None:
+        """Return why layer modules cannot rest at single steps under the strategy; None if they can."""
+        return None
+
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the rows of all processes, by rank; they have the same length.
 

@@ -31,6 +31,7 @@ from egeria.policy.protocol import (
     Policy,
     PolicyMaker,
     Reading,
+    SetPeriods,
     Thaw,
 )
 from egeria.policy.schedules import RULES, Moment, UnfreezeAction, UnfreezeRule, find_rule, rule_for_schedule
@@ -57,6 +58,7 @@ __all__ = [
     "Policy",
     "PolicyMaker",
     "Reading",
+    "SetPeriods",
     "Thaw",
     "UnfreezeAction",
     "UnfreezeRule",

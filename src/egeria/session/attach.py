@@ -154,6 +154,11 @@ class Run:
         return self._session.frozen
 
     @property
+    def periods(self) -> tuple[int, ...]:
+        """For each layer module, how many optimizer steps lie between its updates; 1 is every step."""
+        return self._session.periods
+
+    @property
     def modules(self) -> tuple[LayerModule, ...]:
         """The layer modules, front to back; empty where the model could not be cut."""
         return self._session.modules

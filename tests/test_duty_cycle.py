@@ -1,0 +1,151 @@
+"""Front layer modules that are updated at some optimizer steps only: as if the loop itself had left them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from egeria import attach, read_journal
+from egeria.events import Declined, FaultCaught, IntervalMeasured, PeriodsChanged
+from egeria.report.replay import replay
+from loops import differences
+from menagerie import MENAGERIE
+
+SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
+each_supported = pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1),
+}
+TOTAL = 40
+
+
+def static(schedule, **options):
+    """Attach with a timetable; its shares are of 40 steps, and moves are made at every 2nd."""
+    config = {"policy": {"name": "static", "schedule": schedule}, "plasticity": {"interval_steps": 2}}
+    return {"config": config, "total_steps": TOTAL, **options}
+
+
+def front(loop, depth):
+    """Return the parameters of the first layer modules, less those that a module behind uses too."""
+    modules = loop.run.modules[:depth]
+    kept = {name for module in modules for name in module.shared_parameters}
+    return [loop.model.get_parameter(name) for module in modules for name in module.parameters if name not in kept]
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2)) for _ in range(5)
+        )
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(kw_only=True)
+class Training:
+    """An MLP trained under a timetable, or plainly with gradients that the loop itself switches off by periods."""
+
+    schedule: str | None = None
+    periods: tuple[int, ...] = ()
+    begins: int = 0
+    optimizer: str = "sgd"
+    clip: float | None = None
+    micro: int = 1
+    to_none: bool = True
+    calls: str = "after"
+    directory: Any = None
+    lost: int = 0
+    """A step before which the gradients of the front get lost."""
+
+    def __post_init__(self):
+        torch.manual_seed(0)
+        self.model = MLP().train()
+        self.optim = OPTIMIZERS[self.optimizer](self.model.parameters())
+        self.run = None
+        if self.schedule is not None:
+            self.run = attach(self.model, self.optim, **static(self.schedule, directory=self.directory))
+        self.data = torch.Generator().manual_seed(1)
+
+    def go(self, steps=24):
+        for step in range(1, steps + 1):
+            if step > self.begins:
+                self.leave_out(step)
+            loss = self.backward()
+            if step == self.lost:
+                self.model.blocks[: len(self.periods)].zero_grad()
+            if self.run and self.calls == "before":
+                self.run.step(loss)
+            self.optim.step()
+            self.optim.zero_grad(set_to_none=self.to_none)
+            if self.run and self.calls == "after":
+                self.run.step(loss)
+        return self
+
+    def leave_out(self, step):
+        for block, period in zip(self.model.blocks, self.periods, strict=False):
+            for parameter in block.parameters():
+                parameter.requires_grad = step % period == 0
+                parameter.grad = parameter.grad if step % period == 0 else None
+
+    def backward(self):
+        for _ in range(self.micro):
+            inputs = torch.randn(16, 8, generator=self.data)
+            loss = nn.functional.cross_entropy(self.model(inputs), (inputs.sum(1) > 0).long()) / self.micro
+            loss.backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        return loss
+
+    def everything(self):
+        found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for index, entry in self.optim.state_dict()["state"].items():
+            found |= {f"optimizer.{index}.{name}": value for name, value in entry.items()}
+        return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{}, {"clip": 0.1}, {"micro": 3}, {"to_none": False}], ids=str)
+def test_a_resting_step_is_one_in_which_the_loop_leaves_the_front_out(optimizer, options):
+    ours = Training(schedule="0.05:1/8,2/4,3/2", optimizer=optimizer, **options).go()
+    assert ours.run.periods[:3] == (8, 4, 2), ours.run.modules
+    theirs = Training(periods=(8, 4, 2), begins=2, optimizer=optimizer, **options).go()
+    assert differences(ours.everything(), theirs.everything()) == []
+    plain = Training(optimizer=optimizer, **options).go()
+    assert not torch.equal(plain.model.blocks[0][0].weight, ours.model.blocks[0][0].weight)
+    ours.run.close()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_loop_that_calls_before_the_step_is_followed_too(to_none):
+    ours = Training(schedule="0.05:1/8,2/4,3/2", calls="before", to_none=to_none).go()
+    # What the first resting step finds unused is lost, as with a freeze.
+    theirs = Training(periods=(8, 4, 2), begins=2, to_none=to_none, lost=2).go()
+    assert differences(ours.everything(), theirs.everything()) == []
+    ours.run.close()
+
+
+def test_it_is_journaled_and_replayed(tmp_path):
+    run = Training(schedule="0.05:1/4,2/2 0.25:1,3/2 0.5:0", directory=tmp_path).go().run
+    assert (run.frozen, set(run.periods)) == (0, {1})
+    run.close()
+    journal = read_journal(tmp_path)
+    assert [(event.step, event.periods[:4]) for event in journal.of(PeriodsChanged)] == [
+        (2, [4, 2, 1, 1]),
+        (10, [4, 2, 2, 1]),
+    ]
+    assert not journal.of(FaultCaught) and not journal.of(Declined)
+    assert [event.periods and event.periods[:3] for event in journal.of(IntervalMeasured)] == (
+        [None] + 4 * [[4, 2, 1]] + 5 * [[4, 2, 2]] + 2 * [None]
+    )
+    found = replay(tmp_path)
+    assert found.agrees and len([entry for entry in found.recorded if entry.kind == "periods"]) == 2
