@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 from egeria import attach, read_journal
 from egeria.events import Declined, FaultCaught, IntervalMeasured, PeriodsChanged
 from egeria.report.replay import replay
-from loops import differences
+from loops import Loop, differences, outside
 from menagerie import MENAGERIE
 
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
+STATELESS = [specimen for specimen in SUPPORTED if specimen.name != "CarryingState"]  # it has state in no checkpoint
+each_stateless = pytest.mark.parametrize("specimen", STATELESS, ids=lambda specimen: specimen.name)
 each_supported = pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=1e-3),
@@ -149,3 +152,80 @@ def test_it_is_journaled_and_replayed(tmp_path):
     )
     found = replay(tmp_path)
     assert found.agrees and len([entry for entry in found.recorded if entry.kind == "periods"]) == 2
+
+
+# --- the laws, over the menagerie ---------------------------------------------------------------
+
+CYCLE = "0.05:1/8,2/4,9/2"
+
+
+def attached(directory=None, schedule=CYCLE, **groups):
+    given = static(schedule, directory=directory)
+    return given | {"config": {**given["config"], "freezing": {"tied": "freeze"}, **groups}}
+
+
+def leave_out(loop, names, step):
+    """Switch off the gradients of parameters that are not to be updated at a step, as a loop may do itself."""
+    for name, period in names.items():
+        parameter = loop.model.get_parameter(name)
+        parameter.requires_grad = step % period == 0
+        if step % period:
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_supported
+def test_what_rests_at_a_step_is_what_a_loop_leaves_out(specimen, optimizer, tmp_path):
+    ours = Loop(specimen, attached(tmp_path), make_optimizer=OPTIMIZERS[optimizer])
+    ours.step(20)
+    modules, periods = ours.run.modules, ours.run.periods
+    trained = {name for name, parameter in specimen.build().named_parameters() if parameter.requires_grad}
+    names = {}
+    for module, period in reversed(list(zip(modules, periods, strict=True))):
+        names |= {name: period for name in module.parameters if name in trained and period > 1}
+    theirs = Loop(specimen, make_optimizer=OPTIMIZERS[optimizer])
+    for step in range(1, 21):
+        if step > 2:
+            leave_out(theirs, names, step)
+        theirs.step()
+    assert differences(ours.everything(), theirs.everything()) == []
+    journal = read_journal(tmp_path)
+    assert not journal.of(FaultCaught)
+    assert names or journal.of(Declined), "nothing rested, and nobody says why"
+    ours.run.close()
+    assert {**outside(ours.model), "gradients": None} == {**outside(theirs.model), "gradients": None}
+    assert {name for name, entry in ours.model.named_parameters() if entry.requires_grad} == trained
+
+
+@each_stateless
+def test_law_5_stop_in_the_midst_of_a_cycle_and_resume(specimen, tmp_path):
+    whole = Loop(specimen, attached(tmp_path / "whole"))
+    whole.step(21)
+    first = Loop(specimen, attached(tmp_path / "parts"))
+    first.step(11)
+    resumed = Loop(specimen, attached(tmp_path / "parts"))
+    resumed.load(first.save())
+    assert resumed.run.periods == first.run.periods
+    resumed.step(10)
+    assert differences(whole.everything(), resumed.everything()) == []
+    for loop in (resumed, whole):
+        loop.run.close()
+    assert outside(resumed.model) == outside(whole.model)
+
+
+@each_stateless
+def test_law_4_thawing_returns_to_plain_training(specimen):
+    loop = Loop(specimen, attached(schedule="0.05:1,2/4,9/2 0.3:0"))
+    loop.step(14)
+    assert (loop.run.frozen, set(loop.run.periods)) == (0, {1})
+    plain = Loop(specimen)
+    plain.step()  # makes what models keep beside their state, and optimizers theirs
+    plain.model.load_state_dict(loop.model.state_dict())
+    plain.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+    plain.data.set_state(loop.data.get_state())
+    plain.random, plain.losses = loop.random, list(loop.losses)
+    for each in (loop, plain):
+        each.step(4)
+    assert differences(loop.everything(), plain.everything()) == []
+    loop.run.close()
+    assert outside(loop.model) == outside(plain.model)

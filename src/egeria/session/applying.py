@@ -164,7 +164,7 @@ class Applier:
         has_changed, self._depth_in_force = self._depth_in_force != self.depth, self.depth
         frozen = [name for module in self.modules[: self.depth] for name in module.submodules]
         self._duty.wake()
-        self.parallel.update(frozen)
+        self.parallel.update(frozen, self._duty.depths(self.depth))
         is_watched = (self.depth > 0 or self._duty.is_active) and (hooks.is_compiled or not is_alone)
         hooks.call_before(self._check_before_forward if is_watched else None)
         if not has_changed:
@@ -189,7 +189,8 @@ class Applier:
     def prepare_step(self, step: int) -> None:
         """Let that rest which is not to be updated at the step to come, and cut gradients that serve nobody."""
         self._gradients.after_step()
-        self._duty.rest_at(step)
+        if self._duty.rest_at(step):
+            self.parallel.rest(self._duty.depth)
 
     def describe(self) -> str:
         """Return what is frozen and what trains, as text that is the same wherever that is the same."""
