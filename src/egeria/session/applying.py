@@ -97,7 +97,7 @@ class Applier:
         """
         module, step = self.modules[decision.module], self.recorder.step
         reason = self._reason_to_wait(saved_s)
-        if reason is not None:
+        if reason:
             self.waiting.append(decision.module)
             self.recorder.write(FreezeWaits(step=step, module=decision.module, name=module.name, reason=reason))
             return
@@ -127,29 +127,30 @@ class Applier:
         event = Thawed(step=self.recorder.step, frozen_before=before, reason=decision.reason, window=decision.window)
         self.recorder.write(event)
 
-    def set_periods(self, decision: SetPeriods, batch: Batch | None) -> None:
-        """Have layer modules updated at other steps.
+    def set_periods(self, decision: SetPeriods, batch: Batch | None, saved_s: float | None) -> None:
+        """Have layer modules updated at other steps, unless that cannot be done or does not repay compiling.
 
         Args:
             decision: what the policy decided.
             batch: a training batch to rehearse the steps on at which some of them rest.
+            saved_s: seconds that it saves to the end of the run; None where unknown.
 
         Raises:
             HarmfulFreezeError: it would have broken the training; everything is thawed then.
         """
         allowed = zip(decision.periods, self.modules, strict=True)
         periods = [period if index < self.deepest_freeze else 1 for index, (period, _) in enumerate(allowed)]
-        refusal = self.parallel.periods_refusal() if max(periods) > 1 else None
-        self._duty.begin([1 for _ in periods] if refusal else periods, self.depth)
+        self._duty.begin(periods, self.depth)
+        num_depths = len(self._duty.depths(self.depth))
+        refusal = self.parallel.periods_refusal() or self._reason_to_wait(saved_s, num_depths) if num_depths else ""
         if refusal:
+            self._duty.end()
             self.recorder.decline("updating front layer modules at some steps only", refusal)
         elif batch is not None:
             self._rehearse_rest(batch)
-        self.recorder.write(
-            PeriodsChanged(
-                step=self.recorder.step, periods=periods, reason=decision.reason, is_in_force=refusal is None
-            )
-        )
+        step, is_in_force = self.recorder.step, not refusal
+        event = PeriodsChanged(step=step, periods=periods, reason=decision.reason, is_in_force=is_in_force)
+        self.recorder.write(event)
 
     def restore(self, depth: int, decided_depth: int, periods: Sequence[int] | None) -> None:
         """Return to a saved depth and periods, without journaling decisions that were journaled before."""
@@ -191,19 +192,20 @@ class Applier:
         self._gradients.after_step()
         if self._duty.rest_at(step):
             self.parallel.rest(self._duty.depth)
+            self.compiling.note_rest(self._duty.depth)
 
     def describe(self) -> str:
         """Return what is frozen and what trains, as text that is the same wherever that is the same."""
         names = (name for name, parameter in self.training.model.named_parameters() if parameter.requires_grad)
         return f"{self.depth} {self.periods} {' '.join(names)}"
 
-    def _reason_to_wait(self, saved_s: float | None) -> str | None:
-        """Return why a freeze has to wait: compiling the model again would take longer than it saves."""
+    def _reason_to_wait(self, saved_s: float | None, num_graphs: int = 1) -> str:
+        """Return why a freeze has to wait: compiling the model again would take longer than it saves; else nothing."""
         if not self.training.hooks.is_compiled:
-            return None
-        reason = self.compiling.reason_to_wait(saved_s)
+            return ""
+        reason = self.compiling.reason_to_wait(saved_s, num_graphs)
         does_wait = self.training.ranks.from_leader(Subject.GATE, reason is not None)
-        return (reason or "the first process waits") if does_wait else None
+        return (reason or "the first process waits") if does_wait else ""
 
     def _check_before_forward(self) -> None:
         """Do what hooks of frozen layers cannot: what the loop unfroze must be reduced in this pass already."""

@@ -253,9 +253,10 @@ class Session:
                 return
             if isinstance(decision, Freeze):
                 together = [*parts.applier.waiting, decision.module]
-                parts.applier.freeze(decision, batch, parts.evaluation.saved_s(together))
+                parts.applier.freeze(decision, batch, parts.evaluation.saved_s(dict.fromkeys(together, 1.0)))
             elif isinstance(decision, SetPeriods):
-                parts.applier.set_periods(decision, batch)
+                rested = {place: 1 - 1 / decision.periods[place] for place in range(self.frozen, len(self.modules))}
+                parts.applier.set_periods(decision, batch, parts.evaluation.saved_s(rested))
             elif isinstance(decision, Thaw):
                 parts.applier.thaw(decision)
                 # What was requested earlier is from before the thaw.
