@@ -11,8 +11,14 @@ import torch
 from torch import nn
 
 from egeria import attach, read_journal
-from egeria.events import Declined, FaultCaught, IntervalMeasured, PeriodsChanged
+from egeria.config import Config
+from egeria.errors import ConfigError
+from egeria.events import ComputeProfiled, Declined, FaultCaught, IntervalMeasured, PeriodsChanged
+from egeria.policy import SetPeriods
+from egeria.report import report
 from egeria.report.replay import replay
+from egeria.report.wording import verdict
+from egeria.session.timing import IterationTimer
 from loops import Loop, differences, outside
 from menagerie import MENAGERIE
 
@@ -69,6 +75,7 @@ class Training:
     directory: Any = None
     lost: int = 0
     """A step before which the gradients of the front get lost."""
+    done: int = 0
 
     def __post_init__(self):
         torch.manual_seed(0)
@@ -80,7 +87,8 @@ class Training:
         self.data = torch.Generator().manual_seed(1)
 
     def go(self, steps=24):
-        for step in range(1, steps + 1):
+        self.done += steps
+        for step in range(self.done - steps + 1, self.done + 1):
             if step > self.begins:
                 self.leave_out(step)
             loss = self.backward()
@@ -229,3 +237,70 @@ def test_law_4_thawing_returns_to_plain_training(specimen):
     assert differences(loop.everything(), plain.everything()) == []
     loop.run.close()
     assert outside(loop.model) == outside(plain.model)
+
+
+# --- what is told of it -------------------------------------------------------------------------
+
+
+def test_the_report_counts_what_rests_by_its_period(tmp_path):
+    loop = Training(schedule="0.05:1,2/4,4/2", directory=tmp_path).go(steps=2)
+    run = loop.run
+    run._recorder.write(ComputeProfiled(step=2, forward_shares=[0.1, 0.2, 0.2, 0.2, 0.2, 0.1]))
+    loop.go(steps=18)
+    share = 2 / 3 * (0.1 + 0.75 * 0.2 + 0.5 * 0.4)
+    summary = run.summary()
+    assert (summary.frozen, summary.periods) == (1, run.periods)
+    assert summary.skipped_share == pytest.approx(share * 18 / 20)
+    text = "1 module updated at every 4th step, 2 modules updated at every 2nd step"
+    assert text in repr(run) and text in run._repr_html_()
+    run.close()
+    found = report(tmp_path)
+    assert found.summary.mean_skipped_share == pytest.approx(share * 18 / 20)
+    assert text in str(found)
+    page = found.path.read_text()
+    assert "updated at every 4th step" in page and text in page
+    assert [(pace.frozen, pace.periods[:3], pace.num_steps) for pace in found.summary.paces] == [
+        (0, (), 2),
+        (1, (4, 4, 2), 18),
+    ]
+
+
+def test_time_saved_is_that_of_steps_as_they_were_mixed():
+    timer = IterationTimer()
+    for rests in (0, 2, 2, 2, 0, 2, 2, 2):
+        timer.resting, timer._outside = rests, None
+        timer._iterations.setdefault(rests, []).append((0.5 if rests else 1.0, 0.4 if rests else 0.8))
+    assert timer.take_medians() == pytest.approx((0.625, 0.5))
+    assert timer.take_medians() == (0.0, 0.0)
+
+
+def test_a_run_with_rarer_updates_alone_is_not_told_that_nothing_happened(tmp_path):
+    run = Training(schedule="0.05:2/4", directory=tmp_path).go().run
+    run.close()
+    summary = report(tmp_path).summary
+    assert summary.why_nothing_froze is None and summary.has_periods
+    assert "Nothing was frozen" not in verdict(summary)
+
+
+# --- what policies may ask for ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("periods", [(3, 1), (128, 1), (2, 4, 1), (2, 2), (), (0, 1)])
+def test_periods_by_which_no_front_would_rest_are_refused(periods):
+    with pytest.raises(ConfigError, match=r"SetPeriods\.periods must be 1 or one of 2, 4"):
+        SetPeriods(periods=periods, reason="")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "contract"),
+    [
+        ("0.1:2/3", "a period that is none of 2, 4"),
+        ("0.1:1,2", "no share of the training"),
+        ("0.1:2/4,2/2", "numbers of layer modules in .* rise"),
+        ("0.1:1/2,2/4", "periods in .* fall"),
+        ("0.1:3,2/4", "numbers of layer modules in .* rise"),
+    ],
+)
+def test_timetables_with_wrong_periods_are_refused(schedule, contract):
+    with pytest.raises(ConfigError, match=contract):
+        Config.from_dict({"policy": {"name": "static", "schedule": schedule}})

@@ -78,6 +78,8 @@ class Resumed(Event, kind="resumed"):
 
     frozen: int
     stage: str
+    periods: list[int] | None = None
+    """For each layer module, how many steps lie between its updates; None where all are updated at every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,7 @@ from egeria.policy.protocol import (
     SetPeriods,
     Thaw,
 )
+from egeria.policy.rivals import ordinal
 from egeria.policy.schedules import RULES, Moment, UnfreezeAction, UnfreezeRule, find_rule, rule_for_schedule
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "find_rule",
     "first_stage",
     "harmless_error",
+    "ordinal",
     "rule_for_schedule",
     "with_metric_of_policy",
 ]

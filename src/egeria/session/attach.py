@@ -260,7 +260,8 @@ class Run:
                 f"A run's state is what run.state_dict() returned; this one is damaged "
                 f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without loading it."
             ) from error
-        self._recorder.write(Resumed(step=self._session.clock.step, frozen=self.frozen, stage=self.stage))
+        step, periods = self._session.clock.step, list(self.periods) if set(self.periods) - {1} else None
+        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage, periods=periods))
 
     def close(self) -> None:
         """End the run and leave the model as it was found: thawed, without hooks. Safe to call twice."""
