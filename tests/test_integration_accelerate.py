@@ -303,7 +303,7 @@ def test_deepspeed_is_declined_with_the_way_out():
 def test_a_compiled_model_freezes(way, monkeypatch):
     torch.compiler.reset()
     # No freeze of a model this small repays compiling it anew.
-    monkeypatch.setattr("egeria.session.applying.Compiling.reason_to_wait", lambda compiling, saved_s: None)
+    monkeypatch.setattr("egeria.session.applying.Compiling.reason_to_wait", lambda *_: None)
 
     def compiled():
         model = Net()

@@ -504,7 +504,7 @@ class Net(nn.Module):
 def test_a_compiled_model_freezes(way, tmp_path, monkeypatch):
     torch.compiler.reset()
     # No freeze of a model this small repays compiling it anew.
-    monkeypatch.setattr("egeria.session.applying.Compiling.reason_to_wait", lambda compiling, saved_s: None)
+    monkeypatch.setattr("egeria.session.applying.Compiling.reason_to_wait", lambda *_: None)
 
     def compiled():
         model = Silent(Net())

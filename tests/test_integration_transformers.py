@@ -172,7 +172,7 @@ def test_without_a_freeze_it_is_plain_training_bit_for_bit(changes, tmp_path):
 
 @each_kind
 def test_the_front_freezes(changes, tmp_path, monkeypatch):
-    monkeypatch.setattr(Compiling, "reason_to_wait", lambda self, saved_s: None)  # 16 steps never pay for compiling
+    monkeypatch.setattr(Compiling, "reason_to_wait", lambda *_: None)  # 16 steps never pay for compiling
     trained, callback, frozen = train_watched(tmp_path, FREEZE, **changes)
     assert (frozen[3], frozen[4], frozen[8], frozen[16]) == (0, 1, 2, 2)
     journal = assert_clean(tmp_path / "egeria")

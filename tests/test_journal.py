@@ -96,6 +96,7 @@ EXAMPLES = [
         thread_cpu_s=0.2,
     ),
     events.Resumed(step=44, frozen=1, stage="knowledge-guided"),
+    events.PeriodsChanged(step=44, periods=[4, 2, 1], reason="by the timetable"),
     events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
 ]
 FROZEN = EXAMPLES[7]

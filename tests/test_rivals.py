@@ -233,7 +233,7 @@ def test_weight_change_judges_nothing_by_the_interval_of_a_thaw():
 def test_random_times_are_sorted_repeatable_and_after_the_start():
     first, again, other = (make("random", 9, start=0.25, seed=seed).timetable for seed in (3, 3, 4))
     assert first == again != other
-    assert [depth for _, depth in first] == list(range(1, 9))
+    assert [front.frozen for _, front in first] == list(range(1, 9))
     shares = [share for share, _ in first]
     assert shares == sorted(shares) and min(shares) >= 0.25 and max(shares) <= 1
 

@@ -80,5 +80,7 @@ def _served_share(history: History) -> float | None:
 
 def _thaw_step(history: History, step: int) -> int:
     """Return the first step after this one at which the depth changes."""
-    changes = [point.step for point in depth_points(history) if point.step > step]
+    points = depth_points(history)
+    now = next((point.frozen for point in reversed(points) if point.step <= step), 0)
+    changes = [point.step for point in points if point.step > step and point.frozen != now]
     return min(changes, default=history.last_step)

@@ -78,6 +78,8 @@ class Resumed(Event, kind="resumed"):
 
     frozen: int
     stage: str
+    periods: list[int] | None = None
+    """For each layer module, how many steps lie between its updates; None where all are updated at every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,8 @@ class IntervalMeasured(Event, kind="interval"):
     """Sum of the learning rate over the steps still to come, where the policy needs it and it is known."""
     last_rate: float | None = None
     """The learning rate of the last step, like `way_ahead`."""
+    periods: list[int] | None = None
+    """For each layer module, how many steps lay between its updates; None where all were updated at every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +203,17 @@ class Thawed(Event, kind="thawed"):
     frozen_before: int
     reason: str
     window: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeriodsChanged(Event, kind="periods"):
+    """Front layer modules are updated at other optimizer steps from here on."""
+
+    periods: list[int]
+    """For each layer module, how many steps lie between its updates; those of frozen ones mean nothing."""
+    reason: str
+    is_in_force: bool = True
+    """Whether that is so; False where all go on to be updated at every step, for a reason that was declined with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

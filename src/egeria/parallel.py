@@ -65,6 +65,10 @@ class ParallelStrategy:
         """Return why nothing can be frozen under the strategy, with the way out; None if it can."""
         return self._refused or _refuse_model(self._model)
 
+    def periods_refusal(self) -> str | None:
+        """Return why layer modules cannot rest at single steps under the strategy; None if they can."""
+        return None
+
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the rows of all processes, by rank; they have the same length.
 
@@ -89,12 +93,16 @@ class ParallelStrategy:
         assert self.called is not None
         return self.called
 
-    def update(self, frozen: Collection[str] = ()) -> None:
-        """Let what wraps the model follow, now that gradients may have been switched on or off.
+    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
+        """Let what wraps the model follow, now that gradients may have been switched on or off; nothing rests.
 
         Args:
             frozen: names of the submodules that are frozen now.
+            depths: how many front layer modules may be at rest together from now on.
         """
+
+    def rest(self, depth: int) -> None:
+        """Let what wraps the model follow, now that the first `depth` layer modules rest; 0 for none."""
 
 
 def choose_parallel(model: nn.Module) -> ParallelStrategy:
@@ -115,7 +123,9 @@ class Replicas(ParallelStrategy):
 
     The wrapper is the one that was given, or the one that a bare model is found in at its first training call, as
     frameworks wrap it; else the first call of `run.model` makes one. It stays the same object with its options and
-    communication hooks, and its buckets are rebuilt whenever layers freeze or thaw.
+    communication hooks, and its buckets are rebuilt whenever layers freeze or thaw. Where layers rest at some steps,
+    what reduces (torch's `Reducer`) is kept for each depth of rest, and a step picks one: the others, which are not
+    prepared for its backward pass, let all gradients go by.
 
     Args:
         options: of `DistributedDataParallel`, where it is made here.
@@ -133,6 +143,10 @@ class Replicas(ParallelStrategy):
         """Names of the submodules that are frozen."""
         self._idle: frozenset[str] = frozenset()
         """Names of the buffers that are not broadcast any more."""
+        self._depth = 0
+        """How many front layer modules rest."""
+        self._kept: dict[int, tuple[Any, ...]] = {}
+        """What reduces at the other depths of rest, as far as it was needed."""
 
     def take(self, model: nn.Module) -> nn.Module:
         """Return the model itself."""
@@ -154,6 +168,13 @@ class Replicas(ParallelStrategy):
             return super().refusal() or (_BARE if self._is_bare else None)
         return super().refusal() or _refuse_options(self._wrapper)
 
+    def periods_refusal(self) -> str | None:
+        """Refuse hooks that keep something for each bucket, since the buckets are others from step to step."""
+        hooks = self._wrapper._comm_hooks if self._wrapper is not None else ()
+        if any(hasattr(state, "start_powerSGD_iter") for _, state in hooks):
+            return "PowerSGD keeps errors by bucket, and buckets are others where layer modules rest"
+        return None
+
     def see_call(self) -> None:
         """Find the wrapper of a bare model at the first training call in one."""
         if self._wrapper is not None:
@@ -168,10 +189,9 @@ class Replicas(ParallelStrategy):
         else:
             self.called = wrapper
             self._adopt(wrapper)
-            if self._refused is None and _refuse_options(wrapper) is None and self._frozen:
-                # A resumed state has frozen layers before the wrapper was known, or made.
-                self._trained = ()
-                self.update(self._frozen)
+            if self._refused is None and _refuse_options(wrapper) is None and (self._frozen or self._depth):
+                # A resumed state has layers that are frozen, or rest, before the wrapper was known, or made.
+                self._rebuild()
                 wrapper.reducer.prepare_for_forward()
 
     def wrap(self) -> nn.Module:
@@ -179,18 +199,38 @@ class Replicas(ParallelStrategy):
         if self.called is None:
             self.called = DistributedDataParallel(self._given, **{**_device(self._model), **self._options})
             self._adopt(self.called)
-            self.update(self._frozen)
+            if self._frozen or self._depth:
+                self._rebuild()
         return self.called
 
-    def update(self, frozen: Collection[str] = ()) -> None:
+    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
         """Rebuild the buckets of the wrapper if other parameters train than before."""
         self._frozen = tuple(frozen)
-        if self._wrapper is None:
+        self.rest(0)
+        self._kept = {depth: kept for depth, kept in self._kept.items() if depth in depths}
+        if self._wrapper is not None and (self._trainable(), self._idle_buffers()) != (self._trained, self._idle):
+            self._rebuild()
+
+    def rest(self, depth: int) -> None:
+        """Pick what reduces the gradients that there are while so many layer modules rest; made when first needed."""
+        before, self._depth = self._depth, depth
+        if self._wrapper is None or depth == before:
             return
-        trained, idle = self._trainable(), frozenset(_buffers_of(self._wrapper.module, self._model, frozen))
-        if (trained, idle) != (self._trained, self._idle):
-            _rebuild(self._wrapper, idle_before=self._idle, idle=idle)
-            self._trained, self._idle = trained, idle
+        held = vars(self._wrapper)
+        self._kept[before] = tuple(held[name] for name in _REDUCING)
+        if depth in self._kept:
+            held.update(zip(_REDUCING, self._kept.pop(depth), strict=True))
+        else:
+            _make_reducer(self._wrapper)
+
+    def _rebuild(self) -> None:
+        """Reduce from now on what needs a gradient now; what rests is known again at the next update."""
+        self._kept, idle = {}, self._idle_buffers()
+        _rebuild(self._wrapper, idle_before=self._idle, idle=idle)
+        self._trained, self._idle = self._trainable() if self._depth == 0 else (), idle
+
+    def _idle_buffers(self) -> frozenset[str]:
+        return frozenset(_buffers_of(self._wrapper.module, self._model, self._frozen))
 
     def _adopt(self, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -227,10 +267,15 @@ class Sharded(ParallelStrategy):
         """Put parameters in parts, where an evaluation of the loop's own has left whole ones: no change would stick."""
         reshard(self._model)
 
-    def update(self, frozen: Collection[str] = ()) -> None:
+    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
         """Make the parts ready for what trains now."""
         for module in self._model.modules():
             choose_dtypes_again(module)
+
+    def rest(self, depth: int) -> None:
+        """Put whole parameters away that a forward pass has left: they take over what rests when made from parts."""
+        reshard(self._model)
+        self.update()
 
 
 def _group_on_the_cpu(group: Any) -> Any:
@@ -287,14 +332,25 @@ def _rebuild(wrapper: DistributedDataParallel, *, idle_before: frozenset[str], i
         if idle - idle_before and held.broadcast_buffers:
             held._sync_buffers()
         held.parameters_to_ignore = (set(held.parameters_to_ignore) - idle_before) | idle
-    hooks, held._comm_hooks = list(held._comm_hooks), []
     del held.reducer, held.logger
+    for _, state in held._comm_hooks:
+        _forget_buckets(state)
+    _make_reducer(wrapper)
+
+
+_REDUCING = ("reducer", "logger", "_has_rebuilt_buckets")
+"""Attributes of a wrapper that change with what it reduces."""
+
+
+def _make_reducer(wrapper: DistributedDataParallel) -> None:
+    """Give a wrapper what reduces the gradients that are needed now, beside what it may have had for others."""
+    held: Any = wrapper
+    hooks, held._comm_hooks = list(held._comm_hooks), []
     parameters, expects_sparse = held._build_params_for_reducer()
     names = held._build_debug_param_to_name_mapping(parameters)
     held._has_rebuilt_buckets = False
     held._ddp_init_helper(parameters, expects_sparse, names, False)
     for hook, state in hooks:
-        _forget_buckets(state)
         wrapper.register_comm_hook(state, hook)
 
 

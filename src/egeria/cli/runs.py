@@ -51,7 +51,7 @@ def _table(result: Replay, how: str) -> Table:
 
 def _describe(decisions: tuple[ReplayedDecision, ...], step: int, names: tuple[str, ...]) -> str:
     return ", ".join(
-        entry.kind if entry.module is None else f"{entry.kind} {names[entry.module]}"
+        " ".join([entry.kind, *([] if entry.module is None else [names[entry.module]]), *map(str, entry.periods or ())])
         for entry in decisions
         if entry.step == step
     )

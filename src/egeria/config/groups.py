@@ -33,7 +33,9 @@ class PolicyConfig(SettingsGroup):
     'freezeout', 'autofreeze', 'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a callable
     that makes an `egeria.policy.Policy`."""
     schedule: str | None = setting(None, optional(timetable))
-    """'static': share of the training done : front layer modules frozen from then on, such as "0.54:2 0.9:0"."""
+    """'static': share of the training done : front layer modules frozen from then on, such as "0.54:2 0.9:0". With
+    periods, as in "0.1:1,3/4,4/2": the first module is frozen, the next up to the third are updated at every 4th
+    optimizer step, the fourth at every 2nd."""
     start: float | None = setting(None, optional(number(lambda value: 0 <= value < 1, "a number from 0 to below 1")))
     """Share of the training before which nothing freezes. None: 0.5 for 'linear', 0.1 for 'random', and `t_0` = 0.8
     for 'freezeout' (before it is squared or cubed), as in their sources; 'random' has none."""

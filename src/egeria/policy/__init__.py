@@ -31,8 +31,10 @@ from egeria.policy.protocol import (
     Policy,
     PolicyMaker,
     Reading,
+    SetPeriods,
     Thaw,
 )
+from egeria.policy.rivals import ordinal
 from egeria.policy.schedules import RULES, Moment, UnfreezeAction, UnfreezeRule, find_rule, rule_for_schedule
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "Policy",
     "PolicyMaker",
     "Reading",
+    "SetPeriods",
     "Thaw",
     "UnfreezeAction",
     "UnfreezeRule",
@@ -65,6 +68,7 @@ __all__ = [
     "find_rule",
     "first_stage",
     "harmless_error",
+    "ordinal",
     "rule_for_schedule",
     "with_metric_of_policy",
 ]

@@ -18,6 +18,7 @@ from egeria.policy.protocol import (
     Interval,
     Judgement,
     Reading,
+    SetPeriods,
     Thaw,
 )
 from egeria.policy.schedules import UnfreezeRule
@@ -32,6 +33,8 @@ SAVED_AS = {
     "remaining_rate_sum": "way_ahead",
 }
 """Keys in saved states that differ from the names of attributes and fields."""
+ADDED_LATER = frozenset({"periods"})
+"""Keys that states of earlier versions do not have."""
 NOT_SAVED = {"memory", "total_steps"}  # fields that the settings and the call of `attach` give
 
 
@@ -40,7 +43,7 @@ class FrontPolicy:
 
     needs: frozenset[str] = frozenset()
     has_bootstrapping = False  # whether a run begins in the bootstrapping stage
-    _saved: tuple[str, ...] = ("frozen", "trainable", "deepest_freeze")
+    _saved: tuple[str, ...] = ("frozen", "periods", "trainable", "deepest_freeze")
     """Private attributes that make the state, without the underscore."""
 
     def __init__(
@@ -59,6 +62,7 @@ class FrontPolicy:
         last = len(self._trainable) - 1
         self._deepest_freeze = last if deepest_freeze is None else min(deepest_freeze, last)
         self._frozen = 0
+        self._periods = (1,) * len(self._trainable)
         self._window = config.plasticity.window
         self._prepare()
 
@@ -69,6 +73,11 @@ class FrontPolicy:
     def frozen(self) -> int:
         """How many front layer modules are frozen."""
         return self._frozen
+
+    @property
+    def periods(self) -> tuple[int, ...]:
+        """For each layer module, how many optimizer steps lie between its updates."""
+        return self._periods
 
     @property
     def stage(self) -> str:
@@ -105,8 +114,9 @@ class FrontPolicy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         for name in self._saved:
-            present = getattr(self, f"_{name}")
-            setattr(self, f"_{name}", _restored(state[SAVED_AS.get(name, name)], present))
+            present, key = getattr(self, f"_{name}"), SAVED_AS.get(name, name)
+            if key in state or key not in ADDED_LATER:
+                setattr(self, f"_{name}", _restored(state[key], present))
 
     def _move_to(self, depth: int, reason: str) -> tuple[Decision, ...]:
         """Return the decisions that make the first `depth` layer modules the frozen ones, as far as allowed."""
@@ -116,8 +126,25 @@ class FrontPolicy:
         self._frozen = depth
         if depth > before:
             return tuple(Freeze(module=module, reason=reason) for module in range(before, depth))
+        self._periods = (1,) * len(self._trainable)
         thaw = Thaw(reason=reason, window=self.window)
         return (thaw, *(Freeze(module=module, reason=reason) for module in range(depth)))
+
+    def _update_every(self, periods: Sequence[int], reason: str) -> tuple[Decision, ...]:
+        """Return the decision that gives the front layer modules these periods, as far as allowed; () for no change.
+
+        Args:
+            periods: of the first modules, front to back; those behind them are updated at every step, and those of
+                frozen ones stay.
+            reason: why.
+        """
+        num_ones = len(self._trainable) - len(active := periods[self._frozen : self._deepest_freeze]) - self._frozen
+        behind = [*active, *(1 for _ in range(num_ones))]
+        wanted = (*(max(period, behind[0]) for period in self._periods[: self._frozen]), *behind)
+        if not self._config.freezing.enabled or wanted == self._periods:
+            return ()
+        self._periods = wanted
+        return (SetPeriods(periods=wanted, reason=reason),)
 
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze the next modules as far as they have no parameters to train."""

@@ -83,7 +83,7 @@ class EgeriaPolicy(BootstrappedPolicy):
     def _thaw(self, interval: Interval, *, restart: bool) -> tuple[Thaw]:
         before, full = self._freeze_learning_rate, self._config.plasticity.window
         self._window = full if restart else max(self._config.unfreezing.minimum_window, self._window // 2)
-        self._frozen = 0
+        self._frozen, self._periods = 0, (1,) * len(self._trainable)
         self._freeze_learning_rate = None
         # The early slopes stay: they stand for the fast early phase of the module.
         self._histories = tuple(

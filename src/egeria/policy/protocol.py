@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 from egeria.config import Config
+from egeria.config.checks import PERIODS, require
 from egeria.events import IntervalMeasured
 from egeria.policy.schedules import UnfreezeRule
 
@@ -84,13 +86,33 @@ class Freeze:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thaw:
-    """Thaw everything and start again at the first layer module, with this window."""
+    """Thaw everything and start again at the first layer module, with this window; all periods are 1 again."""
 
     reason: str
     window: int
 
 
-Decision = EndBootstrapping | Freeze | Thaw
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetPeriods:
+    """Update front layer modules at some optimizer steps only, from the next step on.
+
+    A module is updated at the steps whose number, counted from 1, is divisible by its period.
+    """
+
+    periods: tuple[int, ...]
+    """For each layer module, front to back; 1 is every step. Those of frozen modules mean nothing while they are."""
+    reason: str
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for periods by which what rests at a step would not always be a front of the model."""
+        periods = self.periods
+        is_usable = all(period in (1, *PERIODS) for period in periods) and periods[-1:] == (1,)
+        falls = all(front >= behind for front, behind in itertools.pairwise(periods))
+        contract = f"1 or one of {', '.join(map(str, PERIODS))}, never smaller in front than behind, and 1 at the end"
+        require(is_usable and falls, "SetPeriods.periods", contract, periods)
+
+
+Decision = EndBootstrapping | Freeze | Thaw | SetPeriods
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from egeria.config.checks import read_timetable
+from egeria.config.checks import Front, read_timetable
 from egeria.errors import ConfigError
 from egeria.policy.base import FrontPolicy, relative_change
 from egeria.policy.paper import EgeriaPolicy
@@ -15,8 +15,8 @@ from egeria.policy.protocol import GRADIENTS, WEIGHTS, Decision, Interval
 
 ROUNDING = 1e-9  # shares are sums in floating point: the smallest error must not put a move off by an interval
 POWERS = {"linear": 1, "squared": 2, "cubic": 3}  # the exponent of each `policy.shape`
-Timetable = tuple[tuple[float, int], ...]
-"""Shares of the training in the order of time, and how many front layer modules are frozen from then on."""
+Timetable = tuple[tuple[float, Front], ...]
+"""Shares of the training in the order of time, and which front layer modules are frozen, or rarely updated, then."""
 
 
 class TimedPolicy(FrontPolicy, ABC):
@@ -41,23 +41,27 @@ class TimedPolicy(FrontPolicy, ABC):
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Return the decisions of the newest move whose time has come."""
         done = interval.step / self._length
-        depth = next((depth for share, depth in reversed(self.timetable) if share <= done + ROUNDING), 0)
-        return self._move_to(depth, f"{done:.1%} of the training is done, and by then {self._describe(depth)}")
+        front = next((front for share, front in reversed(self.timetable) if share <= done + ROUNDING), Front())
+        reason = f"{done:.1%} of the training is done, and by then {self._describe(front)}"
+        return (*self._move_to(front.frozen, reason), *self._update_every(front.periods, reason))
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the steps to the next move; None where there is none left."""
-        ahead = (share * self._length - step for share, _ in self.timetable)
+        moves = (share for share, front in self.timetable if min(front.frozen, self._deepest_freeze) != self._frozen)
+        ahead = (share * self._length - step for share in moves)
         return next((steps for steps in ahead if steps > 0), None)
 
-    def _describe(self, depth: int) -> str:
+    def _describe(self, front: Front) -> str:
+        depth = front.frozen
         what = f"{depth} layer module{' is' if depth == 1 else 's are'}" if depth else "nothing is"
-        return f"{what} to be frozen"
+        return f"{what} to be frozen{describe_periods(front.periods, depth)}"
 
 
 class StaticSchedule(TimedPolicy):
     """'static': follows `policy.schedule`, such as "0.54:2 0.79:3 0.9:0", as far as the layer modules may freeze.
 
-    An entry with fewer modules than the one before thaws the others.
+    An entry with fewer modules than the one before thaws the others. "0.1:1,3/4,4/2" freezes the first module, and has
+    the next up to the third updated at every 4th optimizer step, and the fourth at every 2nd.
     """
 
     def _timetable(self) -> Timetable:
@@ -84,7 +88,7 @@ class LinearSchedule(TimedPolicy):
     def _timetable(self) -> Timetable:
         reached = self._config.policy.level * self._num_freezable
         depths = range(1, self._num_freezable + 1)
-        return tuple((self._start + (1 - self._start) * depth / reached, depth) for depth in depths)
+        return tuple((self._start + (1 - self._start) * depth / reached, Front(depth)) for depth in depths)
 
 
 class FreezeOut(TimedPolicy):
@@ -104,7 +108,7 @@ class FreezeOut(TimedPolicy):
         last, power = max(1, self._num_freezable), POWERS[self._config.policy.shape]
         modules = range(len(self._trainable))
         self._ends = [(self._start + (1 - self._start) * index / last) ** power for index in modules]
-        return tuple((end, depth) for depth, end in enumerate(self._ends[:-1], start=1))
+        return tuple((end, Front(depth)) for depth, end in enumerate(self._ends[:-1], start=1))
 
     def rate_shares(self, step: int) -> tuple[float, ...] | None:
         """Return the rate of each layer module for the step after `step`, as a share of the initial one."""
@@ -118,8 +122,8 @@ class FreezeOut(TimedPolicy):
         first = 1 / end if self._config.policy.scaled else 1.0
         return first / 2 * (1 + math.cos(math.pi * done / end))
 
-    def _describe(self, depth: int) -> str:
-        return f"{super()._describe(depth)}: their learning rate has come down to 0"
+    def _describe(self, front: Front) -> str:
+        return f"{super()._describe(front)}: their learning rate has come down to 0"
 
 
 class RandomTimes(TimedPolicy):
@@ -130,7 +134,7 @@ class RandomTimes(TimedPolicy):
     def _timetable(self) -> Timetable:
         generator = random.Random(self._config.policy.seed)
         times = (self._start + (1 - self._start) * generator.random() for _ in range(self._num_freezable))
-        return tuple((share, depth) for depth, share in enumerate(sorted(times), start=1))
+        return tuple((share, Front(depth)) for depth, share in enumerate(sorted(times), start=1))
 
 
 class AutoFreeze(FrontPolicy):
@@ -194,6 +198,19 @@ class WeightChange(EgeriaPolicy):
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return the least number of steps until the next freeze; None where nothing is left to freeze."""
         return None if self._candidate is None else float((2 * self.window - 1) * interval_steps)
+
+
+def describe_periods(periods: Sequence[int], frozen: int) -> str:
+    """Return how often front modules behind the frozen ones are updated, as the end of a sentence; empty for always."""
+    active = [period for period in periods[frozen:] if period > 1]
+    parts = [f"{active.count(period)} at every {ordinal(period)}" for period in dict.fromkeys(active)]
+    return f", and of those behind {', '.join(parts)} step to be updated" if parts else ""
+
+
+def ordinal(number: int) -> str:
+    """Return a number as in "every 4th"."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return f"{number}{ending}"
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 from egeria.report.history import read_history
 from egeria.report.summary import Clock, Summary, summarize
-from egeria.report.wording import cautions, duration, frozen_when, number, percent, printable, progress, verdict
+from egeria.report.wording import (
+    cautions,
+    duration,
+    frozen_when,
+    number,
+    percent,
+    printable,
+    progress,
+    rarely_updated,
+    verdict,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -117,6 +127,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("time saved, CPU", _saved(summary.cpu)),
         ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
         (f"frozen {frozen_when(summary)}", f"{summary.frozen_now}{of_modules} ({now} of parameters)"),
+        *([("behind them", rare)] if (rare := rarely_updated(summary.periods_now, summary.frozen_now)) else []),
         ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),
     ]
     rows += [(m.name, f"{number(m.final)} (best {number(m.best)})") for m in summary.metrics[:MAX_METRICS]]

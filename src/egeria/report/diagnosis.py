@@ -11,8 +11,10 @@ from egeria.report.history import History, setting
 
 
 def why_nothing_froze(history: History) -> str | None:
-    """Return a sentence on why the run froze nothing; None where it did freeze."""
-    if history.of(events.ModuleFrozen) or any(event.frozen for event in history.of(events.Resumed)):
+    """Return a sentence on why the run froze nothing; None where it did freeze, or update modules more rarely."""
+    if history.of(events.ModuleFrozen) or any(event.frozen or event.periods for event in history.of(events.Resumed)):
+        return None
+    if any(event.is_in_force and max(event.periods) > 1 for event in history.of(events.PeriodsChanged)):
         return None
     start = history.last(events.RunStarted)
     if start is None:

@@ -7,7 +7,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from egeria.events import ComputeProfiled, Declined, Event, ModuleFrozen, ModulesOrdered, Resumed, RunStarted, Thawed
+from egeria.events import (
+    ComputeProfiled,
+    Declined,
+    Event,
+    ModuleFrozen,
+    ModulesOrdered,
+    PeriodsChanged,
+    Resumed,
+    RunStarted,
+    Thawed,
+)
 from egeria.report.history import History
 
 BACKWARD_SHARE = 2 / 3
@@ -45,7 +55,7 @@ class FreezeMark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthPoint:
-    """From this step on, `frozen` front modules are frozen."""
+    """From this step on, `frozen` front modules are frozen, and those behind them updated by their periods."""
 
     step: int
     frozen: int
@@ -54,16 +64,22 @@ class DepthPoint:
     parameter_share: float | None
     """Share of the trainable parameters that is frozen."""
     skipped_share: float | None
-    """Share of an iteration's compute that is skipped: the backward pass of the frozen modules."""
+    """Share of an iteration's compute that is skipped, mean over steps: the backward pass of what is not updated."""
+    periods: tuple[int, ...] = ()
+    """For each layer module, how many steps lie between its updates; empty where all are updated at every step."""
 
 
 def depth_points(history: History) -> tuple[DepthPoint, ...]:
-    """Return how deep the run was frozen, one point per change, from its first step."""
+    """Return how deep the run was frozen, and what was rarely updated, one point per change, from its first step."""
     depths = {history.first_step: 0} | {event.step: after for event, _, after, _ in _changes(history)}
-    course: list[tuple[int, int]] = []
-    for step, depth in sorted(depths.items()):
-        if not course or course[-1][1] != depth:
-            course.append((step, depth))
+    periods = {history.first_step: ()} | dict(_periods(history))
+    depth, every = 0, tuple[int, ...]()
+    course: list[tuple[int, tuple[int, tuple[int, ...]]]] = []
+    for step in sorted({*depths, *periods}):
+        depth, every = depths.get(step, depth), periods.get(step, every)
+        state = (depth, every if max(every[depth:], default=1) > 1 else ())
+        if not course or course[-1][1] != state:
+            course.append((step, state))
     ends = [*(step for step, _ in course[1:]), history.last_step]
     modules = _cut(history)
     shares = _parameter_shares(history, modules)
@@ -73,9 +89,10 @@ def depth_points(history: History) -> tuple[DepthPoint, ...]:
             frozen=depth,
             num_steps=max(end - step, 0),
             parameter_share=shares.get(depth),
-            skipped_share=_skipped_share(modules[:depth], depth),
+            skipped_share=_skipped_share(modules, depth, every),
+            periods=every,
         )
-        for (step, depth), end in zip(course, ends, strict=True)
+        for (step, (depth, every)), end in zip(course, ends, strict=True)
     )
 
 
@@ -132,6 +149,17 @@ def _changes(history: History) -> Iterator[tuple[Event, int, int, str]]:
             depth = after
 
 
+def _periods(history: History) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the steps from which layer modules are updated by other periods, and these."""
+    for event in history.events:
+        if isinstance(event, PeriodsChanged):
+            yield event.step, tuple(event.periods) if event.is_in_force else ()
+        elif isinstance(event, Resumed):
+            yield event.step, tuple(event.periods or ())
+        elif isinstance(event, Thawed) or (isinstance(event, Declined) and event.what == "freezing"):
+            yield event.step, ()
+
+
 def _cut(history: History) -> list[Module]:
     """Return the modules that the run went by: those of the first forward pass, where it set them."""
     source = history.last(ModulesOrdered) or history.last(RunStarted)
@@ -166,10 +194,14 @@ def _parameter_shares(history: History, modules: list[Module]) -> dict[int, floa
     return {0: 0.0} | shares | {depth: share for depth, share in measured.items() if math.isfinite(share)}
 
 
-def _skipped_share(frozen: list[Module], depth: int) -> float | None:
-    """Return the share of an iteration that goes with the backward pass of the frozen modules."""
-    shares = [module.forward_share for module in frozen if module.forward_share is not None]
-    if depth and not shares:
+def _skipped_share(modules: list[Module], depth: int, periods: tuple[int, ...]) -> float | None:
+    """Return the share of an iteration that goes with the backward pass of what is frozen, or rests at most steps."""
+    rests = [1.0] * depth + [1 - 1 / period for period in periods[depth:]]
+    shares = [module.forward_share for module in modules]
+    if any(share is None for share in shares[: len(rests)]) or (rests and not shares):
         return None
     # A module with nothing to train has no backward pass that freezing could take away.
-    return BACKWARD_SHARE * sum(share for share, module in zip(shares, frozen, strict=True) if module.trainable)
+    saved = (
+        rest * (module.forward_share or 0.0) for rest, module in zip(rests, modules, strict=False) if module.trainable
+    )
+    return BACKWARD_SHARE * sum(saved)

@@ -15,7 +15,7 @@ from egeria.report.summary import stage_of, wall_clock
 COUNTING = (
     *(events.RunStarted, events.ModulesOrdered, events.ComputeProfiled, events.Resumed, events.RunClosed),
     *(events.IntervalMeasured, events.PlasticityRead, events.ReferenceRefreshed),
-    *(events.StageChanged, events.ModuleFrozen, events.Thawed, events.Declined),
+    *(events.StageChanged, events.ModuleFrozen, events.PeriodsChanged, events.Thawed, events.Declined),
 )
 """Events that a `RunSummary` is computed from; others are not kept in memory."""
 
@@ -37,6 +37,8 @@ class RunSummary:
     """Names of the layer modules, front to back; empty where the model could not be cut."""
     frozen: int
     """How many front layer modules are frozen; of a closed run, how many were."""
+    periods: tuple[int, ...]
+    """For each layer module, how many optimizer steps lie between its updates; empty where that is each."""
     parameter_share: float | None
     """Share of the trainable parameters that is frozen."""
     skipped_share: float | None
@@ -108,6 +110,7 @@ class LiveHistory:
             stage=stage_of(history),
             modules=tuple(module.name for module in freezing.list_modules(history, depths)),
             frozen=depths[-1].frozen,
+            periods=depths[-1].periods,
             parameter_share=depths[-1].parameter_share,
             skipped_share=freezing.mean_over_steps(depths, lambda point: point.skipped_share),
             time_saved_s=clock.saved_s,

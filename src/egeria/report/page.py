@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from egeria import events
+from egeria.policy import ordinal
 from egeria.report import wording
 from egeria.report.pictures import draw_pictures
 from egeria.report.summary import Summary
@@ -31,6 +32,8 @@ def render_page(summary: Summary) -> str:
         progress=wording.progress(summary),
         verdict=wording.verdict(summary),
         cautions=wording.cautions(summary),
+        front=wording.front,
+        ordinal=ordinal,
         frozen_when=wording.frozen_when(summary),
         pictures=draw_pictures(summary),
         events=[
@@ -50,6 +53,11 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
     events.IntervalChanged: lambda event: ("interval", f"{event.before} to {event.after} steps", event.reason),
     events.RungTaken: lambda event: ("reference", event.after, event.reason),
     events.ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
+    events.PeriodsChanged: lambda event: (
+        "periods" if event.is_in_force else "periods, not in force",
+        wording.rarely_updated(event.periods, 0) or "all modules updated at every step",
+        event.reason,
+    ),
     events.FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
     events.Rewrapped: lambda event: (
         "reduced",

@@ -22,6 +22,7 @@ from egeria.policy import (
     Interval,
     Policy,
     Reading,
+    SetPeriods,
     Thaw,
     find_policy,
     find_rule,
@@ -36,9 +37,11 @@ class ReplayedDecision:
 
     step: int
     kind: str
-    """'knowledge-guided', 'freeze' or 'thaw'."""
+    """'knowledge-guided', 'freeze', 'thaw' or 'periods'."""
     module: int | None
     """Which layer module froze."""
+    periods: tuple[int, ...] | None = None
+    """For each layer module, every how many optimizer steps it was to be updated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +173,7 @@ _KINDS: dict[type, str] = {
     **dict.fromkeys((EndBootstrapping, events.StageChanged), "knowledge-guided"),
     **dict.fromkeys((Freeze, events.ModuleFrozen, events.FreezeWaits), "freeze"),
     **dict.fromkeys((Thaw, events.Thawed), "thaw"),
+    **dict.fromkeys((SetPeriods, events.PeriodsChanged), "periods"),
 }
 """What the decisions of a policy, and the events that record them, are called here."""
 
@@ -177,7 +181,12 @@ _KINDS: dict[type, str] = {
 def _decisions(step: int, found: Sequence[object]) -> list[ReplayedDecision]:
     """Return the decisions among events, or among what a policy returned."""
     return [
-        ReplayedDecision(step=step, kind=kind, module=getattr(decision, "module", None) if kind == "freeze" else None)
+        ReplayedDecision(
+            step=step,
+            kind=kind,
+            module=getattr(decision, "module", None) if kind == "freeze" else None,
+            periods=tuple(getattr(decision, "periods", ())) or None,
+        )
         for decision in found
         if (kind := _KINDS.get(type(decision))) is not None
     ]

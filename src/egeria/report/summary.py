@@ -37,13 +37,13 @@ class Clock:
     """
 
     unfrozen_iteration_s: float | None
-    """Median iteration time over the intervals with nothing frozen; None where there was none."""
+    """Median iteration time over the intervals in which all was updated at every step; None where there was none."""
     training_s: float
     """Iteration time times steps, over all intervals; the overhead of egeria is not in it."""
     overhead_s: float
     """All that egeria itself cost."""
     saved_s: float | None
-    """Unfrozen minus found iteration time, times steps, over the intervals with something frozen; less the overhead."""
+    """Unfrozen minus found iteration time, times steps, over the other intervals; less the overhead."""
 
     @property
     def unfrozen_s(self) -> float | None:
@@ -63,9 +63,11 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthPace:
-    """The median iteration while `frozen` front modules were frozen."""
+    """The median iteration while `frozen` front modules were frozen, and others updated by their periods."""
 
     frozen: int
+    periods: tuple[int, ...]
+    """For each layer module, how many steps lay between its updates; empty where all were updated at every step."""
     num_steps: int
     wall_s: float
     cpu_s: float
@@ -168,6 +170,16 @@ class Summary:
     def frozen_now(self) -> int:
         """How many front modules are frozen at the end of the journal."""
         return self.depths[-1].frozen
+
+    @property
+    def periods_now(self) -> tuple[int, ...]:
+        """For each layer module, how many steps lie between its updates at the end; empty where that is each."""
+        return self.depths[-1].periods
+
+    @property
+    def has_periods(self) -> bool:
+        """Whether some layer modules were updated at some steps only, at any time."""
+        return any(point.periods for point in self.depths)
 
     @property
     def num_dropped(self) -> int:
@@ -274,12 +286,12 @@ def _list_metrics(history: History) -> tuple[Metric, ...]:
 
 def _clock(intervals: list[events.IntervalMeasured], name: str, overhead_s: float) -> Clock:
     paces = [(float(getattr(interval, name)), interval) for interval in intervals]
-    unfrozen = [pace for pace, interval in paces if interval.frozen == 0]
+    unfrozen = [pace for pace, interval in paces if _is_full(interval)]
     unfrozen_s = statistics.median(unfrozen) if unfrozen else None
     saved_s = None
     if unfrozen_s is not None:
         # Only where something was frozen: else the jitter of the unfrozen pace would pass for a saving.
-        gains = ((unfrozen_s - pace) * interval.num_steps for pace, interval in paces if interval.frozen > 0)
+        gains = ((unfrozen_s - pace) * interval.num_steps for pace, interval in paces if not _is_full(interval))
         saved_s = sum(gains) - overhead_s
     training_s = sum(pace * interval.num_steps for pace, interval in paces)
     return Clock(unfrozen_iteration_s=unfrozen_s, training_s=training_s, overhead_s=overhead_s, saved_s=saved_s)
@@ -290,13 +302,14 @@ def _paces(
 ) -> tuple[DepthPace, ...]:
     """Return the pace at each depth that the run was at, shallowest first."""
     paces: list[DepthPace] = []
-    for depth in sorted({interval.frozen for interval in intervals}):
-        at_depth = [interval for interval in intervals if interval.frozen == depth]
+    for depth, periods in sorted({_front(interval) for interval in intervals}):
+        at_depth = [interval for interval in intervals if _front(interval) == (depth, periods)]
         wall_s = statistics.median(interval.iteration_wall_s for interval in at_depth)
         cpu_s = statistics.median(interval.iteration_cpu_s for interval in at_depth)
         paces.append(
             DepthPace(
                 frozen=depth,
+                periods=periods,
                 num_steps=sum(interval.num_steps for interval in at_depth),
                 wall_s=wall_s,
                 cpu_s=cpu_s,
@@ -305,6 +318,16 @@ def _paces(
             )
         )
     return tuple(paces)
+
+
+def _front(interval: events.IntervalMeasured) -> tuple[int, tuple[int, ...]]:
+    """Return how many modules were frozen, and the periods where some behind them had others than 1."""
+    periods = tuple(interval.periods or ())
+    return interval.frozen, periods if max(periods[interval.frozen :], default=1) > 1 else ()
+
+
+def _is_full(interval: events.IntervalMeasured) -> bool:
+    return _front(interval) == (0, ())
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

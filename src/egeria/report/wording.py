@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from egeria.policy import ordinal
 from egeria.report.history import History
 from egeria.report.summary import Summary
 
@@ -64,6 +66,18 @@ def progress(summary: Summary) -> str:
     return f"{count(summary.steps_done)} {'' if total is None else f'of {count(total)} '}steps"
 
 
+def rarely_updated(periods: Sequence[int], frozen: int) -> str:
+    """Return which layer modules behind the frozen ones are updated at some steps only; empty for none."""
+    active = [period for period in periods[frozen:] if period > 1]
+    groups = [(active.count(period), period) for period in dict.fromkeys(active)]
+    return ", ".join(f"{plural(amount, 'module')} updated at every {ordinal(period)} step" for amount, period in groups)
+
+
+def front(frozen: int, periods: Sequence[int]) -> str:
+    """Return how much is frozen, and what behind it is rarely updated."""
+    return "; ".join(filter(None, (plural(frozen, "module") if frozen else "nothing", rarely_updated(periods, frozen))))
+
+
 def frozen_when(summary: Summary) -> str:
     """Return when what is frozen at the end of the journal is, or was."""
     return "at the end" if summary.history.closed else "now"
@@ -73,7 +87,7 @@ def verdict(summary: Summary) -> str:
     """Return in a sentence or two what freezing brought."""
     if summary.why_nothing_froze is not None:
         return summary.why_nothing_froze
-    wall = summary.wall
+    wall, what = summary.wall, "Freezing and rarer updates" if summary.has_periods else "Freezing"
     if wall.saved_s is None:
         return (
             "The time saved is not known: no interval ran with nothing frozen, so there is no pace of this run "
@@ -81,11 +95,11 @@ def verdict(summary: Summary) -> str:
         )
     if wall.saved_s < 0:
         return (
-            f"Freezing did not pay: with its overhead it cost about {duration(-wall.saved_s)} of wall time "
+            f"{what} did not pay: with its overhead it cost about {duration(-wall.saved_s)} of wall time "
             f"({percent(-wall.saved_s / wall.unfrozen_s if wall.unfrozen_s else None)}) more than it saved."
         )
     return (
-        f"Freezing saved about {duration(wall.saved_s)} of wall time ({percent(wall.saved_share)}) and "
+        f"{what} saved about {duration(wall.saved_s)} of wall time ({percent(wall.saved_share)}) and "
         f"{duration(summary.cpu.saved_s)} of CPU time ({percent(summary.cpu.saved_share)}), overhead deducted."
     )
 

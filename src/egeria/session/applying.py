@@ -1,26 +1,26 @@
-"""Carrying out what the policy decides: the only code that freezes or thaws; and what that costs a compiled model."""
+"""Carrying out what the policy decides: the only code that freezes or thaws, or lets modules rest at a step."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.events import FreezeWaits, ModuleFrozen, Recompiled, Rewrapped, Thawed
-from egeria.journal import Recorder
+from egeria.events import FreezeWaits, ModuleFrozen, PeriodsChanged, Rewrapped, Thawed
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.gradients import InputGradients
 from egeria.layers.modules import LayerModule, count_trainable
+from egeria.layers.resting import DutyCycle
 from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
-from egeria.policy import Freeze, Thaw
-from egeria.session.following import HarmfulFreezeError, ModelHooks, Training
+from egeria.policy import Freeze, SetPeriods, Thaw
+from egeria.session.compiling import Compiling
+from egeria.session.following import HarmfulFreezeError, Training
 from egeria.session.ranks import Subject
 from egeria.session.timing import Stopwatch
 
@@ -34,8 +34,6 @@ class _Rehearsal(NamedTuple):
 
 BACKWARD_SHARE = 2 / 3
 """Of an iteration: the backward pass has two multiplications where the forward pass has one."""
-GRAPHS_PER_FREEZE = 2
-"""In training and in inference."""
 
 
 @dataclass(eq=False)
@@ -45,11 +43,14 @@ class Applier:
     training: Training
     modules: Sequence[LayerModule]
     compiling: Compiling
+    deepest_freeze: int
+    """The largest number of front layer modules that may be frozen, or rest at a step."""
 
     def __post_init__(self) -> None:
         self.recorder, self.parallel = self.training.recorder, self.training.parallel
         freezes_tied = self.training.config.freezing.tied == "freeze"
         self._freezer = Freezer(self.training.model, self.modules, freeze_tied=freezes_tied)
+        self._duty = DutyCycle(self.training.model, self.modules, freezes_tied)
         self._num_trainable = sum(count_trainable(self.training.model, module) for module in self.modules)
         self._gradients = InputGradients(self._decline_saving)
         self._has_declined = False
@@ -64,14 +65,24 @@ class Applier:
         return self._freezer.depth
 
     @property
+    def periods(self) -> tuple[int, ...]:
+        """For each layer module, how many optimizer steps lie between its updates."""
+        return self._duty.periods
+
+    @property
+    def resting(self) -> int:
+        """How many front layer modules are not updated at the step to come, frozen ones included."""
+        return max(self.depth, self._duty.depth)
+
+    @property
     def decided_depth(self) -> int:
         """How many front layer modules were decided to freeze, waiting ones included."""
         return self.waiting[-1] + 1 if self.waiting else self.depth
 
     @property
     def is_undone(self) -> bool:
-        """Whether the loop switched gradients of a frozen layer on again."""
-        return self._was_overruled or self._freezer.is_undone
+        """Whether the loop switched gradients on again of a layer that is frozen, or rests."""
+        return self._was_overruled or self._freezer.is_undone or self._duty.is_undone
 
     def freeze(self, decision: Freeze, batch: Batch | None, saved_s: float | None) -> None:
         """Freeze one more layer module, or let it wait.
@@ -86,15 +97,17 @@ class Applier:
         """
         module, step = self.modules[decision.module], self.recorder.step
         reason = self._reason_to_wait(saved_s)
-        if reason is not None:
+        if reason:
             self.waiting.append(decision.module)
             self.recorder.write(FreezeWaits(step=step, module=decision.module, name=module.name, reason=reason))
             return
         self.waiting = []
+        self._duty.wake()
         if batch is None:
             self._freezer.freeze_to(decision.module + 1)
         else:
             self._freeze_rehearsed(decision.module, batch)
+        self._duty.begin(self.periods, self.depth)
         self.recorder.write(
             ModuleFrozen(
                 step=step,
@@ -109,13 +122,40 @@ class Applier:
     def thaw(self, decision: Thaw) -> None:
         """Thaw everything."""
         before, self.waiting = self.depth, []
+        self._duty.end()
         self._freezer.thaw()
         event = Thawed(step=self.recorder.step, frozen_before=before, reason=decision.reason, window=decision.window)
         self.recorder.write(event)
 
-    def restore(self, depth: int, decided_depth: int) -> None:
-        """Freeze to a saved depth, without journaling decisions that were journaled before."""
+    def set_periods(self, decision: SetPeriods, batch: Batch | None, saved_s: float | None) -> None:
+        """Have layer modules updated at other steps, unless that cannot be done or does not repay compiling.
+
+        Args:
+            decision: what the policy decided.
+            batch: a training batch to rehearse the steps on at which some of them rest.
+            saved_s: seconds that it saves to the end of the run; None where unknown.
+
+        Raises:
+            HarmfulFreezeError: it would have broken the training; everything is thawed then.
+        """
+        allowed = zip(decision.periods, self.modules, strict=True)
+        periods = [period if index < self.deepest_freeze else 1 for index, (period, _) in enumerate(allowed)]
+        self._duty.begin(periods, self.depth)
+        num_depths = len(self._duty.depths(self.depth))
+        refusal = self.parallel.periods_refusal() or self._reason_to_wait(saved_s, num_depths) if num_depths else ""
+        if refusal:
+            self._duty.end()
+            self.recorder.decline("updating front layer modules at some steps only", refusal)
+        elif batch is not None:
+            self._rehearse_rest(batch)
+        step, is_in_force = self.recorder.step, not refusal
+        event = PeriodsChanged(step=step, periods=periods, reason=decision.reason, is_in_force=is_in_force)
+        self.recorder.write(event)
+
+    def restore(self, depth: int, decided_depth: int, periods: Sequence[int] | None) -> None:
+        """Return to a saved depth and periods, without journaling decisions that were journaled before."""
         self._freezer.freeze_to(depth)
+        self._duty.begin(periods or self.periods, depth)
         self.waiting = list(range(depth, decided_depth))
         self.put_in_force()
 
@@ -124,8 +164,9 @@ class Applier:
         watch, hooks, is_alone = Stopwatch(), self.training.hooks, self.parallel.num_ranks == 1
         has_changed, self._depth_in_force = self._depth_in_force != self.depth, self.depth
         frozen = [name for module in self.modules[: self.depth] for name in module.submodules]
-        self.parallel.update(frozen)
-        is_watched = self.depth > 0 and (hooks.is_compiled or not is_alone)
+        self._duty.wake()
+        self.parallel.update(frozen, self._duty.depths(self.depth))
+        is_watched = (self.depth > 0 or self._duty.is_active) and (hooks.is_compiled or not is_alone)
         hooks.call_before(self._check_before_forward if is_watched else None)
         if not has_changed:
             return
@@ -142,29 +183,33 @@ class Applier:
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
         self.waiting = []
+        self._duty.end()
         self._freezer.thaw()
         self.put_in_force()
 
-    def after_step(self) -> None:
-        """Cut gradients that run through the frozen layers for nobody, as far as that is known by now."""
+    def prepare_step(self, step: int) -> None:
+        """Let that rest which is not to be updated at the step to come, and cut gradients that serve nobody."""
         self._gradients.after_step()
+        if self._duty.rest_at(step):
+            self.parallel.rest(self._duty.depth)
+            self.compiling.note_rest(self._duty.depth)
 
     def describe(self) -> str:
         """Return what is frozen and what trains, as text that is the same wherever that is the same."""
         names = (name for name, parameter in self.training.model.named_parameters() if parameter.requires_grad)
-        return f"{self.depth} {' '.join(names)}"
+        return f"{self.depth} {self.periods} {' '.join(names)}"
 
-    def _reason_to_wait(self, saved_s: float | None) -> str | None:
-        """Return why a freeze has to wait: compiling the model again would take longer than it saves."""
+    def _reason_to_wait(self, saved_s: float | None, num_graphs: int = 1) -> str:
+        """Return why a freeze has to wait: compiling the model again would take longer than it saves; else nothing."""
         if not self.training.hooks.is_compiled:
-            return None
-        reason = self.compiling.reason_to_wait(saved_s)
+            return ""
+        reason = self.compiling.reason_to_wait(saved_s, num_graphs)
         does_wait = self.training.ranks.from_leader(Subject.GATE, reason is not None)
-        return (reason or "the first process waits") if does_wait else None
+        return (reason or "the first process waits") if does_wait else ""
 
     def _check_before_forward(self) -> None:
         """Do what hooks of frozen layers cannot: what the loop unfroze must be reduced in this pass already."""
-        if self.parallel.num_ranks > 1 and self._freezer.is_undone:
+        if self.parallel.num_ranks > 1 and self.is_undone:
             self._was_overruled = True
             self.release()
         self._freezer.stay_in_inference_mode()
@@ -178,17 +223,32 @@ class Applier:
         after = before and self._rehearse(module, batch)
         if before is None or after is None:
             return
-        if _is_branch(before, after.outputs):
-            self._freezer.thaw()
-            raise HarmfulFreezeError(
-                f"with {module.name} frozen an output of the model would have no gradient left, "
-                f"because it is a branch of its own and not in front of the others"
-            )
+        self._refuse_branch(module, before, after)
         if batch.needs_grad or tree.requires_grad(after.boundary):
             self._has_declined = True
             self._decline_saving(
                 "its output still needs a gradient, because a trainable tensor outside the frozen layer modules "
                 "(the input, or a parameter of another module) feeds it; the backward pass runs through it",
+            )
+
+    def _rehearse_rest(self, batch: Batch) -> None:
+        """Refuse periods by which an output has no gradient at some steps."""
+        for depth in self._duty.depths(self.depth):
+            module = self.modules[depth - 1]
+            before = self._rehearse(module, batch)
+            with self._duty.trial(depth):
+                after = before and self._rehearse(module, batch)
+            if before is not None and after is not None:
+                self._refuse_branch(module, before, after)
+
+    def _refuse_branch(self, module: LayerModule, before: _Rehearsal, after: _Rehearsal) -> None:
+        """Thaw everything and raise HarmfulFreezeError where an output has lost its gradient."""
+        if _is_branch(before, after.outputs):
+            self._duty.end()
+            self._freezer.thaw()
+            raise HarmfulFreezeError(
+                f"with {module.name} frozen an output of the model would have no gradient left, "
+                f"because it is a branch of its own and not in front of the others"
             )
 
     def _decline_saving(self, reason: str) -> None:
@@ -226,81 +286,3 @@ def _is_branch(before: _Rehearsal, outputs_after: Sequence[Tensor]) -> bool:
     if len(kept) == len(pairs) or not boundary:
         return False
     return not kept or not any(entry is not None for entry in torch.autograd.grad(kept, boundary, allow_unused=True))
-
-
-@dataclass(eq=False)
-class Compiling:
-    """Watches what a compiled model costs (`torch.compile`); where nothing is compiled it does nothing.
-
-    A freeze changes what needs a gradient, so that the next forward pass is compiled again. After eight graphs of a
-    function torch goes over to running it uncompiled, for good: the limit is raised by what freezing may need, and
-    lowered again at the end.
-    """
-
-    hooks: ModelHooks
-    """On the model; they see whether it is compiled."""
-    recorder: Recorder
-
-    def __post_init__(self) -> None:
-        self._limits: dict[str, int] = {}
-        """Those of torch, as they were."""
-        self._seconds = _seconds_so_far()
-        self._longest_s = 0.0
-        """What the longest compiling took."""
-        self._changes = 0
-        """Freezes and thaws since compiling was last seen."""
-
-    def make_room(self, num_modules: int) -> None:
-        """Let as many graphs of a function be compiled as freezing module by module needs."""
-        if not self.hooks.is_compiled or self._limits:
-            return
-        config: Any = _dynamo().config
-        for name, needed in (
-            ("recompile_limit", GRAPHS_PER_FREEZE * (num_modules + 1)),
-            ("accumulated_recompile_limit", 0),
-        ):
-            if hasattr(config, name):
-                self._limits[name] = getattr(config, name)
-                setattr(config, name, self._limits[name] + needed)
-
-    def note_change(self) -> None:
-        """Take note that layers were frozen or thawed: what compiles next does so for that."""
-        self._changes += 1
-
-    def look(self, step: int) -> float:
-        """Return the seconds that freezing made the last iterations compile, and journal them."""
-        if not self.hooks.is_compiled:
-            return 0.0
-        seconds = _seconds_so_far()
-        spent, self._seconds = seconds - self._seconds, seconds
-        if spent <= 0.0:
-            return 0.0
-        self._longest_s = max(self._longest_s, spent)
-        is_ours, self._changes = self._changes > 0, 0
-        self.recorder.write(Recompiled(step=step, wall_s=spent, by_freezing=is_ours))
-        return spent if is_ours else 0.0
-
-    def reason_to_wait(self, saved_s: float | None) -> str | None:
-        """Return why a freeze that saves so many seconds (None: unknown) has to wait; None if it repays compiling."""
-        if saved_s is None or saved_s >= self._longest_s:
-            return None
-        saves = f"it would save {saved_s:.2g} s to the end of the run"
-        return f"{saves}, and compiling anew took up to {self._longest_s:.2g} s"
-
-    def close(self) -> None:
-        """Give torch its limits back."""
-        limits, self._limits = self._limits, {}
-        for name, value in limits.items():
-            setattr(_dynamo().config, name, value)
-
-
-def _seconds_so_far() -> float:
-    """Return the seconds that torch has compiled in this process, forward and backward passes."""
-    if "torch._dynamo" not in sys.modules:
-        return 0.0
-    spent: dict[str, float] = getattr(_dynamo().utils, "calculate_time_spent", dict)()
-    return float(spent.get("total_wall_time", 0.0))
-
-
-def _dynamo() -> Any:
-    return sys.modules["torch._dynamo"]

@@ -154,6 +154,11 @@ class Run:
         return self._session.frozen
 
     @property
+    def periods(self) -> tuple[int, ...]:
+        """For each layer module, how many optimizer steps lie between its updates; 1 is every step."""
+        return self._session.periods
+
+    @property
     def modules(self) -> tuple[LayerModule, ...]:
         """The layer modules, front to back; empty where the model could not be cut."""
         return self._session.modules
@@ -255,7 +260,8 @@ class Run:
                 f"A run's state is what run.state_dict() returned; this one is damaged "
                 f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without loading it."
             ) from error
-        self._recorder.write(Resumed(step=self._session.clock.step, frozen=self.frozen, stage=self.stage))
+        step, periods = self._session.clock.step, list(self.periods) if set(self.periods) - {1} else None
+        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage, periods=periods))
 
     def close(self) -> None:
         """End the run and leave the model as it was found: thawed, without hooks. Safe to call twice."""

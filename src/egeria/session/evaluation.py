@@ -185,12 +185,16 @@ class Evaluation:
             changed = self.budget.expect(counted, interval_steps)
         return changed or self.budget.review(interval_steps)
 
-    def saved_s(self, frozen: Sequence[int]) -> float | None:
-        """Return the seconds that freezing layer modules saves to the end of the run; None where unknown."""
+    def saved_s(self, rested: Mapping[int, float]) -> float | None:
+        """Return the seconds that layer modules save which are not updated any more; None where unknown.
+
+        Args:
+            rested: for each of these modules the share of the steps to the end of the run.
+        """
         total_steps = self.training.total_steps
         if self._work_shares is None or total_steps is None or self.timer.iteration_s <= 0:
             return None
-        share = BACKWARD_SHARE * sum(self._work_shares[index] for index in frozen)
+        share = BACKWARD_SHARE * sum(self._work_shares[index] * rests for index, rests in rested.items())
         return share * self.timer.iteration_s * max(0, total_steps - self.recorder.step)
 
     def profile(self) -> None:

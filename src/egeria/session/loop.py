@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
@@ -22,31 +22,25 @@ from egeria.policy import (
     EndBootstrapping,
     Freeze,
     Policy,
+    SetPeriods,
     Thaw,
 )
 from egeria.session.accumulation import StepCounter
-from egeria.session.applying import Applier, Compiling
+from egeria.session.applying import Applier
+from egeria.session.compiling import Compiling
 from egeria.session.cutting import Cut
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import HarmfulFreezeError, Training, check_calls, watch_order
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.optimizer_steps import LayerRates, Wanted
+from egeria.session.parts import CutParts
 from egeria.session.ranks import LostError, OutOfStepError
 from egeria.session.skipping import COMPILED, begin_skipping
 from egeria.session.timing import Budget, IntervalClock, IterationTimer
 
 POLLS_PER_INTERVAL = 4  # how often several processes ask each other for readings of a controller process
 FAULTS_BEFORE_GIVING_UP = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutParts:
-    """What is made for one cut of the model into layer modules."""
-
-    policy: Policy
-    evaluation: Evaluation
-    applier: Applier
 
 
 class Session:
@@ -112,6 +106,11 @@ class Session:
         return self.parts.applier.depth if self.parts else 0
 
     @property
+    def periods(self) -> tuple[int, ...]:
+        """For each layer module, how many optimizer steps lie between its updates now."""
+        return self.parts.applier.periods if self.parts else (1,) * len(self.modules)
+
+    @property
     def stage(self) -> str:
         """The stage of the policy."""
         return self.parts.policy.stage if self.parts else BOOTSTRAPPING
@@ -135,8 +134,6 @@ class Session:
                 self._guard("ending an interval", self._end_interval)
             if self.parts is not None and self.ranks.meets:
                 self._guard("agreeing on what is frozen", self._agree)
-        if self.parts is not None:
-            self._guard("cutting gradients at the boundary", self.parts.applier.after_step)
         self._prepare_step()
 
     def close(self) -> None:
@@ -159,9 +156,7 @@ class Session:
             state["engine"] = {
                 "modules": [module.to_dict() for module in self.modules],
                 "cut_by": asdict(self.training.config.modules),
-                "policy": self.parts.policy.state_dict(),
-                "evaluator": self.parts.evaluation.state_dict(),
-                "frozen": self.frozen,
+                **self.parts.state_dict(),
             }
         return state
 
@@ -182,13 +177,11 @@ class Session:
             )
         elif clock.step:  # before the first step nothing was decided, and the order is still to be recorded
             parts = self._make_parts(cut := Cut.resumed(self.training, modules, saved))
-            parts.policy.load_state_dict(saved["policy"])
-            parts.evaluation.load_state_dict(saved["evaluator"])
+            parts.load_state_dict(saved)
             self._release_parts(parts)
             cut.announce(self.training, clock.step, self.modules, saved.get("cut_by"))
             self.parts, self.modules = parts, modules
-            decided = parts.policy.frozen
-            parts.applier.restore(min(decided, int(saved.get("frozen", decided))), decided)
+            parts.restore(saved)
         self.budget.load_state_dict(budget)
         self.clock, self.recorder.step = clock, clock.step
         self.meter.load_state_dict(measured)
@@ -207,7 +200,8 @@ class Session:
         return self.ranks.leader_is_apart and self.clock.is_at_part(POLLS_PER_INTERVAL)
 
     def _end_interval(self) -> None:
-        interval = self.meter.take(self.clock, self.modules, self.frozen, self.training.learning_rate(self.modules))
+        rate = self.training.learning_rate(self.modules)
+        interval = self.meter.take(self.clock, self.modules, self.frozen, rate, self.periods)
         parts = self.parts
         if parts is None or self.ranks.is_lost:
             return
@@ -218,10 +212,10 @@ class Session:
             return
         evaluation = parts.evaluation
         decisions = parts.policy.observe_interval(interval)
-        batch = None
-        if PLASTICITY not in parts.policy.needs and any(isinstance(decision, Freeze) for decision in decisions):
+        batch, rehearsed = None, (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods
+        if any(isinstance(decision, rehearsed) for decision in decisions):
             evaluation.profile()
-            batch = evaluation.batch  # to rehearse freezes on that no reading led to
+            batch = evaluation.batch  # to rehearse on what no reading led to
         self._apply(parts, decisions, batch)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
             evaluation.refresh(self.clock.evaluation, is_forced=True)
@@ -259,7 +253,10 @@ class Session:
                 return
             if isinstance(decision, Freeze):
                 together = [*parts.applier.waiting, decision.module]
-                parts.applier.freeze(decision, batch, parts.evaluation.saved_s(together))
+                parts.applier.freeze(decision, batch, parts.evaluation.saved_s(dict.fromkeys(together, 1.0)))
+            elif isinstance(decision, SetPeriods):
+                rested = {place: 1 - 1 / decision.periods[place] for place in range(self.frozen, len(self.modules))}
+                parts.applier.set_periods(decision, batch, parts.evaluation.saved_s(rested))
             elif isinstance(decision, Thaw):
                 parts.applier.thaw(decision)
                 # What was requested earlier is from before the thaw.
@@ -268,7 +265,7 @@ class Session:
                 self.recorder.write(StageChanged(step=self.clock.step, stage=KNOWLEDGE_GUIDED, reason=decision.reason))
 
     def _agree(self) -> None:
-        """Check that all processes have frozen the same, and put it in force."""
+        """Check that the same is frozen in all processes, and put it in force."""
         assert self.parts is not None
         applier = self.parts.applier
         if not self.ranks.is_alone:
@@ -276,6 +273,9 @@ class Session:
         applier.put_in_force()
 
     def _prepare_step(self) -> None:
+        if self.parts is not None:
+            self._guard("preparing the next step", partial(self.parts.applier.prepare_step, self.clock.step + 1))
+        self.timer.resting = self.parts.applier.resting if self.parts else 0
         self._guard("preparing an evaluation", self._arm)
         self._guard("moving the boundary of the cache", self._move_cache_boundary)
 
@@ -304,7 +304,7 @@ class Session:
         return CutParts(
             policy=policy,
             evaluation=Evaluation(self.training, cut.modules, policy, controller, self.budget, self.timer),
-            applier=Applier(self.training, cut.modules, self.compiling),
+            applier=Applier(self.training, cut.modules, self.compiling, cut.deepest_freeze),
         )
 
     def _wanted_rates(self) -> Wanted | None:

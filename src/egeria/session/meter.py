@@ -72,13 +72,21 @@ class IntervalMeter:
                 f"Reduce it first, for instance with loss.mean()."
             ) from error
 
-    def take(self, clock: IntervalClock, modules: Sequence[LayerModule], num_frozen: int, rate: float) -> Interval:
+    def take(
+        self,
+        clock: IntervalClock,
+        modules: Sequence[LayerModule],
+        num_frozen: int,
+        rate: float,
+        periods: Sequence[int] = (),
+    ) -> Interval:
         """Return the interval that has ended, and begin the next."""
+        is_full = num_frozen == 0 and max(periods, default=1) == 1
         losses, self._losses = _to_floats(self._losses), []
         finite = [value for value in losses if math.isfinite(value)]
         loss, num_bad = (statistics.fmean(finite) if finite else None), len(losses) - len(finite)
         wall_s, cpu_s = self.timer.take_medians()
-        if not num_frozen:  # what evaluations may cost is measured against training without egeria
+        if is_full:  # what evaluations may cost is measured against training without egeria
             self.timer.iteration_s = wall_s
         measured: dict[str, Any] = self.measures.take(clock.step, rate, modules, num_frozen)
         if not self.ranks.is_alone:
@@ -97,6 +105,7 @@ class IntervalMeter:
             frozen=num_frozen,
             iteration_wall_s=wall_s,
             iteration_cpu_s=cpu_s,
+            periods=list(periods) if max(periods, default=1) > 1 else None,
             **measured,
         )
         self.recorder.write(event)

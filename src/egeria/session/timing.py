@@ -68,14 +68,16 @@ class IterationTimer:
         self.overhead_cpu_s = 0.0
         self.iteration_s = 0.0
         """Median seconds of an iteration in the newest interval with nothing frozen; 0 where unknown."""
-        self._iterations: list[tuple[float, float]] = []
+        self.resting = 0
+        """How many front layer modules are not updated at the step to come: steps of one kind take alike."""
+        self._iterations: dict[int, list[tuple[float, float]]] = {}
         self._outside: Stopwatch | None = None
         self._inside = Stopwatch()
 
     def enter(self) -> None:
         """Record that `run.step` has begun."""
         if self._outside is not None:
-            self._iterations.append(self._outside.read())
+            self._iterations.setdefault(self.resting, []).append(self._outside.read())
         self._inside = Stopwatch()
 
     def leave(self) -> None:
@@ -96,9 +98,15 @@ class IterationTimer:
             self._outside.cpu += cpu_s
 
     def take_medians(self) -> tuple[float, float]:
-        """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for none."""
-        iterations, self._iterations = self._iterations or [(0.0, 0.0)], []
-        wall_s, cpu_s = map(statistics.median, zip(*iterations, strict=True))
+        """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for none.
+
+        Where different modules rested at different steps it is the mean of the medians, each as often as it occurred.
+        """
+        found, self._iterations = list(self._iterations.values()), {}
+        total = max(1, sum(map(len, found)))
+        medians = [(len(kind) / total, map(statistics.median, zip(*kind, strict=True))) for kind in found]
+        pairs = [tuple(share * value for value in kind) for share, kind in medians]
+        wall_s, cpu_s = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
         return wall_s, cpu_s
 
 
