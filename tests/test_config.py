@@ -129,7 +129,7 @@ CONTRACTS = [
     ("unfreezing.rule", "the name of a rule or an object with a `judge` method", (3, None, object)),
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
     ("unfreezing.minimum_window", "a whole number of at least 2", (*no_count(2), None)),
-    ("cache.enabled", "true or false", ("false", 0, None)),
+    ("cache.enabled", "true, false or 'auto'", ("false", 0, None)),
     ("cache.views", "a whole number of at least 0", no_count(0)),
     ("cache.directory", "a name", ("", 3, True)),
     ("cache.limit_bytes", "a whole number of at least 1", no_count()),

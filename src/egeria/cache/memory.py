@@ -129,6 +129,12 @@ class MemoryCache:
         self._compute(str(failure), {})
         return output
 
+    def refuse(self, reason: str) -> None:
+        """Store nothing any more, for a reason that the journal gets where something is frozen."""
+        self.refusal = reason
+        if not self.is_idle:
+            self._compute(reason, {})
+
     def report(self) -> None:
         """Write into the journal how the present generation does."""
         if isinstance(self.mode, MemoryForward):

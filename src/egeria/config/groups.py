@@ -175,8 +175,8 @@ class CacheConfig(SettingsGroup):
     """Skipping the frozen forward pass (paper §4.3)."""
 
     enabled: bool | str = setting("auto", flag_or("auto"))
-    """What the frozen front puts out is stored and the front skipped, where that pays: 'auto' in memory, for inputs that
-    come again just as they were; true on the disk (and 'auto' where `directory` is set), with the augmentation of
+    """What the frozen front puts out is stored and the front skipped, where that pays: 'auto' in memory, for inputs
+    that come again just as they were; true on the disk (and 'auto' where `directory` is set), with the augmentation of
     samples fixed, for which `attach` needs the loader; false never."""
     memory_share: float = setting(0.25, SHARE)
     """'auto': share of the memory free at a freeze that may be used. Our choice."""

@@ -56,6 +56,7 @@ class Skipping:
         self._cache = cache
         self._make_outlook = make_outlook
         self._depth = 0
+        self._is_refused = False
         self._begin: tuple[int, int] | None = None
         """The step, and the training calls, when this first looked: a resumed run does not begin at zero."""
         if isinstance(cache, ActivationCache):
@@ -65,6 +66,8 @@ class Skipping:
         """Move the boundary of the cache if layers were frozen or thawed since the last call."""
         if self._begin is None:
             self._begin = clock.step, self._training.hooks.num_calls
+        if self._is_refused:
+            return
         if len(frozen) == self._depth:
             if isinstance(self._cache, MemoryCache) and self._cache.is_idle:
                 self._training.hooks.skip_with(None)
@@ -80,8 +83,12 @@ class Skipping:
 
     def refuse(self, reason: str) -> None:
         """Stop for good, for a reason that the user is told if skipping was asked for."""
-        self.close()
-        if isinstance(self._cache, ActivationCache):
+        self._training.hooks.skip_with(None)
+        self._is_refused = isinstance(self._cache, ActivationCache)
+        if isinstance(self._cache, MemoryCache):
+            self._cache.refuse(reason)
+        else:
+            self._cache.close()
             self._training.recorder.decline(WHAT, reason)
 
     def close(self) -> None:
