@@ -61,7 +61,8 @@ DEFAULTS = {
     "freezing": {"enabled": True, "tolerance_share": 0.2, "tolerance_readings": 3, "tied": "keep"},
     "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
     "cache": {
-        "enabled": False,
+        "enabled": "auto",
+        "memory_share": 0.25,
         "views": None,
         "directory": None,
         "limit_bytes": None,

@@ -42,6 +42,8 @@ HANDLING_S = 3e-4
 """What a batch from memory takes besides hashing and copying: stubs, and the look at the frozen weights (measured)."""
 TRIAL_ITERATIONS = 20
 """Iterations whose time finding out what crosses takes, and that must be won back."""
+MOST_UNPADDED = 32
+"""Batches of sequences without any padding that are let pass for one with some."""
 LEAST_EPOCHS = 1.2
 """Epochs that must be ahead: the first one fills."""
 REPORT_BATCHES = 500
@@ -74,6 +76,7 @@ class MemoryCache:
     _outlook: Outlook = field(default_factory=partial(Outlook, steps_ahead=None))
     _number: int = 0
     _most_rows: int = 0
+    _patience: int = MOST_UNPADDED
 
     @property
     def is_idle(self) -> bool:
@@ -162,10 +165,14 @@ class MemoryCache:
         )
 
     def _decide(self, batch: Batch, timed: TimedForward) -> None:
-        """Choose how the forward pass is done from here on; stays as it is for a batch of few rows."""
+        """Choose how the forward pass is done from here on; waits for a batch that shows what padding does."""
         num_rows = count_rows(batch)
         self._most_rows = max(self._most_rows, num_rows)
         if num_rows < min(LEAST_ROWS, self._most_rows):
+            return
+        lengths = true_lengths(batch.kwargs, num_rows)
+        if lengths is not None and lengths.min() == batch.kwargs["attention_mask"].shape[1] and self._patience > 0:
+            self._patience -= 1
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
         numbers: dict[str, float] = {}

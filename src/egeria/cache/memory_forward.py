@@ -180,8 +180,10 @@ class MemoryForward:
             rows = self.prefix.recorded(trial)
             if not self.prefix.knows(batch):
                 self.prefix.learn_from(trial, batch)
-            if self.prefix.fits(batch, rows):
-                self.memory.write(keys, rows, lengths)
+            new = np.flatnonzero(~self.memory.knows(keys))
+            if len(new) and self.prefix.fits(batch, rows):
+                rows = rows if len(new) == len(keys) else [leaf[torch.from_numpy(new).to(leaf.device)] for leaf in rows]
+                self.memory.write([keys[row] for row in new.tolist()], rows, None if lengths is None else lengths[new])
         except Exception as error:  # the forward is done and right; the next one will not be recorded
             self._failure = error
         return output
