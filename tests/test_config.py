@@ -135,6 +135,7 @@ CONTRACTS = [
     ("cache.directory", "a name", ("", 3, True)),
     ("cache.limit_bytes", "a whole number of at least 1", no_count()),
     ("cache.limit_share", "a number above 0 and at most 1", (0, -0.5, 1.5, math.nan, "0.5", None, True)),
+    ("cache.memory_share", SHARE, NO_SHARE),
     ("cache.storage", "one of 'fp16', 'int8', 'native'", ("fp8", None, 16)),
     ("cache.id_column", "a name", ("", 3, True)),
     ("cache.minimum_epochs", "a finite number, 0 or above", (-1, math.nan, math.inf, "2", None, True)),
