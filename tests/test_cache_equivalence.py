@@ -101,10 +101,11 @@ def train(specimen, directory, **cache):
     return {**state, "losses": torch.tensor(losses, dtype=torch.float64), "random": torch.get_rng_state()}
 
 
+@pytest.mark.parametrize("enabled", [True, "auto"], ids=["on the disk", "in memory"])
 @pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
-def test_law_3_stored_is_computed(specimen, tmp_path):
-    plain = train(specimen, tmp_path / "plain")
-    cached = train(specimen, tmp_path / "cached", enabled=True, gate="open", verify_batches=3)
+def test_law_3_stored_is_computed(specimen, enabled, tmp_path):
+    plain = train(specimen, tmp_path / "plain", enabled=False)
+    cached = train(specimen, tmp_path / "cached", enabled=enabled, gate="open", verify_batches=3)
     assert differences(plain, cached) == []
     journal = read_journal(tmp_path / "cached")
     decided, used = journal.of(CacheDecided), journal.of(CacheUsed)

@@ -48,6 +48,7 @@ SAMPLERS = {"dealt anew": DistributedSampler, "dealt once": ShardSampler, "its o
 CASES = {
     "without": {"cached": False},
     "one host": {},
+    "in memory": {"cached": "auto"},
     "two hosts": {"num_hosts": 2},
     "two hosts, dealt once": {"num_hosts": 2, "sampler": "dealt once"},
     "without, dealt once": {"cached": False, "sampler": "dealt once"},

@@ -39,16 +39,13 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(params=["disk", "memory"])
-def make(request, tmp_path):
-    """Make stores of either kind."""
+@pytest.fixture
+def make(tmp_path):
+    """Make stores."""
     made = []
 
     def make_store(*layouts, capacity=CAPACITY):
-        if request.param == "disk":
-            made.append(DiskStore.create(tmp_path / f"store{len(made)}", layouts, capacity))
-        else:
-            made.append(DiskStore.in_memory(layouts, capacity))
+        made.append(DiskStore.create(tmp_path / f"store{len(made)}", layouts, capacity))
         return made[-1]
 
     yield make_store
@@ -228,15 +225,6 @@ def test_a_store_agrees_with_a_dictionary(seed, make):
 
 
 # How it is kept
-
-
-def test_a_store_in_memory_takes_what_its_rows_take():
-    layout = RowLayout(shape=(256, 256), dtype=torch.float32)
-    store = DiskStore.in_memory([layout], 10_000)  # 2.6 GB, if it were full
-    store.write([9_999], [torch.ones(1, 256, 256)], prints([1]))
-    assert os.fstat(store.descriptor).st_blocks * 512 < 2**21
-    assert read(store, [9_999])[0].all()
-    store.close()
 
 
 def test_fp16_halves_the_size_and_rounds(make):
@@ -578,7 +566,7 @@ def test_a_store_is_described_as_it_was_made(tmp_path):
     layouts = (RowLayout(shape=(8, 2), dtype=torch.bfloat16, storage="int8", length_axis=0), PLAIN)
     description = {"boundary": "b", "num_views": 3, "is_viewed": True, "front": 2**40}
     made = DiskStore.create(tmp_path / "made", layouts, 9, **description)
-    for store in (made, DiskStore.join(made.path), DiskStore.in_memory(layouts, 9, **description)):
+    for store in (made, DiskStore.join(made.path)):
         assert (store.layouts, store.capacity) == (layouts, 9)
         assert {name: getattr(store, name) for name in description} == description
         store.close()

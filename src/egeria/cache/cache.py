@@ -63,8 +63,6 @@ class ActivationCache:
     """Why there is no feed, or nothing is stored any more."""
     share: Share = field(default_factory=Share)
     """With whom stores are shared."""
-    num_forwards: int = 0
-    """Training forwards so far."""
     mode: PlainForward | Generation = field(default_factory=PlainForward)
     """How they are made now."""
     _directory: CacheDirectory | None = None
@@ -106,7 +104,6 @@ class ActivationCache:
             call: the user's forward of the model.
             batch: its arguments.
         """
-        self.num_forwards += 1
         user_forward = UserForward(call)
         try:
             indices = self._indices_of(batch)

@@ -64,7 +64,7 @@ class Prospects:
         return {name: float(value) for name, value in {**asdict(self), **derived}.items()}
 
 
-def judge(prospects: Prospects, *, minimum_epochs: float) -> tuple[bool, str]:
+def judge(prospects: Prospects, *, minimum_epochs: float, is_in_memory: bool = False) -> tuple[bool, str]:
     """Return whether storing pays, and why.
 
     The first obstacle met is the reason; the order is from the cheapest to measure to the dearest, so
@@ -73,17 +73,19 @@ def judge(prospects: Prospects, *, minimum_epochs: float) -> tuple[bool, str]:
     Args:
         prospects: what was measured so far.
         minimum_epochs: epochs that must be ahead.
+        is_in_memory: whether that is where activations go: filling costs little there, and less than an epoch pays it.
     """
-    needed_epochs = max(minimum_epochs, prospects.num_views + 1)
+    needed_epochs = minimum_epochs if is_in_memory else max(minimum_epochs, prospects.num_views + 1)
     if prospects.epochs_ahead < needed_epochs:
         return False, (
             f"the boundary may move or the run end within {prospects.epochs_ahead:.1f} epochs, "
             f"and storing takes at least {needed_epochs:g} to pay"
         )
     if prospects.stored_share < LEAST_SHARE:
+        settings = "cache.memory_share" if is_in_memory else "cache.limit_bytes, cache.limit_share"
         return False, (
             f"the activations take {size_text(prospects.needed_bytes)}, and {size_text(prospects.room_bytes)} may be "
-            f"used (cache.limit_bytes, cache.limit_share)"
+            f"used ({settings})"
         )
     if prospects.gain_s < LEAST_GAIN * prospects.iteration_s:
         return False, _no_gain(prospects)

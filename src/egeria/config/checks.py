@@ -91,7 +91,13 @@ def choice(*names: str) -> Rule:
     return satisfies(lambda value: isinstance(value, str) and value in names, f"one of {listed}")
 
 
+def flag_or(name: str) -> Rule:
+    """Return the rule for true, false or a name."""
+    return satisfies(lambda value: isinstance(value, bool) or value == name, f"true, false or {name!r}")
+
+
 FLAG = satisfies(lambda value: isinstance(value, bool), "true or false")
+
 NAME = satisfies(lambda value: isinstance(value, str) and bool(value), "a name")
 SHARE = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 POSITIVE = number(lambda value: value > 0, "a finite number above 0")

@@ -14,6 +14,7 @@ from egeria.config.checks import (
     SettingsGroup,
     choice,
     count,
+    flag_or,
     name_or,
     number,
     optional,
@@ -175,8 +176,12 @@ class UnfreezingConfig(SettingsGroup):
 class CacheConfig(SettingsGroup):
     """Skipping the frozen forward pass (paper §4.3)."""
 
-    enabled: bool = setting(False, FLAG)
-    """True stores what the frozen front puts out and skips it, where that pays. Needs the loader in `attach`."""
+    enabled: bool | str = setting("auto", flag_or("auto"))
+    """What the frozen front puts out is stored and the front skipped, where that pays: 'auto' in memory, for inputs
+    that come again just as they were; true on the disk (and 'auto' where `directory` is set), with the augmentation of
+    samples fixed, for which `attach` needs the loader; false never."""
+    memory_share: float = setting(0.25, SHARE)
+    """'auto': share of the memory free at a freeze that may be used. Our choice."""
     views: int | None = setting(None, optional(count(0)))
     """Augmentation variants of a sample that are stored: 1 is the paper's fixed augmentation, 0 leaves augmentation
     free and stores nothing. None: 1 where inputs repeat, 2 where they are random, 4 where there is room and time."""
@@ -196,3 +201,8 @@ class CacheConfig(SettingsGroup):
     """'auto' stores only where it pays, by what was measured; 'open' stores wherever it can."""
     verify_batches: int = setting(200, count())
     """Batches from the store between two checks against the computed activations."""
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether activations are stored on the disk."""
+        return self.enabled is True or (self.enabled == "auto" and self.directory is not None)

@@ -42,8 +42,8 @@ class ModelHooks:
     def __init__(self, model: nn.Module, parallel: ParallelStrategy) -> None:
         self.model, self._parallel = model, parallel
         self.is_compiled = is_compiled(model) or parallel.is_compiled
-        self.was_called = False
-        """Whether there was a training call."""
+        self.num_calls = 0
+        """Training calls so far."""
         self.needs_check = True
         """Whether `check_calls` is to be called: at the first step, and after a failure."""
         self.failure: Exception | None = None
@@ -128,7 +128,7 @@ class ModelHooks:
             self.note_compiled()
         if not self.model.training or not torch.is_grad_enabled():
             return
-        self.was_called = True
+        self.num_calls += 1
         self._parallel.see_call()
         if self._before is not None:
             self._before()
@@ -250,7 +250,7 @@ def check_calls(training: Training, order: OrderRecorder | OrderOfBatch | None) 
     if failure is not None:
         raise failure
     reason = training.parallel.refusal()
-    if not hooks.was_called:
+    if not hooks.num_calls:
         parts = outermost(training.model, order.called_alone if order else ())
         found = f"the loop calls parts of it ({', '.join(parts[:3])})" if parts else "no call in training mode was seen"
         way_out = "Call the model itself in the loop, model(inputs), or attach the part that is called"

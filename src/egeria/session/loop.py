@@ -327,8 +327,7 @@ class Session:
 
     def _prepare_for_compiled_calls(self) -> None:
         if self.skipping is not None:
-            self._end_skipping()
-            self.recorder.decline("skipping the frozen forward pass", COMPILED)
+            self.skipping.refuse(COMPILED)
         if self.parts is not None and self.training.is_sharded:
             self._stop_freezing(COMPILED_SHARDS)
             return

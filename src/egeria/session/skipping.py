@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import DistributedSampler
 from egeria.cache import (
     ActivationCache,
     CacheDirectory,
+    MemoryCache,
     NoSamplesError,
     Outlook,
     SampleFeed,
@@ -47,16 +49,28 @@ BASE_SEED = 0
 class Skipping:
     """Stands between the session and the cache: informs it when the boundary moves, and what is ahead."""
 
-    def __init__(self, training: Training, cache: ActivationCache, make_outlook: Callable[..., Outlook]) -> None:
+    def __init__(
+        self, training: Training, cache: ActivationCache | MemoryCache, make_outlook: Callable[..., Outlook]
+    ) -> None:
         self._training = training
         self._cache = cache
         self._make_outlook = make_outlook
         self._depth = 0
-        training.hooks.skip_with(cache.forward)
+        self._is_refused = False
+        self._begin: tuple[int, int] | None = None
+        """The step, and the training calls, when this first looked: a resumed run does not begin at zero."""
+        if isinstance(cache, ActivationCache):
+            training.hooks.skip_with(cache.forward)
 
     def follow(self, frozen: Sequence[LayerModule], policy: Policy, clock: IntervalClock) -> None:
         """Move the boundary of the cache if layers were frozen or thawed since the last call."""
+        if self._begin is None:
+            self._begin = clock.step, self._training.hooks.num_calls
+        if self._is_refused:
+            return
         if len(frozen) == self._depth:
+            if isinstance(self._cache, MemoryCache) and self._cache.is_idle:
+                self._training.hooks.skip_with(None)
             return
         self._depth = len(frozen)
         outlook = Outlook(steps_ahead=None)
@@ -64,6 +78,18 @@ class Skipping:
             outlook = self._outlook(policy, clock)
         finally:  # it moves in all processes, whatever fails in one
             self._cache.move_boundary(tuple(frozen), outlook)
+            if isinstance(self._cache, MemoryCache) and not self._cache.is_idle:
+                self._training.hooks.skip_with(self._cache.forward)
+
+    def refuse(self, reason: str) -> None:
+        """Stop for good, for a reason that the user is told if skipping was asked for."""
+        self._training.hooks.skip_with(None)
+        self._is_refused = isinstance(self._cache, ActivationCache)
+        if isinstance(self._cache, MemoryCache):
+            self._cache.refuse(reason)
+        else:
+            self._cache.close()
+            self._training.recorder.decline(WHAT, reason)
 
     def close(self) -> None:
         """Stop for good: the loader and the forward pass are the user's own again."""
@@ -73,10 +99,12 @@ class Skipping:
     def _outlook(self, policy: Policy, clock: IntervalClock) -> Outlook:
         """Return when the boundary can move at the earliest, by the policy's own rule."""
         total_steps, soonest = self._training.total_steps, _steady_steps(policy, clock)
+        step, num_calls = self._begin or (0, 0)
+        forwards = self._training.hooks.num_calls - num_calls
         limits = [soonest, None if total_steps is None else max(0.0, total_steps - clock.step)]
         return self._make_outlook(
             steps_ahead=min((limit for limit in limits if limit is not None), default=None),
-            forwards_per_step=self._cache.num_forwards / max(1, clock.step),
+            forwards_per_step=forwards / (clock.step - step) if clock.step > step else 1.0,
         )
 
 
@@ -91,8 +119,10 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
     """Return what skips the frozen forward pass of a run; None where nothing does. All processes of a job call this."""
     config, recorder = training.config, training.recorder
     host, reason = (None, "") if training.ranks.is_alone else share_directory(training.ranks, config, recorder)
-    if not config.cache.enabled:
+    if config.cache.enabled is False:
         return None
+    if not config.cache.is_on_disk:
+        return _begin_in_memory(training, loader, spend)
     reason = reason or _refusal(training)
     if reason:
         recorder.decline(WHAT, reason)
@@ -115,6 +145,23 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     num_hosts = 1 if host is None or is_dealt_once else host.num_hosts  # that a sample may come to
     return Skipping(training, cache, partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts))
+
+
+def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping:
+    """Return what skips the frozen forward pass out of the memory of this process, and never touches the loader."""
+    num_batches = None
+    with suppress(Exception):  # loaders without a length raise various things
+        num_batches = len(loader) or None
+    cache = MemoryCache(
+        model=training.model,
+        settings=training.config.cache,
+        recorder=training.recorder,
+        spend=spend,
+        num_batches=num_batches,
+        find_refusal=partial(_refusal, training),
+    )
+    is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
+    return Skipping(training, cache, partial(Outlook, num_hosts=1 if is_dealt_once else training.parallel.num_ranks))
 
 
 def _refusal(training: Training) -> str:
@@ -182,7 +229,7 @@ def share_directory(ranks: Ranks, config: Config, recorder: Recorder) -> tuple[H
         What this process is part of, or None and why it is part of nothing.
     """
     place = place_of(config, recorder).absolute()
-    rows = ranks.gather(Subject.ATTACHING, (_machine(), config.cache.enabled, str(place)))
+    rows = ranks.gather(Subject.ATTACHING, (_machine(), config.cache.is_on_disk, str(place)))
     if not any(enabled for _, enabled, _ in rows):
         return None, ""
     if not all(enabled for _, enabled, _ in rows):

@@ -29,6 +29,8 @@ from egeria.skipping.rows import RowArguments, check_function, cut_padding, cutt
 
 MOST_SIGNATURES = 512
 """Kinds of batches that are remembered, such as lengths to which sentences are padded."""
+KINDS_TRIED = 3
+"""Kinds of batches that are tried out in full before others are taken to be like them."""
 MOST_KEPT_BYTES = 256 * 2**20
 """Memory for what is the same for every sample, over all kinds of batches."""
 
@@ -45,6 +47,7 @@ class Prefix:
         self._probe = probe
         self._arguments = arguments
         self._templates: OrderedDict[Hashable, Template] = OrderedDict()
+        self._num_tried = 1
         self._modules = tuple(dict.fromkeys(module for root in probe.roots.values() for module in root.modules()))
 
     @classmethod
@@ -126,6 +129,29 @@ class Prefix:
             if num_rows > 1 and (has_integers or len(self.leaves) > len(self.row_leaves)):
                 self._check(self._arguments.rolled(batch), template)  # with what was kept of another batch
             self._remember(batch, template)
+            self._num_tried += 1
+
+    def learn_from(self, trial: Trial, batch: Batch) -> None:
+        """Learn a kind of batch from a recorded pass of it; try it out where few kinds were, or more is to be seen.
+
+        Once some kinds were tried out, another that gives the same tensors in other sizes, none of them without a NaN
+        or the same for every sample, is like those. A replay refuses it still where a frozen layer is not called once.
+        """
+        template, known = trial.template, self._latest
+        is_plain = len(self.leaves) == len(self.row_leaves) and all(
+            form.can_be_poisoned for form in template.forms.values()
+        )
+        if (
+            self._num_tried < KINDS_TRIED
+            or not is_plain
+            or template.roots != known.roots
+            or template.forms.keys() != known.forms.keys()
+            or not all(_is_like(leaf, template, self._arguments.count(batch)) for leaf in self.leaves)
+        ):
+            self.learn(batch)
+            return
+        template.materialised = known.materialised
+        self._remember(batch, template)
 
     @contextmanager
     def recording(self) -> Iterator[Trial]:

@@ -96,17 +96,6 @@ class DiskStore:
         return made
 
     @classmethod
-    def in_memory(cls, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
-        """Make a store in memory, for data so small that a disk is not worth it: of a file without a name.
-
-        It takes what its rows take, not what there is room for. Arguments and errors are those of `create`.
-        """
-        cls._check(layouts, capacity)
-        with as_store_error("A store of activations cannot be made in memory"):
-            descriptor = file.create_anonymous_file(layouts, capacity)
-        return cls(Path(), descriptor, layouts, capacity, **{**file.DESCRIPTION, **description})
-
-    @classmethod
     def join(cls, path: Path, *, read_only: bool = False) -> DiskStore:
         """Open the store of another process of this host, which learns of it unless this one only reads.
 

@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -73,24 +72,6 @@ def create_file(path: Path, layouts: Sequence[RowLayout], capacity: int, descrip
         close_file(descriptor)
         with contextlib.suppress(OSError):
             unfinished.unlink()
-        raise
-    return descriptor
-
-
-def create_anonymous_file(layouts: Sequence[RowLayout], capacity: int) -> int:
-    """Return the file of a store without a name: in memory on Linux, else in the folder for temporary files.
-
-    Raises `OSError`; nothing is left open then.
-    """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("egeria")
-    else:
-        with tempfile.TemporaryFile() as unnamed:
-            descriptor = os.dup(unnamed.fileno())
-    try:
-        os.ftruncate(descriptor, HEADER_BYTES + capacity * bytes_per_position(layouts))
-    except BaseException:
-        close_file(descriptor)
         raise
     return descriptor
 

@@ -1,0 +1,295 @@
+"""`MemoryCache`: skips the frozen front where inputs come again just as they were, with nothing but memory.
+
+Rows are known by the content of the input (`store/memory.py`). So neither the loader nor the numbers of samples take
+part, nothing is drawn ahead or read ahead, and nothing is done at all before a layer module is frozen. Random
+augmentation shows in that nothing comes again, and ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria.cache.decision import Outlook
+from egeria.cache.forward_modes import (
+    WATCHED_FORWARDS,
+    PlainForward,
+    Rollback,
+    TimedForward,
+    UserForward,
+)
+from egeria.cache.gate import Prospects, judge, size_text
+from egeria.cache.generation import LEAST_ROWS
+from egeria.cache.memory_forward import MemoryForward, count_rows
+from egeria.cache.store.memory import RowMemory, free_memory_bytes, row_keys
+from egeria.config import CacheConfig
+from egeria.errors import EgeriaError, UncacheableError
+from egeria.events import CacheDecided
+from egeria.journal import Recorder
+from egeria.layers.batch import Batch
+from egeria.layers.modules import LayerModule
+from egeria.skipping.crossing import check_runs_once
+from egeria.skipping.prefix import Prefix
+from egeria.skipping.rows import true_lengths
+
+HANDLING_S = 3e-4
+"""What a batch from memory takes besides hashing and copying: stubs, and the look at the frozen weights (measured)."""
+TRIAL_ITERATIONS = 20
+"""Iterations whose time finding out what crosses takes, and that must be won back."""
+MOST_UNPADDED = 32
+"""Batches of sequences without any padding that are let pass for one with some."""
+LEAST_EPOCHS = 1.2
+"""Epochs that must be ahead: the first one fills."""
+REPORT_BATCHES = 500
+"""Batches between two entries in the journal on how a generation does."""
+UNKNOWN_EPOCH = 10_000
+"""Batches after which inputs must have come again where nobody knows how long an epoch is."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class MemoryCache:
+    """Makes the training forwards of a model with a frozen front, as `ActivationCache` does, out of memory alone.
+
+    Whatever fails, the user's forward is made as it is; what is declined is written to the journal, without a warning.
+    """
+
+    model: nn.Module
+    settings: CacheConfig
+    recorder: Recorder
+    spend: Callable[[float, float], None]
+    """Takes wall-clock and CPU seconds that were ours and not the user's."""
+    num_batches: int | None
+    """Of an epoch, for this process; None where nobody knows."""
+    find_refusal: Callable[[], str]
+    """Returns why the forward pass of this model is not skipped; empty where it may be."""
+    refusal: str = ""
+    """Why nothing is stored any more."""
+    mode: PlainForward | MemoryForward = field(default_factory=PlainForward)
+    """How they are made now."""
+    _modules: tuple[LayerModule, ...] = ()
+    _outlook: Outlook = field(default_factory=partial(Outlook, steps_ahead=None))
+    _number: int = 0
+    _most_rows: int = 0
+    _patience: int = MOST_UNPADDED
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether forward passes are made as they are, until the boundary moves."""
+        return type(self.mode) is PlainForward
+
+    def move_boundary(self, modules: Sequence[LayerModule], outlook: Outlook) -> None:
+        """Take note that other layer modules are frozen now, and free what was stored.
+
+        Args:
+            modules: the frozen layer modules, front to back; none after a thaw.
+            outlook: the time to come.
+        """
+        was_stored = isinstance(self.mode, MemoryForward)
+        self._modules, self._outlook = tuple(modules), outlook
+        self._switch_to(PlainForward())
+        if not modules:
+            if was_stored:
+                self._record("computed", "nothing is frozen any more")
+            return
+        self._number += 1
+        reason = self.refusal or self.find_refusal() or self._foresee()
+        if reason:
+            self._record("computed", reason)
+            return
+        roots = [self.model.get_submodule(name) for module in modules for name in module.submodules]
+        self._switch_to(TimedForward(roots, 0 if self.settings.gate == "open" else WATCHED_FORWARDS))
+
+    def forward(self, call: Callable[[], Any], batch: Batch) -> Any:
+        """Make a training forward.
+
+        Args:
+            call: the user's forward of the model.
+            batch: its arguments.
+        """
+        user_forward, mode = UserForward(call), self.mode
+        try:
+            if isinstance(mode, TimedForward) and mode.has_seen_enough(True):
+                self._decide(batch, mode)
+            elif isinstance(mode, MemoryForward):
+                self._review(mode)
+            return self.mode.forward(user_forward, batch, None)
+        except Exception as error:
+            if user_forward.was_plain:
+                raise  # the user's own forward failed, with nothing of ours in it
+            failure = error.with_traceback(None)  # its frames hold on to activations
+        if user_forward.was_called and isinstance(self.mode, MemoryForward):
+            self.mode.rollback.restore()
+        output = call()  # if that fails too it is not our fault, and nothing has to be given up
+        if not isinstance(failure, EgeriaError):
+            self.recorder.fault("skipping the frozen forward pass", failure)
+            self.refusal = f"it was turned off: {failure}"
+        self._compute(str(failure), {})
+        return output
+
+    def refuse(self, reason: str) -> None:
+        """Store nothing any more, for a reason that the journal gets where something is frozen."""
+        self.refusal = reason
+        if not self.is_idle:
+            self._compute(reason, {})
+
+    def report(self) -> None:
+        """Write into the journal how the present generation does."""
+        if isinstance(self.mode, MemoryForward):
+            self.recorder.write(self.mode.used(self.recorder.step))
+
+    def close(self) -> None:
+        """Stop everything and free what was stored; more than once is no error."""
+        self._switch_to(PlainForward())
+        self._modules = ()
+
+    def _review(self, mode: MemoryForward) -> None:
+        if mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
+            self.report()
+        if reason := mode.complaint():
+            self._compute(reason, {})
+
+    def _foresee(self) -> str:
+        """Return why storing cannot pay, as far as that is known before anything is measured."""
+        epochs = self._outlook.epochs(self.num_batches)
+        if self.settings.gate == "open" or epochs >= LEAST_EPOCHS:
+            return ""
+        return (
+            f"the boundary may move or the run end within {epochs:.1f} epochs, "
+            f"and storing takes at least {LEAST_EPOCHS:g} to pay"
+        )
+
+    def _decide(self, batch: Batch, timed: TimedForward) -> None:
+        """Choose how the forward pass is done from here on; waits for a batch that shows what padding does."""
+        num_rows = count_rows(batch)
+        self._most_rows = max(self._most_rows, num_rows)
+        if num_rows < min(LEAST_ROWS, self._most_rows):
+            return
+        lengths = true_lengths(batch.kwargs, num_rows)
+        if lengths is not None and lengths.min() == batch.kwargs["attention_mask"].shape[1] and self._patience > 0:
+            self._patience -= 1
+            return
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        numbers: dict[str, float] = {}
+        try:
+            check_runs_once()
+            reason, numbers = self._try_to_store(batch, num_rows, timed)
+        except UncacheableError as error:
+            reason = str(error)
+        if reason:
+            self._compute(reason, numbers)
+        self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+
+    def _try_to_store(self, batch: Batch, num_rows: int, timed: TimedForward) -> tuple[str, dict[str, float]]:
+        """Store from here on where it pays; return why not, or an empty reason, and the numbers that decided."""
+        begin = time.perf_counter()
+        lengths = true_lengths(batch.kwargs, num_rows)
+        keys = row_keys(batch, num_rows, lengths)
+        hash_s = time.perf_counter() - begin
+        if keys is None:
+            return "the input of the model cannot be told apart by sample", {}
+        prospects = Prospects(
+            iteration_s=timed.iteration_s,
+            prefix_s=timed.prefix_s,
+            serve_s=hash_s + HANDLING_S,
+            fill_s=hash_s,
+            epochs_ahead=self._outlook.epochs(self.num_batches),
+        )
+        if reason := self._ask_gate(prospects):
+            return reason, prospects.to_dict()
+        prefix = Prefix.find(self.model, self._modules, batch, num_rows)
+        rows = prefix.compute(batch, None)
+        limit_bytes = int(free_memory_bytes() * self.settings.memory_share)
+        memory = RowMemory([leaf.length_axis for leaf in prefix.row_leaves], limit_bytes)
+        prospects = _time_memory(prospects, memory, batch, rows, self.num_batches)
+        if reason := self._ask_gate(prospects):
+            return reason, prospects.to_dict()
+        self._switch_to(self._memory_forward(prefix, memory, prospects))
+        self._record("stored", self._gain(prospects), prospects.to_dict())
+        return "", prospects.to_dict()
+
+    def _memory_forward(self, prefix: Prefix, memory: RowMemory, prospects: Prospects) -> MemoryForward:
+        return MemoryForward(
+            prefix=prefix,
+            memory=memory,
+            number=self._number,
+            boundary=self._modules[-1].name,
+            verify_batches=self.settings.verify_batches,
+            rollback=Rollback(self.model),
+            epoch_batches=self.num_batches or UNKNOWN_EPOCH,
+            expected_share=prospects.stored_share / self._outlook.num_hosts,
+            least_rows=min(LEAST_ROWS, self._most_rows),
+            is_reviewed=self.settings.gate != "open",
+        )
+
+    def _ask_gate(self, prospects: Prospects) -> str:
+        """Return why storing does not pay; empty where it does."""
+        if self.settings.gate == "open":
+            return ""
+        pays, reason = judge(prospects, minimum_epochs=LEAST_EPOCHS, is_in_memory=True)
+        if pays and self.num_batches:
+            trial_s = TRIAL_ITERATIONS * prospects.iteration_s
+            if prospects.total_gain_s * self.num_batches < trial_s:
+                return "finding out how to skip the frozen layers takes longer than the epochs ahead would save"
+        return "" if pays else reason
+
+    def _gain(self, prospects: Prospects) -> str:
+        if self.settings.gate == "open":
+            return "cache.gate is 'open'"
+        share = prospects.gain_s / prospects.iteration_s
+        return f"a batch from memory saves {share:.0%} of an iteration; {size_text(prospects.room_bytes)} may be used"
+
+    def _compute(self, reason: str, numbers: dict[str, float]) -> None:
+        """Compute the frozen front until the boundary moves."""
+        self._switch_to(PlainForward())
+        self._record("computed", reason, numbers)
+
+    def _switch_to(self, mode: PlainForward | MemoryForward) -> None:
+        self.report()
+        self.mode.close()
+        self.mode = mode
+
+    def _record(self, mode: str, reason: str, numbers: dict[str, float] | None = None) -> None:
+        boundary = self._modules[-1].name if self._modules else ""
+        self.recorder.write(
+            CacheDecided(
+                step=self.recorder.step,
+                boundary=boundary,
+                generation=self._number,
+                mode=mode,
+                reason=reason,
+                numbers=numbers or {},
+            )
+        )
+
+
+def _time_memory(
+    prospects: Prospects, memory: RowMemory, batch: Batch, rows: Sequence[Tensor], num_batches: int | None
+) -> Prospects:
+    """Write a batch into memory and read it back; add what that takes, and leave the memory empty."""
+    keys = [str(row).encode() for row in range(len(rows[0]))]
+    lengths = true_lengths(batch.kwargs, len(keys)) if memory.has_length else None
+    begin = time.perf_counter()
+    memory.write(keys, rows, lengths)
+    written = time.perf_counter()
+    batch_bytes, room_bytes = memory.size_bytes, memory.limit_bytes
+    if memory.is_full:
+        return replace(prospects, batch_bytes=room_bytes + 1, needed_bytes=room_bytes * 100, room_bytes=room_bytes)
+    padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
+    for leaf, own in zip(memory.read(keys, memory.knows(keys), padded_length), rows, strict=True):
+        torch.empty_like(own).copy_(leaf)
+    read_s = time.perf_counter() - written
+    memory.close()
+    return replace(
+        prospects,
+        serve_s=prospects.serve_s + read_s,
+        fill_s=prospects.fill_s + written - begin,
+        batch_bytes=batch_bytes,
+        needed_bytes=batch_bytes * (num_batches or 1),
+        room_bytes=room_bytes,
+    )

@@ -1,0 +1,243 @@
+"""`MemoryForward`: training forwards that are served from memory where the input was there before, and fill it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from egeria import tree
+from egeria.cache.forward_modes import (
+    REVIEWED_BATCHES,
+    Rollback,
+    StaleError,
+    UserForward,
+)
+from egeria.cache.generation import LEAST_ROWS, NUM_COMPARED, Use
+from egeria.cache.samples import BatchIndices
+from egeria.cache.store.memory import RowMemory, row_keys
+from egeria.cache.store.rows import Integers, Mask
+from egeria.events import CacheUsed
+from egeria.layers.batch import Batch
+from egeria.layers.freezing import FrozenTensors
+from egeria.skipping.crossing import check_runs_once
+from egeria.skipping.prefix import Prefix
+from egeria.skipping.probe import tolerance
+from egeria.skipping.rows import true_lengths
+
+LEAST_POSITIONS = 256
+"""Positions of sequences that are computed together at least, where only some samples of a batch are missing."""
+REPEATED_BATCHES = 8
+"""Batches that must have come again, of 32 more than an epoch has, or inputs are taken to be random."""
+WINDOW_BATCHES = 32
+"""Batches between two looks at how many samples were found."""
+LEAST_SHARE = 0.05
+"""Share of the samples that must be found from the third epoch on, or looking for them is given up."""
+MOST_TIMES = 500
+"""Iterations of each kind whose times are compared."""
+
+
+@dataclass(kw_only=True, eq=False)
+class MemoryForward:
+    """Serves training forwards from memory, and fills it."""
+
+    prefix: Prefix
+    """The frozen front."""
+    memory: RowMemory
+    """Freed with this."""
+    number: int
+    """Of the generation."""
+    boundary: str
+    verify_batches: int
+    """Batches from memory between two checks."""
+    rollback: Rollback
+    epoch_batches: int
+    """Batches in which every sample should have come again."""
+    expected_share: float
+    """Share of the samples that should be found from then on, if inputs come again."""
+    least_rows: int
+    """Smaller batches are left alone: other kernels run, to other last bits."""
+    is_reviewed: bool
+    """Whether it is asked again if this pays."""
+    name: ClassVar[str] = "stored"
+
+    def __post_init__(self) -> None:
+        self.use = Use()
+        self._device = next(self.prefix.model.parameters()).device
+        self._sources = FrozenTensors(self.prefix.weights(), num_compared=NUM_COMPARED)
+        self._failure: Exception | None = None
+        self._until_check = 0
+        self._last = (0.0, False)
+        self._times: dict[bool, deque[float]] = {served: deque(maxlen=MOST_TIMES) for served in (False, True)}
+        self._windows = deque([(0, 0)], maxlen=2 + math.ceil(self.epoch_batches / WINDOW_BATCHES))
+
+    def forward(self, call: UserForward, batch: Batch, _: BatchIndices | None = None) -> Any:
+        """Make a training forward: replayed where all samples, or most, are known; else computed and recorded.
+
+        Args:
+            call: the user's forward of the model.
+            batch: its arguments.
+
+        Raises:
+            EgeriaError: nothing stored can be used any more. What the call itself raises passes through.
+        """
+        self._check()
+        num_rows = count_rows(batch)
+        lengths = true_lengths(batch.kwargs, num_rows) if self.memory.has_length else None
+        keys = row_keys(batch, num_rows, lengths) if num_rows >= self.least_rows else None
+        if keys is None or (lengths is None and self.memory.has_length):
+            return call(plain=True)
+        self.use.batches += 1
+        known = self.memory.knows(keys)
+        is_served = bool(known.any()) and (bool(known.all()) or self.prefix.can_split) and self.prefix.knows(batch)
+        rows = self._rows(batch, keys, known, lengths) if is_served else None
+        self._note_time(is_served=rows is not None and bool(known.all()))
+        if rows is None:
+            return self._record(call, batch, keys, lengths)
+        self.use.hits += int(known.sum())
+        self.use.misses += int((~known).sum())
+        self.rollback.save()
+        with self.prefix.replaying(rows, batch):
+            return call()
+
+    def complaint(self) -> str:
+        """Return why it is to end: inputs do not come again, or it saves no time; empty where neither is seen."""
+        if reason := self._lack_of_hits():
+            return reason
+        if not self.is_reviewed or len(self._times[True]) < REVIEWED_BATCHES or not self._times[False]:
+            return ""
+        served, computed = (statistics.median(self._times[kind]) for kind in (True, False))
+        self._times[True].clear()
+        if served < computed:
+            return ""
+        return (
+            f"an iteration with stored activations takes {1e3 * served:.1f} ms, "
+            f"and took {1e3 * computed:.1f} ms with computed ones"
+        )
+
+    def used(self, step: int) -> CacheUsed:
+        """Return what it did so far, for the journal."""
+        use = self.use
+        return CacheUsed(
+            step=step,
+            boundary=self.boundary,
+            generation=self.number,
+            hits=use.hits,
+            misses=use.misses,
+            mismatches=0,
+            batches=use.batches,
+            stalls=0,
+            stall_s=0.0,
+            bytes_read=0,
+            bytes_written=0,
+            size_bytes=self.memory.size_bytes,
+            dropped_writes=0,
+            checks=use.checks,
+            largest_error=use.largest_error,
+            thread_cpu_s=0.0,
+        )
+
+    def close(self) -> None:
+        """Free the memory; more than once is no error."""
+        self.memory.close()
+
+    def _rows(self, batch: Batch, keys: Sequence[bytes], known: Mask, lengths: Integers | None) -> list[Tensor] | None:
+        """Return what crosses for a batch, computed where it is not known; None where it does not fit."""
+        padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
+        rows = self.memory.read(keys, known, padded_length)
+        if not self.prefix.fits(batch, rows):
+            return None
+        missing = np.flatnonzero(~known)
+        if len(missing):
+            least = LEAST_ROWS if padded_length is None else min(LEAST_ROWS, -(-LEAST_POSITIONS // padded_length))
+            together = np.resize(missing, max(len(missing), min(len(keys), least)))  # repeats them
+            found = [leaf[: len(missing)] for leaf in self.prefix.compute(batch, torch.from_numpy(together))]
+            for leaf, own in zip(rows, found, strict=True):
+                leaf[torch.from_numpy(missing)] = own.to(leaf.device)
+            own_lengths = None if lengths is None else lengths[missing]
+            self.memory.write([keys[row] for row in missing.tolist()], found, own_lengths)
+        elif self._until_check <= 0:
+            self._check_rows(batch, rows, lengths)
+        self._until_check -= 1
+        return rows
+
+    def _record(self, call: UserForward, batch: Batch, keys: Sequence[bytes], lengths: Integers | None) -> Any:
+        """Let the user's forward run as it is, and store what it computed."""
+        self.use.misses += len(keys)
+        if self.memory.is_full and self.prefix.knows(batch):
+            return call(plain=True)
+        with self.prefix.recording() as trial:
+            output = call(plain=True)
+        try:
+            rows = self.prefix.recorded(trial)
+            if not self.prefix.knows(batch):
+                self.prefix.learn_from(trial, batch)
+            new = np.flatnonzero(~self.memory.knows(keys))
+            if len(new) and self.prefix.fits(batch, rows):
+                rows = rows if len(new) == len(keys) else [leaf[torch.from_numpy(new).to(leaf.device)] for leaf in rows]
+                self.memory.write([keys[row] for row in new.tolist()], rows, None if lengths is None else lengths[new])
+        except Exception as error:  # the forward is done and right; the next one will not be recorded
+            self._failure = error
+        return output
+
+    def _lack_of_hits(self) -> str:
+        """Return, each time that so many batches were seen, that too few samples have come again; empty if enough did.
+
+        Where the first pass over the data began in the middle of an epoch, some 32 batches have come again when 32 more
+        than an epoch has were seen.
+        """
+        seen = self.use.batches
+        if not seen or seen % WINDOW_BATCHES:
+            return ""
+        self._windows.append((self.use.hits, self.use.hits + self.use.misses))
+        if seen < self.epoch_batches + WINDOW_BATCHES:
+            return ""
+        (hits_before, rows_before), (hits, rows) = self._windows[0], self._windows[-1]
+        found, looked_up = hits - hits_before, rows - rows_before
+        needed = REPEATED_BATCHES * looked_up / (WINDOW_BATCHES * (len(self._windows) - 1))
+        if seen >= 2 * self.epoch_batches + WINDOW_BATCHES:
+            needed = max(needed, LEAST_SHARE * looked_up)
+        if found >= needed * self.expected_share:
+            return ""
+        return f"inputs do not come again: of the last {looked_up} samples {found} had been there before"
+
+    def _note_time(self, *, is_served: bool) -> None:
+        """Note the seconds between two forwards that are both served, or both not."""
+        now, (last, was_served) = time.perf_counter(), self._last
+        if last and was_served == is_served:
+            self._times[is_served].append(now - last)
+        self._last = now, is_served
+
+    def _check_rows(self, batch: Batch, rows: Sequence[Tensor], lengths: Integers | None) -> None:
+        """Compare rows from memory with computed ones, as is done now and then."""
+        self._until_check = self.verify_batches
+        known = None if lengths is None else lengths.tolist()
+        error = self.prefix.error(self.prefix.compute(batch), rows, known)
+        self.use.checks += 1
+        self.use.largest_error = max(self.use.largest_error, error)
+        limit = tolerance(batch, self._device)
+        if not error <= limit:
+            raise StaleError(f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}")
+
+    def _check(self) -> None:
+        """Raise what has failed behind a recorded forward, or what has changed since the last one."""
+        if self._failure is not None:
+            raise self._failure
+        check_runs_once()
+        if self._sources.have_changed:
+            raise StaleError("the weights of the frozen layers were changed, or train again")
+        if self.prefix.is_hooked():
+            raise StaleError("a forward hook was put on a frozen layer, and would not be called where that is skipped")
+
+
+def count_rows(batch: Batch) -> int:
+    """Return the number of samples: the first axis of the first tensor that has one; 0 without any."""
+    return next((tensor.shape[0] for tensor in tree.leaves(batch.arguments) if tensor.dim()), 0)
