@@ -199,6 +199,7 @@ def test_a_run_that_fails_says_why_and_is_not_a_result(tmp_path, capsys):
     [
         (["run", "toy", "--policy", "none:a=1", *COMMON], "has no settings"),
         (["run", "toy", "--policy", "none", "--workloads", "tests.absent"], "tests.absent"),
+        (["run", "transformer-base-wmt", "--policy", "none", "--tier", "long"], "has the tiers smoke, cpu, gpu"),
         (["compare", "--results", "nowhere"], "no finished run"),
         (["table", "--results", "nowhere"], "no finished run"),
     ],
