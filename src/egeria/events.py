@@ -115,6 +115,8 @@ class IntervalMeasured(Event, kind="interval"):
     """Sum of the learning rate over the steps still to come, where the policy needs it and it is known."""
     last_rate: float | None = None
     """The learning rate of the last step, like `way_ahead`."""
+    largest_rate_ahead: float | None = None
+    """The largest learning rate still to come, like `way_ahead`; None in old journals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

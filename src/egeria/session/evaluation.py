@@ -18,6 +18,7 @@ from egeria.events import (
     Declined,
     Event,
     FaultCaught,
+    IntervalChanged,
     PlasticityRead,
     ReadingDropped,
     ReferenceRefreshed,
@@ -92,7 +93,8 @@ class Evaluation:
         Also without a monitored module: to calibrate the first reference on, or to rehearse a freeze on.
         """
         index, hooks = self.policy.monitored, self.training.hooks
-        if index is None and self.policy.stage != BOOTSTRAPPING and PLASTICITY in self.policy.needs:
+        is_first = self.policy.stage == BOOTSTRAPPING or self._evaluations_since_refresh is None
+        if index is None and not is_first and PLASTICITY in self.policy.needs:
             return
         self.disarm()
         self._armed, self._samples = index, 0
@@ -113,6 +115,11 @@ class Evaluation:
             self._tap.close()
             self._tap = None
 
+    def is_stale(self, evaluation: int) -> bool:
+        """Return whether there is no reference, or none as new as the policy wants it just now: nothing to read by."""
+        age = evaluation - (self._refreshed_at or 0)
+        return self._evaluations_since_refresh is None or (self.policy.window == 1 and age > 1)
+
     def request(self, evaluation: int, index: int) -> None:
         """Request the plasticity of a layer module on the batch kept for it; what prevents that is journaled."""
         self.profile()
@@ -120,10 +127,10 @@ class Evaluation:
         activation = self._read_activation(evaluation, index)
         if activation is None or self.batch is None:
             return
-        self.evaluated = self._rows(self.batch)
-        self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
+        self._note_rows(self.batch)
         tap = self.modules[index].tap
         ticket = Ticket(evaluation=evaluation, step=self.recorder.step, module=index, tap=tap)
+        assert self.evaluated is not None
         self.controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
         wall_s, cpu_s = watch.read()
         self._under_way[evaluation] = {"wall_s": wall_s, "cpu_s": cpu_s, "age": evaluation - (self._refreshed_at or 0)}
@@ -173,9 +180,17 @@ class Evaluation:
             usual = config.reference.refresh_evaluations or config.plasticity.window
             self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, max(period, usual))
 
-    def fit_interval(self, interval_steps: int) -> tuple[int, str] | None:
-        """Return the `n` that keeps evaluations within their budget, and the reason; None where it stays as it is."""
-        changed, index, is_on_cpu = None, self.policy.monitored, False
+    def foresee(self, interval_steps: int) -> int:
+        """Return what `fit_interval` does for the evaluations to come, where there are none for a while."""
+        self.profile()
+        if self.batch is None:
+            return interval_steps
+        self._note_rows(self.batch)
+        return self.fit_interval(interval_steps, self.policy.frozen)
+
+    def fit_interval(self, interval_steps: int, index: int | None) -> int:
+        """Return the `n` that keeps evaluations of a layer module within their budget, and journal a change."""
+        changed, is_on_cpu = None, False
         if self.evaluated is not None and not self._reads_training:
             is_on_cpu = self.evaluated.autocast.device_type == "cpu"
         if index is not None and self._work_shares is not None and is_on_cpu:
@@ -183,7 +198,12 @@ class Evaluation:
             share = looked_at / samples * (1 if self.status.is_asynchronous else 2)
             counted = count_iterations(sum(self._work_shares[: index + 1]), share)
             changed = self.budget.expect(counted, interval_steps)
-        return changed or self.budget.review(interval_steps)
+        changed = changed or self.budget.review(interval_steps)
+        if changed is None:
+            return interval_steps
+        step, (fitting, reason) = self.recorder.step, changed
+        self.recorder.write(IntervalChanged(step=step, before=interval_steps, after=fitting, reason=reason))
+        return fitting
 
     def saved_s(self, frozen: Sequence[int]) -> float | None:
         """Return the seconds that freezing layer modules saves to the end of the run; None where unknown."""
@@ -246,6 +266,10 @@ class Evaluation:
         """Return what the reference reads: all of it where the training activation comes from the whole batch."""
         whole = self._tap is not None or self._needs_whole_batch
         return batch.first_rows(None if whole else self._num_samples)
+
+    def _note_rows(self, batch: Batch) -> None:
+        self.evaluated = self._rows(batch)
+        self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
 
     def _read_activation(self, evaluation: int, index: int) -> Tensor | None:
         """Return the training activation of a layer module [B, ...]; None where there is none, which is journaled."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from egeria.controller import AbsentController, Controller
 from egeria.errors import StateError
-from egeria.events import IntervalChanged, ModulesOrdered, StageChanged
+from egeria.events import ModulesOrdered, StageChanged
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.parallel import COMPILED_SHARDS
@@ -195,6 +195,8 @@ class Session:
         self.steps.load_state_dict(state.get("accumulation", {}))
         if self._rates is not None:
             self._rates.load_state_dict(state.get("rates", {}))
+        if self.parts is not None:
+            self.meter.measures.begin(self.parts.policy)
         self._prepare_step()
 
     @property
@@ -223,27 +225,30 @@ class Session:
             evaluation.profile()
             batch = evaluation.batch  # to rehearse freezes on that no reading led to
         self._apply(parts, decisions, batch)
-        if any(isinstance(decision, EndBootstrapping) for decision in decisions):
+        ends_bootstrapping = any(isinstance(decision, EndBootstrapping) for decision in decisions)
+        if ends_bootstrapping and parts.policy.monitored is not None:
             evaluation.refresh(self.clock.evaluation, is_forced=True)
+        elif ends_bootstrapping and self.ranks.leads:
+            self.clock.interval_steps = evaluation.foresee(self.clock.interval_steps)
         elif interval.loss is not None:
             self._evaluate(parts)
         evaluation.disarm()
+        if self.parts is parts:
+            self.meter.measures.begin(parts.policy)
 
     def _evaluate(self, parts: CutParts) -> None:
         """Request an evaluation, take in finished ones, and refresh the reference model if that is due."""
         clock, evaluation, monitored = self.clock, parts.evaluation, parts.policy.monitored
         if monitored is None:
             return
-        if requests := self.ranks.leads and not evaluation.has_given_up:
+        requests = self.ranks.leads and not evaluation.has_given_up
+        if requests and not evaluation.is_stale(clock.evaluation):
             evaluation.request(clock.evaluation, monitored)
         self._take_in_readings()
         if requests or self.training.is_sharded:
             evaluation.refresh(clock.evaluation)
-        changed = evaluation.fit_interval(clock.interval_steps) if requests else None
-        if changed is not None:
-            before, (clock.interval_steps, reason) = clock.interval_steps, changed
-            event = IntervalChanged(step=clock.step, before=before, after=clock.interval_steps, reason=reason)
-            self.recorder.write(event)
+        if requests:
+            clock.interval_steps = evaluation.fit_interval(clock.interval_steps, parts.policy.monitored)
 
     def _take_in_readings(self) -> None:
         """Apply what the policy decides on finished readings."""
