@@ -180,16 +180,19 @@ def _schedule_names(scheduler: Any) -> list[str]:
     return names
 
 
+MakeController = Callable[[tuple[str, ...], Callable[[], float | None]], Controller]
+
+
 def choose_controller(
     config: Config, model: nn.Module, given: str | Controller | None, loader: Any
-) -> tuple[ControllerChoice, Callable[[tuple[str, ...]], Controller]]:
-    """Return which controller it is and what makes it for the taps of a cut."""
+) -> tuple[ControllerChoice, MakeController]:
+    """Return which controller it is, and what makes it for the taps of a cut and the seconds left of the training."""
     if given is not None and not isinstance(given, str):
-        return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda taps: given
+        return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda *_: given
     choice = choose(config.controller.kind, config.reference.device, model, loader)
     metric = find_metric(config.plasticity.metric)
 
-    def make(taps: tuple[str, ...]) -> Controller:
+    def make(taps: tuple[str, ...], seconds_left: Callable[[], float | None]) -> Controller:
         plan = EvaluationPlan(
             taps=taps,
             metric=metric,
@@ -200,7 +203,9 @@ def choose_controller(
             fidelity_share=config.reference.fidelity_share,
             harmless_error=harmless_error(config),
         )
-        return InlineController(plan) if choice.kind == "inline" else ProcessController(plan, config.controller)
+        if choice.kind == "inline":
+            return InlineController(plan)
+        return ProcessController(plan, config.controller, seconds_left if choice.must_repay else None)
 
     return choice, make
 

@@ -26,6 +26,7 @@ from egeria.policy import (
 )
 from egeria.session.accumulation import StepCounter
 from egeria.session.applying import Applier, Compiling
+from egeria.session.checks import MakeController
 from egeria.session.cutting import Cut
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import HarmfulFreezeError, Training, check_calls, watch_order
@@ -59,7 +60,7 @@ class Session:
         cut: of the model into layer modules; None for one that is only watched.
         interval_steps: `n` at the beginning.
         make_policy: makes the policy for a cut.
-        make_controller: makes the controller for the taps of a cut.
+        make_controller: makes the controller for the taps of a cut; may ask how many seconds of the training are left.
         loader: of the user; with the cache its samples are followed.
         scheduler: of the user; read for the learning rates to come.
     """
@@ -71,7 +72,7 @@ class Session:
         cut: Cut | None,
         interval_steps: int,
         make_policy: Callable[[Cut], Policy],
-        make_controller: Callable[[tuple[str, ...]], Controller],
+        make_controller: MakeController,
         loader: Any,
         scheduler: Any,
     ) -> None:
@@ -305,12 +306,18 @@ class Session:
         self.training.hooks.open()
         policy, controller = self._make_policy(cut), cast(Controller, AbsentController())
         if PLASTICITY in policy.needs and self.ranks.leads:
-            controller = self._make_controller(tuple(module.tap for module in cut.modules[:-1]))
+            taps = tuple(module.tap for module in cut.modules[:-1])
+            controller = self._make_controller(taps, self._seconds_left)
         return CutParts(
             policy=policy,
             evaluation=Evaluation(self.training, cut.modules, policy, controller, self.budget, self.timer),
             applier=Applier(self.training, cut.modules, self.compiling),
         )
+
+    def _seconds_left(self) -> float | None:
+        """Return how long the training still takes; None where that is unknown."""
+        total_steps, iteration_s = self.training.total_steps, self.timer.iteration_s
+        return None if total_steps is None or not iteration_s else iteration_s * (total_steps - self.clock.step)
 
     def _wanted_rates(self) -> Wanted | None:
         """Return the learning rates that the policy wants for the coming step, if it sets them."""
