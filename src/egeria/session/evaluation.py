@@ -115,13 +115,20 @@ class Evaluation:
             self._tap.close()
             self._tap = None
 
-    def is_stale(self, evaluation: int) -> bool:
-        """Return whether there is no reference, or none as new as the policy wants it just now: nothing to read by."""
-        age = evaluation - (self._refreshed_at or 0)
-        return self._evaluations_since_refresh is None or (self.policy.window == 1 and age > 1)
+    def begin(self, evaluation: int, interval_steps: int) -> int:
+        """Make the first reference, or where there are no evaluations for a while foresee their cost; return `n`."""
+        if self.policy.monitored is not None:
+            self.refresh(evaluation, is_forced=True)
+        elif self.ranks.leads and self.batch is not None:
+            self.profile()
+            self._note_rows(self.batch)
+            return self.fit_interval(interval_steps, self.policy.frozen)
+        return interval_steps
 
     def request(self, evaluation: int, index: int) -> None:
         """Request the plasticity of a layer module on the batch kept for it; what prevents that is journaled."""
+        if self._is_stale(evaluation):
+            return
         self.profile()
         watch = Stopwatch()
         activation = self._read_activation(evaluation, index)
@@ -179,14 +186,6 @@ class Evaluation:
             # A policy may ask for several in a row; what counts is how often they come in the long run.
             usual = config.reference.refresh_evaluations or config.plasticity.window
             self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, max(period, usual))
-
-    def foresee(self, interval_steps: int) -> int:
-        """Return what `fit_interval` does for the evaluations to come, where there are none for a while."""
-        self.profile()
-        if self.batch is None:
-            return interval_steps
-        self._note_rows(self.batch)
-        return self.fit_interval(interval_steps, self.policy.frozen)
 
     def fit_interval(self, interval_steps: int, index: int | None) -> int:
         """Return the `n` that keeps evaluations of a layer module within their budget, and journal a change."""
@@ -267,6 +266,11 @@ class Evaluation:
         whole = self._tap is not None or self._needs_whole_batch
         return batch.first_rows(None if whole else self._num_samples)
 
+    def _is_stale(self, evaluation: int) -> bool:
+        """Return whether there is no reference, or none as new as the policy wants it just now: nothing to read by."""
+        age = evaluation - (self._refreshed_at or 0)
+        return self._evaluations_since_refresh is None or (self.policy.window == 1 and age > 1)
+
     def _note_rows(self, batch: Batch) -> None:
         self.evaluated = self._rows(batch)
         self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
@@ -274,12 +278,9 @@ class Evaluation:
     def _read_activation(self, evaluation: int, index: int) -> Tensor | None:
         """Return the training activation of a layer module [B, ...]; None where there is none, which is journaled."""
         module = self.modules[index]
-        if self._evaluations_since_refresh is None:
-            self._drop(evaluation, index, "there is no reference yet")
-            return None
         if self._armed is None or (self._tap is not None and self._armed != index):
             return None  # it became the monitored one at this very step: nothing was kept for it
-        self._evaluations_since_refresh += 1
+        self._evaluations_since_refresh = (self._evaluations_since_refresh or 0) + 1
         if self.batch is None:
             self._drop(evaluation, index, "the model was not called in training mode before this step")
             self._count_failure("the loop does not call the model in training mode")

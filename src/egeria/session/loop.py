@@ -60,7 +60,7 @@ class Session:
         cut: of the model into layer modules; None for one that is only watched.
         interval_steps: `n` at the beginning.
         make_policy: makes the policy for a cut.
-        make_controller: makes the controller for the taps of a cut; may ask how many seconds of the training are left.
+        make_controller: makes the controller for the layer modules of a cut; may ask how many seconds are left.
         loader: of the user; with the cache its samples are followed.
         scheduler: of the user; read for the learning rates to come.
     """
@@ -77,7 +77,7 @@ class Session:
         scheduler: Any,
     ) -> None:
         self.training, self.ranks, self.recorder = training, training.ranks, training.recorder
-        self.timer, self.clock = IterationTimer(), IntervalClock(interval_steps=interval_steps)
+        self.timer, self.clock = IterationTimer(training.total_steps), IntervalClock(interval_steps=interval_steps)
         self._make_policy, self._make_controller = make_policy, make_controller
         self.compiling = Compiling(training.hooks, self.recorder)
         self.budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
@@ -219,31 +219,25 @@ class Session:
             reason = "the loop itself switched gradients of frozen layers on (requires_grad), and it has the last word"
             self.recorder.decline("freezing", reason)
             return
-        evaluation = parts.evaluation
-        decisions = parts.policy.observe_interval(interval)
+        evaluation, decisions = parts.evaluation, parts.policy.observe_interval(interval)
         batch = None
         if PLASTICITY not in parts.policy.needs and any(isinstance(decision, Freeze) for decision in decisions):
             evaluation.profile()
             batch = evaluation.batch  # to rehearse freezes on that no reading led to
         self._apply(parts, decisions, batch)
-        ends_bootstrapping = any(isinstance(decision, EndBootstrapping) for decision in decisions)
-        if ends_bootstrapping and parts.policy.monitored is not None:
-            evaluation.refresh(self.clock.evaluation, is_forced=True)
-        elif ends_bootstrapping and self.ranks.leads:
-            self.clock.interval_steps = evaluation.foresee(self.clock.interval_steps)
+        if any(isinstance(decision, EndBootstrapping) for decision in decisions):
+            self.clock.interval_steps = evaluation.begin(self.clock.evaluation, self.clock.interval_steps)
         elif interval.loss is not None:
             self._evaluate(parts)
         evaluation.disarm()
-        if self.parts is parts:
-            self.meter.measures.begin(parts.policy)
+        self.meter.measures.begin(parts.policy)
 
     def _evaluate(self, parts: CutParts) -> None:
         """Request an evaluation, take in finished ones, and refresh the reference model if that is due."""
         clock, evaluation, monitored = self.clock, parts.evaluation, parts.policy.monitored
         if monitored is None:
             return
-        requests = self.ranks.leads and not evaluation.has_given_up
-        if requests and not evaluation.is_stale(clock.evaluation):
+        if requests := self.ranks.leads and not evaluation.has_given_up:
             evaluation.request(clock.evaluation, monitored)
         self._take_in_readings()
         if requests or self.training.is_sharded:
@@ -306,18 +300,12 @@ class Session:
         self.training.hooks.open()
         policy, controller = self._make_policy(cut), cast(Controller, AbsentController())
         if PLASTICITY in policy.needs and self.ranks.leads:
-            taps = tuple(module.tap for module in cut.modules[:-1])
-            controller = self._make_controller(taps, self._seconds_left)
+            controller = self._make_controller(cut.modules, lambda: self.timer.left_s(self.clock.step))
         return CutParts(
             policy=policy,
             evaluation=Evaluation(self.training, cut.modules, policy, controller, self.budget, self.timer),
             applier=Applier(self.training, cut.modules, self.compiling),
         )
-
-    def _seconds_left(self) -> float | None:
-        """Return how long the training still takes; None where that is unknown."""
-        total_steps, iteration_s = self.training.total_steps, self.timer.iteration_s
-        return None if total_steps is None or not iteration_s else iteration_s * (total_steps - self.clock.step)
 
     def _wanted_rates(self) -> Wanted | None:
         """Return the learning rates that the policy wants for the coming step, if it sets them."""
