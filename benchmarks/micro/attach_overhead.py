@@ -156,7 +156,7 @@ def measure(
         readings=len(journal.of(PlasticityRead)),
         refreshes=len(journal.of(ReferenceRefreshed)),
         intervals=[began, *(change.after for change in journal.of(IntervalChanged))],
-        controller=journal.first(ControllerChosen).controller,
+        controller=journal.of(ControllerChosen)[-1].controller,
     )
 
 
