@@ -79,7 +79,7 @@ def started():
 def lent(started, patient, monkeypatch):
     """One process for many runs: it takes another model as it does when the shapes of a model change."""
 
-    def lend(plan, config):
+    def lend(plan, config, *_):
         started._plan, started._precision, started._shapes = plan, plan.precision, None
         return started
 

@@ -13,6 +13,7 @@ import torch
 from benchmarks.distributed.hosts import two_hosts, why_not
 from benchmarks.micro import attach_overhead, frozen_iteration
 from benchmarks.micro.interleaved import Comparison, compare
+from benchmarks.workloads.workload import Training
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,9 +68,35 @@ def test_an_iteration_with_a_frozen_front_is_cheaper():
 
 
 def test_the_overhead_benchmark_evaluates_once_an_interval():
-    result, how = attach_overhead.measure(depth=8, rounds=2, batch=4, total_steps=400, controller="inline")
-    assert how.startswith("inline controller") and f"evaluated every {round(400 / 20 / 3 / 1.75)} " in how
-    assert result.cpu_ratio() > 0.5
+    made = []
+
+    def make():
+        made.append(small_training())
+        return made[-1]
+
+    result = attach_overhead.measure("small", make, "inline", total_steps=300)
+    assert result.controller == "inline" and result.intervals[0] == round(300 / 20 / 3 / 1.75)
+    assert len(made) == 2 and len(result.ratios) == attach_overhead.ROUNDS and result.readings > 10
+    parts = result.watched_s + result.attach_s + result.close_s + result.controller_s
+    assert result.share == pytest.approx(parts / result.plain_s - 1) and "300 steps" in result.in_words()
+    plain, watched = (dict(training.model.named_parameters()) for training in made)
+    assert all(torch.equal(plain[name], watched[name]) for name in plain), "both make the same steps"
+
+
+def small_training():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4)
+    return Training(
+        model=model,
+        loader=rows,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300),
+        num_epochs=75,
+        loss=lambda network, batch: network(batch[0]).square().mean(),
+        evaluate=lambda network: {},
+    )
 
 
 def test_the_cifar10_example_trains_and_leaves_a_report(data, tmp_path):

@@ -1,99 +1,231 @@
-"""What attaching costs when nothing ever freezes, with default settings.
+"""What attaching costs when nothing ever freezes, over whole runs of three workloads, under the default settings.
 
-    python -m benchmarks.micro.attach_overhead [--model resnet20] [--rounds 20] [--threads 1] [--controller process]
+    python -m benchmarks.micro.attach_overhead [WORKLOAD ...] [--data data] [--epochs N] [--controller process]
+        [--record benchmarks/records/0015-overhead]
 
-Two models train in one process, in turn, a whole evaluation interval at a time: one plainly, one
-attached with `freezing.enabled = false`, past bootstrapping, so that every interval holds one
-evaluation, and one in ten a refresh of the reference. The sums are compared, over whole tens of intervals.
-CPU time is that of the training process; what a controller process takes on another core is told beside it.
+Two copies of a workload train in one process in turn, a few steps at a time, on the same batches: one plainly, one
+attached with `freezing.enabled = false`, so that the first layer module is watched to the end of the run. A run is ten
+rounds; the ratio is that of the sums, since what comes only now and then counts too, and the spread is that of rounds.
+CPU time is that of this process and of the controller process; attaching and closing are printed apart and included.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch.nn import functional
 
 import egeria
-from benchmarks.micro.frozen_iteration import Trainer
-from benchmarks.micro.interleaved import Comparison, compare
-from egeria.events import ControllerChosen, IntervalChanged, PlasticityRead, ReadingDropped, RunClosed, RungTaken
+from benchmarks.workloads.registry import WORKLOADS
+from benchmarks.workloads.text.schedules import linear
+from benchmarks.workloads.workload import Setting, Training
+from egeria.events import ControllerChosen, IntervalChanged, PlasticityRead, ReferenceRefreshed, RunClosed
+from egeria.session.timing import Stopwatch
+
+SUBJECTS = ("resnet8-cifar10", "bert-sst2", "lora-sst2")
+ROUNDS = 10
+STEPS_A_TURN = 4
+LORA_RATE = 1e-3
 
 
-class WatchedTrainer(Trainer):
-    """The same, with egeria attached; it watches and never freezes."""
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """What a watched run took beyond a plain one; seconds of CPU time."""
 
-    def __init__(self, depth: int, batch: int, total_steps: int, directory: str, controller: str) -> None:
-        super().__init__(depth, batch)
-        self.run = egeria.attach(
-            self.model,
-            self.optimizer,
+    workload: str
+    total_steps: int
+    plain_s: float
+    watched_s: float
+    """Of the training process, attaching and closing aside."""
+    attach_s: float
+    close_s: float
+    controller_s: float
+    """Of the controller process, its start included."""
+    ratios: list[float]
+    """Watched / plain of each round, in the training process."""
+    readings: int
+    refreshes: int
+    intervals: list[int]
+    """`n`, as it began and as it changed."""
+    controller: str
+
+    @property
+    def share(self) -> float:
+        """All of it, as a share of plain training."""
+        return (self.watched_s + self.attach_s + self.close_s + self.controller_s) / self.plain_s - 1
+
+    def in_words(self) -> str:
+        """Return two lines."""
+        low, _, high = statistics.quantiles(self.ratios, n=4) if len(self.ratios) > 1 else [self.ratios[0]] * 3
+        fixed, every = self.attach_s + self.close_s, " then ".join(map(str, self.intervals))
+        return (
+            f"{self.workload}: CPU time {self.share:+.2%} of {self.plain_s:.1f} s; training process alone "
+            f"{self.watched_s / self.plain_s - 1:+.2%} (rounds, quartiles {low - 1:+.2%} to {high - 1:+.2%})\n"
+            f"  {self.total_steps} steps, attaching and closing {fixed:.2f} s ({fixed / self.plain_s:.2%}), controller "
+            f"process {self.controller_s:.2f} s ({self.controller_s / self.plain_s:.2%}), {self.controller}, "
+            f"{self.readings} readings, {self.refreshes} refreshes, an interval of {every} steps"
+        )
+
+
+def build(name: str, setting: Setting) -> Training:
+    """Return a workload of the bench, or 'lora-sst2': SST-2 with LoRA on queries and values and a trained head."""
+    workloads = {workload.name: workload for workload in WORKLOADS}
+    if name != "lora-sst2":
+        return workloads[name].build(setting)
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 (takes seconds)
+
+    training = workloads["bert-sst2"].build(setting)
+    adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"], modules_to_save=["classifier"])
+    model: Any = get_peft_model(training.model, adapters)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LORA_RATE, fused=True)
+    total_steps = len(training.loader) * training.num_epochs
+    return replace(
+        training,
+        model=model,
+        optimizer=optimizer,
+        scheduler=linear(optimizer, round(0.1 * total_steps), total_steps),
+    )
+
+
+def iterations(training: Training, run: egeria.Run | None) -> Iterator[None]:
+    """Train, one iteration for each value asked for."""
+    network: Any = run.model if run else training.model
+    while True:
+        network.train()
+        for batch in training.loader:
+            loss = training.loss(network, batch)
+            loss.backward()
+            if training.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(training.model.parameters(), training.clip_norm)
+            training.optimizer.step()
+            training.scheduler.step()
+            training.optimizer.zero_grad()
+            if run:
+                run.step(loss)
+            yield
+
+
+def measure(
+    name: str, make: Callable[[], Training], controller: str | None = None, total_steps: int | None = None
+) -> Overhead:
+    """Train a workload twice, in turn, and return what watching one of the two took.
+
+    Args:
+        name: of the workload.
+        make: makes the workload, alike each time.
+        controller: as `egeria.attach` takes it.
+        total_steps: of the run; None for all that the workload has.
+    """
+    plain, watched = make(), make()
+    total_steps = total_steps or len(plain.loader) * plain.num_epochs
+    with tempfile.TemporaryDirectory() as directory:
+        watch = Stopwatch()
+        run = egeria.attach(
+            watched.model,
+            watched.optimizer,
+            watched.loader,
+            scheduler=watched.scheduler,
             total_steps=total_steps,
             config={"freezing": {"enabled": False}},
             directory=directory,
             controller=controller,
         )
-
-    def step(self) -> None:
-        """One iteration in bf16, and `run.step`."""
-        self.run.model.train()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = functional.cross_entropy(self.run.model(self.images), self.labels)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.run.step(loss)
-
-
-def measure(
-    depth: int = 20, rounds: int = 20, controller: str = "auto", batch: int = 128, total_steps: int = 4680
-) -> tuple[Comparison, str]:
-    """Compare intervals of plain (first) and of watched training (second); return how it was watched too."""
-    with tempfile.TemporaryDirectory() as directory:
-        plain, watched = Trainer(depth, batch), WatchedTrainer(depth, batch, total_steps, directory, controller)
-        started = egeria.read_journal(directory).events[0]
-        interval = started.to_dict()["interval_steps"]
-        while watched.run.stage == "bootstrapping":
-            watched.step()
-
-        def several(trainer: Trainer) -> None:
-            for _ in range(interval):
-                trainer.step()
-
-        result = compare(lambda: several(plain), lambda: several(watched), rounds=rounds, warmup=1)
-        watched.run.close()
-        return result, facts(egeria.read_journal(directory), interval)
-
-
-def facts(journal: egeria.Journal, interval: int) -> str:
-    """Return what the journal says of how the run was watched."""
-    chosen, closed = journal.first(ControllerChosen), journal.first(RunClosed)
-    formats = " > ".join(rung.after for rung in journal.of(RungTaken))
-    changes = [f"then every {change.after}" for change in journal.of(IntervalChanged)]
-    return (
-        f"{chosen.controller} controller, reference {formats}, evaluated every {' '.join([str(interval), *changes])} "
-        f"steps, {len(journal.of(PlasticityRead))} readings, {len(journal.of(ReadingDropped))} dropped, "
-        f"{closed.controller_cpu_s:.1f} s of CPU in the controller process"
+        attach_s, sides = watch.read()[1], (iterations(plain, None), iterations(watched, run))
+        first, second = take_turns(sides, total_steps)
+        watch = Stopwatch()
+        run.close()
+        close_s, journal = watch.read()[1], egeria.read_journal(directory)
+    began = journal.events[0].to_dict()["interval_steps"]
+    return Overhead(
+        workload=name,
+        total_steps=total_steps,
+        plain_s=sum(first),
+        watched_s=sum(second),
+        attach_s=attach_s,
+        close_s=close_s,
+        controller_s=journal.first(RunClosed).controller_cpu_s,
+        ratios=[b / a for a, b in zip(first, second, strict=True)],
+        readings=len(journal.of(PlasticityRead)),
+        refreshes=len(journal.of(ReferenceRefreshed)),
+        intervals=[began, *(change.after for change in journal.of(IntervalChanged))],
+        controller=journal.of(ControllerChosen)[-1].controller,
     )
+
+
+def take_turns(sides: tuple[Iterator[None], Iterator[None]], total_steps: int) -> tuple[list[float], list[float]]:
+    """Return the CPU seconds of each round of both sides."""
+    left, found = total_steps, ([], [])  # type: tuple[list[float], list[float]]
+    for number in range(ROUNDS, 0, -1):
+        steps = left // number
+        left -= steps
+        sums = [0.0, 0.0]
+        for turn in range(-(-steps // STEPS_A_TURN)):
+            length = min(STEPS_A_TURN, steps - turn * STEPS_A_TURN)
+            for which in (0, 1) if turn % 2 else (1, 0):
+                watch = Stopwatch()
+                for _ in range(length):
+                    next(sides[which])
+                sums[which] += watch.read()[1]
+        if steps:
+            found[0].append(sums[0])
+            found[1].append(sums[1])
+    return found
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["resnet8", "resnet20", "resnet56"], default="resnet20")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(SUBJECTS)}; none takes all")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--tier", default="cpu")
+    parser.add_argument("--epochs", type=int, help="length of the run; that of the workload without it")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--controller", choices=["auto", "process", "inline"], default="auto")
+    parser.add_argument("--controller", choices=["auto", "process", "inline"])
+    parser.add_argument("--record", type=Path, help="folder that gets results.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result, how = measure(int(options.model.removeprefix("resnet")), options.rounds, options.controller)
-    low, high = result.spread()
-    cpu, wall = result.total_ratio()
-    print(
-        f"{options.model}: CPU time {cpu - 1:+.2%} (single intervals, quartiles {low - 1:+.2%} to {high - 1:+.2%}), "
-        f"wall-clock time {wall - 1:+.2%}\n  {how}"
+    setting = Setting(data=options.data, tier=options.tier, seed=0, device=torch.device("cpu"))
+
+    def make(name: str) -> Training:
+        training = build(name, setting)
+        if options.epochs is None:
+            return training
+        # The schedule is that of a short run, as for whoever trains so briefly.
+        steps = len(training.loader) * options.epochs
+        return replace(training, num_epochs=options.epochs, scheduler=_shortened(training, steps))
+
+    for name in options.workloads or SUBJECTS:
+        result = measure(name, lambda name=name: make(name), options.controller)  # type: ignore[misc]
+        print(result.in_words(), flush=True)
+        if options.record:
+            write(result, options.record / "results.json")
+
+
+def write(result: Overhead, path: Path) -> None:
+    """Put a result into a file of results, by workload."""
+    known = json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known[result.workload] = {**asdict(result), "share": result.share}
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf8")
+
+
+def _shortened(training: Training, steps: int) -> Any:
+    """Return the scheduler of a run with fewer steps: its rates, at the same shares of the run."""
+    old, length = training.scheduler, len(training.loader) * training.num_epochs
+    functions = getattr(old, "lr_lambdas", None)
+    if functions is None:
+        milestones = [round(at * steps / length) for at in sorted(old.milestones)]  # type: ignore[attr-defined]
+        return torch.optim.lr_scheduler.MultiStepLR(training.optimizer, milestones, old.gamma)  # type: ignore[attr-defined]
+    return torch.optim.lr_scheduler.LambdaLR(
+        training.optimizer, [lambda step, own=own: own(round(step * length / steps)) for own in functions]
     )
 
 

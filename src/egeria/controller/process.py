@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from egeria.controller.inline import EvaluationPlan, InlineController
 from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket
 from egeria.controller.shared_memory import SharedQueue, pack
 from egeria.errors import ControllerError, brief
-from egeria.events import ControllerRestarted, Declined, FaultCaught, ReadingDropped, RungTaken
+from egeria.events import ControllerChosen, ControllerRestarted, Declined, FaultCaught, ReadingDropped, RungTaken
 from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import RandomState
 from egeria.policy import Reading
@@ -27,6 +27,9 @@ SPARE_CORES = 2
 LARGEST_SKELETON_BYTES = 64 * 2**20
 RESTARTS_WITHOUT_A_READING = 10
 ATTEMPTS_TO_START = 3
+REPAID_S = 600.0
+"""Seconds of training left from which the process is started where that is not asked for: the start takes 2 to 4 s of
+CPU time, and may take 0.5 % of what is left."""
 
 
 class ProcessController:
@@ -37,12 +40,20 @@ class ProcessController:
     calibration batch go through a queue of their own. The process works through all in the order they
     were queued, so an evaluation meets the snapshot that it was asked on.
 
-    Where a process cannot be had at all, because it cannot be started or the model cannot be sent to it,
-    evaluations are made in the training process instead, for good.
+    The process is started with the first snapshot. Where one cannot be had at all, because it cannot be started or the
+    model cannot be sent to it, or where the rest of the run is too short to repay its start, evaluations are made in
+    the training process instead, for good.
+
+    Args:
+        plan: how to evaluate.
+        config: what it may cost.
+        seconds_left: returns how long the training still takes, None where unknown; without it any run is long enough.
     """
 
-    def __init__(self, plan: EvaluationPlan, config: ControllerConfig) -> None:
-        self._plan, self._config = plan, config
+    def __init__(
+        self, plan: EvaluationPlan, config: ControllerConfig, seconds_left: Callable[[], float | None] | None = None
+    ) -> None:
+        self._plan, self._config, self._seconds_left = plan, config, seconds_left
         # Of two snapshots the process works from one, and the other is on its way.
         lengths = {"model": 1, "evaluation": config.queue_length, "snapshot": 2}
         self._queues = {name: SharedQueue(length) for name, length in lengths.items()}
@@ -67,10 +78,17 @@ class ProcessController:
         self._newest = evaluation, weakref.ref(model), batch  # a model gathered from shards is not to be kept
         if self._inline is not None:
             return self._inline.refresh(evaluation, model, batch, state)
+        if state is not None and "reference" in state and self._seconds_left is not None:
+            self._stay_inline("the run was saved with its evaluations in the training process")
+            return self.refresh(evaluation, model, batch, state)
         if state is not None:
             self._precision = state.get("precision", self._precision)
         if state is not None or self._has_ended:
             return False
+        left_s = None if self._child or self._seconds_left is None else self._seconds_left()
+        if left_s is not None and left_s < REPAID_S:
+            self._stay_inline(f"to start a process takes seconds of CPU time, and about {left_s:.0f} s are left")
+            return self.refresh(evaluation, model, batch)
         try:
             return self._queue_snapshot(self._child or self._start(), evaluation, model, batch)
         except ControllerError as error:
@@ -97,15 +115,10 @@ class ProcessController:
         self._pending[ticket.evaluation] = ticket
 
     def poll(self) -> ControllerStatus:
-        """Return what happened since the last call; a process that died or hangs is replaced here.
-
-        The first poll starts the process, so that it imports what it needs while the model bootstraps.
-        """
+        """Return what happened since the last call; a process that died or hangs is replaced here."""
         try:
             if self._child is not None:
                 self._receive(self._child)
-            elif self._inline is None and not self._has_ended:
-                self._start()
         except ControllerError as error:
             self._evaluate_inline(error)
         return self._status()
@@ -128,6 +141,11 @@ class ProcessController:
             has_ended=self._has_ended,
             cpu_s=self._past_cpu_s + (self._child.cpu_s if self._child else 0.0),
         )
+
+    def _stay_inline(self, reason: str) -> None:
+        self._release("it was not started")
+        self._reports.append(ControllerChosen(step=0, controller="inline", reason=reason))
+        self._inline = InlineController(self._plan)
 
     def _start(self) -> Child:
         settings = {
@@ -248,6 +266,8 @@ class ControllerChoice:
     kind: str
     device: str
     reason: str
+    must_repay: bool = False
+    """Whether a process is started only where the rest of the run is long enough to repay that."""
 
 
 def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> ControllerChoice:
@@ -259,6 +279,7 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
         model: the model in training.
         loader: its loader, whose workers need cores too.
     """
+    must_repay = False
     on_accelerator = any(parameter.device.type == "cuda" for parameter in model.parameters())
     cores, spare = usable_cores(), spare_cores(loader)
     found = f"{cores:g} cores can be used and {max(spare, 0):g} of them are spare"
@@ -276,7 +297,8 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
         kind, reason = "process", f"training is on an accelerator; {found}"
     else:
         kind, reason = "process" if spare >= SPARE_CORES else "inline", f"training is on the CPU, {found}"
-    return ControllerChoice(kind=kind, device=device, reason=reason)
+        must_repay = kind == "process"
+    return ControllerChoice(kind=kind, device=device, reason=reason, must_repay=must_repay)
 
 
 def spare_cores(loader: Any = None) -> float:

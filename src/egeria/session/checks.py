@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from egeria.config import Config
 from egeria.controller import Controller, ControllerChoice, EvaluationPlan, InlineController, ProcessController, choose
 from egeria.errors import ConfigError
+from egeria.layers.modules import LayerModule
 from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
@@ -180,18 +181,21 @@ def _schedule_names(scheduler: Any) -> list[str]:
     return names
 
 
+MakeController = Callable[[Sequence[LayerModule], Callable[[], float | None]], Controller]
+
+
 def choose_controller(
     config: Config, model: nn.Module, given: str | Controller | None, loader: Any
-) -> tuple[ControllerChoice, Callable[[tuple[str, ...]], Controller]]:
-    """Return which controller it is and what makes it for the taps of a cut."""
+) -> tuple[ControllerChoice, MakeController]:
+    """Return which controller it is, and what makes it for layer modules, which may ask for the seconds left."""
     if given is not None and not isinstance(given, str):
-        return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda taps: given
+        return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda *_: given
     choice = choose(config.controller.kind, config.reference.device, model, loader)
     metric = find_metric(config.plasticity.metric)
 
-    def make(taps: tuple[str, ...]) -> Controller:
+    def make(modules: Sequence[LayerModule], seconds_left: Callable[[], float | None]) -> Controller:
         plan = EvaluationPlan(
-            taps=taps,
+            taps=tuple(module.tap for module in modules[:-1]),
             metric=metric,
             largest_map=config.plasticity.largest_map,
             window=config.plasticity.window,
@@ -200,7 +204,9 @@ def choose_controller(
             fidelity_share=config.reference.fidelity_share,
             harmless_error=harmless_error(config),
         )
-        return InlineController(plan) if choice.kind == "inline" else ProcessController(plan, config.controller)
+        if choice.kind == "inline":
+            return InlineController(plan)
+        return ProcessController(plan, config.controller, seconds_left if choice.must_repay else None)
 
     return choice, make
 

@@ -18,6 +18,7 @@ from egeria.events import (
     Declined,
     Event,
     FaultCaught,
+    IntervalChanged,
     PlasticityRead,
     ReadingDropped,
     ReferenceRefreshed,
@@ -92,7 +93,8 @@ class Evaluation:
         Also without a monitored module: to calibrate the first reference on, or to rehearse a freeze on.
         """
         index, hooks = self.policy.monitored, self.training.hooks
-        if index is None and self.policy.stage != BOOTSTRAPPING and PLASTICITY in self.policy.needs:
+        is_first = self.policy.stage == BOOTSTRAPPING or self._evaluations_since_refresh is None
+        if index is None and not is_first and PLASTICITY in self.policy.needs:
             return
         self.disarm()
         self._armed, self._samples = index, 0
@@ -113,17 +115,29 @@ class Evaluation:
             self._tap.close()
             self._tap = None
 
+    def begin(self, evaluation: int, interval_steps: int) -> int:
+        """Make the first reference, or where there are no evaluations for a while foresee their cost; return `n`."""
+        if self.policy.monitored is not None:
+            self.refresh(evaluation, is_forced=True)
+        elif self.ranks.leads and self.batch is not None:
+            self.profile()
+            self._note_rows(self.batch)
+            return self.fit_interval(interval_steps, self.policy.frozen)
+        return interval_steps
+
     def request(self, evaluation: int, index: int) -> None:
         """Request the plasticity of a layer module on the batch kept for it; what prevents that is journaled."""
+        if self._is_stale(evaluation):
+            return
         self.profile()
         watch = Stopwatch()
         activation = self._read_activation(evaluation, index)
         if activation is None or self.batch is None:
             return
-        self.evaluated = self._rows(self.batch)
-        self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
+        self._note_rows(self.batch)
         tap = self.modules[index].tap
         ticket = Ticket(evaluation=evaluation, step=self.recorder.step, module=index, tap=tap)
+        assert self.evaluated is not None
         self.controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
         wall_s, cpu_s = watch.read()
         self._under_way[evaluation] = {"wall_s": wall_s, "cpu_s": cpu_s, "age": evaluation - (self._refreshed_at or 0)}
@@ -173,9 +187,9 @@ class Evaluation:
             usual = config.reference.refresh_evaluations or config.plasticity.window
             self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, max(period, usual))
 
-    def fit_interval(self, interval_steps: int) -> tuple[int, str] | None:
-        """Return the `n` that keeps evaluations within their budget, and the reason; None where it stays as it is."""
-        changed, index, is_on_cpu = None, self.policy.monitored, False
+    def fit_interval(self, interval_steps: int, index: int | None) -> int:
+        """Return the `n` that keeps evaluations of a layer module within their budget, and journal a change."""
+        changed, is_on_cpu = None, False
         if self.evaluated is not None and not self._reads_training:
             is_on_cpu = self.evaluated.autocast.device_type == "cpu"
         if index is not None and self._work_shares is not None and is_on_cpu:
@@ -183,7 +197,12 @@ class Evaluation:
             share = looked_at / samples * (1 if self.status.is_asynchronous else 2)
             counted = count_iterations(sum(self._work_shares[: index + 1]), share)
             changed = self.budget.expect(counted, interval_steps)
-        return changed or self.budget.review(interval_steps)
+        changed = changed or self.budget.review(interval_steps)
+        if changed is None:
+            return interval_steps
+        step, (fitting, reason) = self.recorder.step, changed
+        self.recorder.write(IntervalChanged(step=step, before=interval_steps, after=fitting, reason=reason))
+        return fitting
 
     def saved_s(self, rested: Mapping[int, float]) -> float | None:
         """Return the seconds that layer modules save which are not updated any more; None where unknown.
@@ -251,15 +270,21 @@ class Evaluation:
         whole = self._tap is not None or self._needs_whole_batch
         return batch.first_rows(None if whole else self._num_samples)
 
+    def _is_stale(self, evaluation: int) -> bool:
+        """Return whether there is no reference, or none as new as the policy wants it just now: nothing to read by."""
+        age = evaluation - (self._refreshed_at or 0)
+        return self._evaluations_since_refresh is None or (self.policy.window == 1 and age > 1)
+
+    def _note_rows(self, batch: Batch) -> None:
+        self.evaluated = self._rows(batch)
+        self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
+
     def _read_activation(self, evaluation: int, index: int) -> Tensor | None:
         """Return the training activation of a layer module [B, ...]; None where there is none, which is journaled."""
         module = self.modules[index]
-        if self._evaluations_since_refresh is None:
-            self._drop(evaluation, index, "there is no reference yet")
-            return None
         if self._armed is None or (self._tap is not None and self._armed != index):
             return None  # it became the monitored one at this very step: nothing was kept for it
-        self._evaluations_since_refresh += 1
+        self._evaluations_since_refresh = (self._evaluations_since_refresh or 0) + 1
         if self.batch is None:
             self._drop(evaluation, index, "the model was not called in training mode before this step")
             self._count_failure("the loop does not call the model in training mode")

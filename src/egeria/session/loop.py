@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from egeria.controller import AbsentController, Controller
 from egeria.errors import StateError
-from egeria.events import IntervalChanged, ModulesOrdered, StageChanged
+from egeria.events import ModulesOrdered, StageChanged
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.parallel import COMPILED_SHARDS
@@ -27,6 +27,7 @@ from egeria.policy import (
 )
 from egeria.session.accumulation import StepCounter
 from egeria.session.applying import Applier
+from egeria.session.checks import MakeController
 from egeria.session.compiling import Compiling
 from egeria.session.cutting import Cut
 from egeria.session.evaluation import Evaluation
@@ -53,7 +54,7 @@ class Session:
         cut: of the model into layer modules; None for one that is only watched.
         interval_steps: `n` at the beginning.
         make_policy: makes the policy for a cut.
-        make_controller: makes the controller for the taps of a cut.
+        make_controller: makes the controller for the layer modules of a cut; may ask how many seconds are left.
         loader: of the user; with the cache its samples are followed.
         scheduler: of the user; read for the learning rates to come.
     """
@@ -65,12 +66,12 @@ class Session:
         cut: Cut | None,
         interval_steps: int,
         make_policy: Callable[[Cut], Policy],
-        make_controller: Callable[[tuple[str, ...]], Controller],
+        make_controller: MakeController,
         loader: Any,
         scheduler: Any,
     ) -> None:
         self.training, self.ranks, self.recorder = training, training.ranks, training.recorder
-        self.timer, self.clock = IterationTimer(), IntervalClock(interval_steps=interval_steps)
+        self.timer, self.clock = IterationTimer(training.total_steps), IntervalClock(interval_steps=interval_steps)
         self._make_policy, self._make_controller = make_policy, make_controller
         self.compiling = Compiling(training.hooks, self.recorder)
         self.budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
@@ -188,6 +189,8 @@ class Session:
         self.steps.load_state_dict(state.get("accumulation", {}))
         if self._rates is not None:
             self._rates.load_state_dict(state.get("rates", {}))
+        if self.parts is not None:
+            self.meter.measures.begin(self.parts.policy)
         self._prepare_step()
 
     @property
@@ -210,18 +213,18 @@ class Session:
             reason = "the loop itself switched gradients of frozen layers on (requires_grad), and it has the last word"
             self.recorder.decline("freezing", reason)
             return
-        evaluation = parts.evaluation
-        decisions = parts.policy.observe_interval(interval)
+        evaluation, decisions = parts.evaluation, parts.policy.observe_interval(interval)
         batch, rehearsed = None, (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods
         if any(isinstance(decision, rehearsed) for decision in decisions):
             evaluation.profile()
             batch = evaluation.batch  # to rehearse on what no reading led to
         self._apply(parts, decisions, batch)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
-            evaluation.refresh(self.clock.evaluation, is_forced=True)
+            self.clock.interval_steps = evaluation.begin(self.clock.evaluation, self.clock.interval_steps)
         elif interval.loss is not None:
             self._evaluate(parts)
         evaluation.disarm()
+        self.meter.measures.begin(parts.policy)
 
     def _evaluate(self, parts: CutParts) -> None:
         """Request an evaluation, take in finished ones, and refresh the reference model if that is due."""
@@ -233,11 +236,8 @@ class Session:
         self._take_in_readings()
         if requests or self.training.is_sharded:
             evaluation.refresh(clock.evaluation)
-        changed = evaluation.fit_interval(clock.interval_steps) if requests else None
-        if changed is not None:
-            before, (clock.interval_steps, reason) = clock.interval_steps, changed
-            event = IntervalChanged(step=clock.step, before=before, after=clock.interval_steps, reason=reason)
-            self.recorder.write(event)
+        if requests:
+            clock.interval_steps = evaluation.fit_interval(clock.interval_steps, parts.policy.monitored)
 
     def _take_in_readings(self) -> None:
         """Apply what the policy decides on finished readings."""
@@ -300,7 +300,7 @@ class Session:
         self.training.hooks.open()
         policy, controller = self._make_policy(cut), cast(Controller, AbsentController())
         if PLASTICITY in policy.needs and self.ranks.leads:
-            controller = self._make_controller(tuple(module.tap for module in cut.modules[:-1]))
+            controller = self._make_controller(cut.modules, lambda: self.timer.left_s(self.clock.step))
         return CutParts(
             policy=policy,
             evaluation=Evaluation(self.training, cut.modules, policy, controller, self.budget, self.timer),

@@ -42,6 +42,7 @@ class IntervalMeter:
         """Take in the loss of one step, as `read` returned it: the mean of it and of those that were held for it."""
         losses, self._held = [*self._held, loss], []
         self._losses.append(_mean(losses))
+        self.measures.end_step()
 
     def hold(self, loss: float | Tensor) -> None:
         """Keep the loss of a micro-batch, as `read` returned it, for the step it is part of."""

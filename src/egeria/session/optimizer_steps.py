@@ -48,25 +48,44 @@ class OptimizerHooks:
         self._handles: list[Any] = []
         self._has_given_up = False
         self._call_before = self._guarded(self.before)
-        try:
-            for optimizer in self.optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-                if self.after is not None:
-                    self._handles.append(optimizer.register_step_post_hook(self._guarded(self.after)))
-        except AttributeError as error:  # what wraps an optimizer need not have hooks
-            self.close()
-            self.recorder.decline(self.what, f"an optimizer takes no hooks on its steps ({error})")
+        self._call_after = None if self.after is None else self._guarded(self.after)
+        self.is_resting = False
+        """Whether no callback is made for now; `wake` puts the hooks back."""
+        self._open()
 
     @property
     def is_closed(self) -> bool:
         """Return whether no callback is made any more."""
-        return self._has_given_up or not self._handles
+        return self._has_given_up or not (self._handles or self.is_resting)
+
+    def rest(self) -> None:
+        """Take the hooks off the optimizers until `wake`; not in the midst of a step."""
+        if not self.is_closed:
+            self.close()
+            self.is_resting = True
+
+    def wake(self) -> None:
+        """Put the hooks back after `rest`."""
+        if self.is_resting:
+            self.is_resting = False
+            self._open()
 
     def close(self) -> None:
         """Leave the optimizers as they were found."""
+        self.is_resting = False
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
+
+    def _open(self) -> None:
+        try:
+            for optimizer in self.optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+                if self._call_after is not None:
+                    self._handles.append(optimizer.register_step_post_hook(self._call_after))
+        except AttributeError as error:  # what wraps an optimizer need not have hooks
+            self.close()
+            self.recorder.decline(self.what, f"an optimizer takes no hooks on its steps ({error})")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Call `before`, or have the closure call it, and then return the arguments that the step is to have."""
@@ -188,6 +207,10 @@ class StepNoise(ByParameter):
         """Optimizers whose step was measured in this interval."""
         self._is_complete = False
         """Whether the interval was measured before the run was resumed."""
+
+    def is_done(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether this interval has its measure of the steps of all these optimizers."""
+        return self._is_complete or len(self._done) == len(optimizers)
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:

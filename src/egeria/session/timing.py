@@ -63,7 +63,8 @@ class IterationTimer:
     work is queued, so a single duration means little and the median of many is what the queue lets through.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, total_steps: int | None = None) -> None:
+        self._total_steps = total_steps
         self.overhead_wall_s = 0.0
         self.overhead_cpu_s = 0.0
         self.iteration_s = 0.0
@@ -96,6 +97,12 @@ class IterationTimer:
         if self._outside is not None:
             self._outside.wall += wall_s
             self._outside.cpu += cpu_s
+
+    def left_s(self, step: int) -> float | None:
+        """Return how many seconds the iterations after a step will take; None where that is unknown."""
+        if self._total_steps is None or not self.iteration_s:
+            return None
+        return self.iteration_s * max(0, self._total_steps - step)
 
     def take_medians(self) -> tuple[float, float]:
         """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for none.

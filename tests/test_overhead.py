@@ -1,0 +1,133 @@
+"""What watching costs where nothing is to be done: counted in calls, not in seconds, and processes that never start."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria.controller import ProcessController
+from egeria.controller.process import REPAID_S
+from egeria.events import ControllerChosen, IntervalMeasured, PlasticityRead, ReferenceRefreshed
+from egeria.session.timing import IterationTimer
+
+MOST_CALLS = 100
+"""Python and C calls of one step. 73 when this was written, 783 where an interval ends and nothing is watched."""
+
+
+class Loop:
+    """A loop whose rate stays, so that nothing can be foreseen from far off."""
+
+    def __init__(self, **arguments):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        config = {
+            "modules": {"pattern": r"\d"},
+            "plasticity": {"interval_steps": 10},
+            "bootstrapping": {"change_threshold": 1.0},
+            "controller": {"budget_share": 1000.0},
+            "freezing": {"enabled": False},
+        }
+        self.run = egeria.attach(self.model, self.optimizer, config=config, **arguments)
+
+    def train(self, steps, watch_step=lambda _step: None):
+        for step in range(1, steps + 1):
+            loss = self.model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            watch_step(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.run.step(loss)
+
+
+class CountedCalls:
+    """The calls made in the frames of egeria, and below them, by step."""
+
+    def __init__(self):
+        self.depth = self.count = 0
+
+    def __call__(self, frame, kind, _argument):
+        is_ours = "/egeria/" in frame.f_code.co_filename
+        if kind == "call" and (is_ours or self.depth):
+            self.depth += 1
+        elif kind == "return" and self.depth:
+            self.depth -= 1
+        self.count += (self.depth > 0) and kind in ("call", "c_call")
+
+
+def calls_by_step(loop, steps):
+    counts: dict[int, int] = {}
+    counter = CountedCalls()
+
+    def note(step):
+        counts[step] = counter.count
+
+    sys.setprofile(counter)
+    try:
+        loop.train(steps, note)
+    finally:
+        sys.setprofile(None)
+    return {step: counts[step + 1] - counts[step] for step in range(1, steps)}
+
+
+@pytest.mark.parametrize("total_steps", [100_000, 400], ids=["nothing is watched", "a module is watched"])
+def test_a_step_that_ends_no_interval_makes_few_calls(tmp_path, total_steps):
+    loop = Loop(total_steps=total_steps, controller="inline", directory=tmp_path)
+    loop.train(200)
+    is_watched = bool(egeria.read_journal(tmp_path).of(PlasticityRead))
+    assert is_watched == (total_steps == 400)
+    counts = calls_by_step(loop, 31)
+    loop.run.close()
+    # The step before the last of an interval keeps the batch for the evaluation; the first one is measured.
+    quiet = [count for step, count in counts.items() if step % 10 not in (0, 1, 9)]
+    assert 0 < max(quiet) <= MOST_CALLS
+    assert max(counts.values()) > 2 * max(quiet), "the end of an interval is not among them"
+
+
+def test_nothing_is_watched_while_the_rate_to_come_is_beyond_every_law(tmp_path):
+    # At a rate that stays a freeze can be decided in the last 50 intervals, from a snapshot up to ten older.
+    loop = Loop(total_steps=1000, controller="inline", directory=tmp_path)
+    loop.train(1000)
+    loop.run.close()
+    journal = egeria.read_journal(tmp_path)
+    first = min(event.step for event in journal.of(ReferenceRefreshed))
+    assert first == pytest.approx(400, abs=20)
+    assert first < min(event.step for event in journal.of(PlasticityRead)) <= first + 10
+    assert all(event.noise is None for event in journal.of(IntervalMeasured) if 10 < event.step <= first)
+    assert not journal.of(egeria.events.ReadingDropped)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    found = []
+    start = ProcessController._start
+    monkeypatch.setattr(ProcessController, "_start", lambda self: (found.append(1), start(self))[1])
+    return found
+
+
+def test_a_controller_process_starts_with_the_first_snapshot(tmp_path, started):
+    loop = Loop(total_steps=1000, controller="process", directory=tmp_path)
+    loop.train(300)
+    assert not started
+    loop.train(120)
+    assert started
+    loop.run.close()
+
+
+@pytest.mark.parametrize(("seconds", "kind"), [(0.9 * REPAID_S, "inline"), (1.1 * REPAID_S, "process")])
+def test_a_process_is_started_only_where_the_rest_of_the_run_repays_it(tmp_path, started, monkeypatch, seconds, kind):
+    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 8.0)
+    monkeypatch.setattr(IterationTimer, "left_s", lambda self, step: seconds)
+    loop = Loop(total_steps=400, directory=tmp_path)
+    loop.train(60)
+    loop.run.close()
+    chosen = egeria.read_journal(tmp_path).of(ControllerChosen)
+    assert bool(started) == (kind == "process") == (len(chosen) == 1)
+    assert chosen[0].controller == "process" and chosen[-1].controller == kind
+    if kind == "inline":
+        assert "540 s are left" in chosen[-1].reason
+        assert egeria.read_journal(tmp_path).of(PlasticityRead), "evaluations go on all the same"
