@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import egeria.parallel
+import egeria.parallel.strategies
 from egeria import attach, read_journal
 from egeria.events import Declined, FaultCaught, PeriodsChanged
 from egeria.parallel import Replicas
@@ -113,8 +113,8 @@ def wrapped(case):
     case = dict(case)
     wraps, hook = case.pop("wraps", "before"), case.pop("hook", None)
     replica = Replica(micro=case.pop("micro", 1), to_none=case.pop("to_none", True))
-    num_made, make = [], egeria.parallel._make_reducer
-    egeria.parallel._make_reducer = lambda wrapper: (num_made.append(1), make(wrapper))
+    num_made, make = [], egeria.parallel.strategies._make_reducer
+    egeria.parallel.strategies._make_reducer = lambda wrapper: (num_made.append(1), make(wrapper))
     options = {"broadcast_buffers": False, **case}
     try:
         called = DistributedDataParallel(replica.model, **options) if wraps == "before" else None
@@ -132,7 +132,7 @@ def wrapped(case):
         periods = run.periods
         run.close()
     finally:
-        egeria.parallel._make_reducer = make
+        egeria.parallel.strategies._make_reducer = make
     declined = [event.what for event in read_journal(directory).of(Declined)] if directory else []
     return [parameter.detach().clone() for parameter in replica.model.parameters()], len(num_made), periods, declined
 

@@ -97,7 +97,6 @@ def flag_or(name: str) -> Rule:
 
 
 FLAG = satisfies(lambda value: isinstance(value, bool), "true or false")
-
 NAME = satisfies(lambda value: isinstance(value, str) and bool(value), "a name")
 SHARE = number(lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 POSITIVE = number(lambda value: value > 0, "a finite number above 0")

@@ -1,7 +1,8 @@
 """`RowMemory`: stored rows in the memory of the process, each known by the input that it was computed from.
 
 The key of a row is a cryptographic hash of the input itself, so no sample numbers are needed, and a row is found for
-equal input alone, whoever hands out the batches and in whatever order. Padding takes no part in it, and is not stored.
+equal input alone, whoever hands out the batches and in whatever order. The length that a batch is padded to is part of
+it, since a sentence comes out of another length equal to rounding only; the padding itself is not, and is not stored.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def row_keys(batch: Batch, num_rows: int, lengths: Integers | None) -> list[byte
     Args:
         batch: the model's input.
         num_rows: its samples B.
-        lengths: of the samples without padding [B]; what is as long as the attention mask is cut to them.
+        lengths: of the samples without padding [B]; of what is as long as the attention mask only that part is read.
     """
     shared, columns = hashlib.blake2b(repr(batch.autocast).encode(), digest_size=DIGEST_BYTES), []
     mask = batch.kwargs.get("attention_mask")
@@ -71,7 +72,7 @@ def row_keys(batch: Batch, num_rows: int, lengths: Integers | None) -> list[byte
             return None
         is_row = value.dim() > 0 and value.shape[0] == num_rows
         is_cut = is_row and value.dim() > 1 and value.shape[1] == padded_length
-        shared.update(f"{value.dtype}{tuple(value.shape[is_row + is_cut :])}".encode())
+        shared.update(f"{value.dtype}{tuple(value.shape[is_row:])}".encode())
         memory = _as_bytes(value, num_rows if is_row else 1)
         if is_row:
             columns.append((memory, memory.shape[1] // value.shape[1] if is_cut else None))
