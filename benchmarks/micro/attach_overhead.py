@@ -24,15 +24,13 @@ import torch
 
 import egeria
 from benchmarks.workloads.registry import WORKLOADS
-from benchmarks.workloads.text.schedules import linear
 from benchmarks.workloads.workload import Setting, Training
 from egeria.events import ControllerChosen, IntervalChanged, PlasticityRead, ReferenceRefreshed, RunClosed
 from egeria.session.timing import Stopwatch
 
-SUBJECTS = ("resnet8-cifar10", "bert-sst2", "lora-sst2")
+SUBJECTS = ("resnet8-cifar10", "bert-sst2", "bert-sst2-lora")
 ROUNDS = 10
 STEPS_A_TURN = 4
-LORA_RATE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,27 +70,6 @@ class Overhead:
             f"process {self.controller_s:.2f} s ({self.controller_s / self.plain_s:.2%}), {self.controller}, "
             f"{self.readings} readings, {self.refreshes} refreshes, an interval of {every} steps"
         )
-
-
-def build(name: str, setting: Setting) -> Training:
-    """Return a workload of the bench, or 'lora-sst2': SST-2 with LoRA on queries and values and a trained head."""
-    workloads = {workload.name: workload for workload in WORKLOADS}
-    if name != "lora-sst2":
-        return workloads[name].build(setting)
-    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 (takes seconds)
-
-    training = workloads["bert-sst2"].build(setting)
-    adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"], modules_to_save=["classifier"])
-    model: Any = get_peft_model(training.model, adapters)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LORA_RATE, fused=True)
-    total_steps = len(training.loader) * training.num_epochs
-    return replace(
-        training,
-        model=model,
-        optimizer=optimizer,
-        scheduler=linear(optimizer, round(0.1 * total_steps), total_steps),
-    )
 
 
 def iterations(training: Training, run: egeria.Run | None) -> Iterator[None]:
@@ -192,10 +169,11 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="folder that gets results.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    workloads = {workload.name: workload for workload in WORKLOADS}
     setting = Setting(data=options.data, tier=options.tier, seed=0, device=torch.device("cpu"))
 
     def make(name: str) -> Training:
-        training = build(name, setting)
+        training = workloads[name].build(setting)
         if options.epochs is None:
             return training
         # The schedule is that of a short run, as for whoever trains so briefly.
