@@ -51,7 +51,7 @@ DEFAULTS = {
     "reference": {"precision": "auto", "device": "auto", "refresh_evaluations": None, "fidelity_share": 0.1},
     "controller": {
         "kind": "auto",
-        "budget_share": 0.01,
+        "budget_share": 0.02,
         "load_limit": 0.5,
         "patience_s": 10.0,
         "timeout_s": 120.0,

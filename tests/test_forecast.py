@@ -193,7 +193,7 @@ def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.014
     return policy
 
 
-def interval(evaluation, remaining=6.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0149, largest_rate_ahead=None):
+def interval(evaluation, remaining=6.0, loss=1.0, rate=0.1, last_rate=0.0, step_noise=0.0149):
     return Interval(
         step=10 * evaluation,
         evaluation=evaluation,
@@ -201,7 +201,6 @@ def interval(evaluation, remaining=6.0, loss=1.0, rate=0.1, last_rate=0.0, step_
         learning_rate=rate,
         remaining_rate_sum=remaining,
         last_rate=last_rate,
-        largest_rate_ahead=largest_rate_ahead,
         noise=None if step_noise is None else (step_noise,) * 4,
     )
 
@@ -539,49 +538,7 @@ def test_what_is_far_from_freezing_is_looked_at_seldom_until_the_rate_falls():
     watched(policy, range(3, rests + 2))
     assert policy.monitored is None and 40 < policy.steady_steps(10 * rests, 10) <= 140, "at rest, and not for ever"
     later = range(rests + 2, rests + 7)
-    assert watched(policy, later, rate=0.01) == list(later)[2:], "in vain while the modules settle"
-
-
-def test_nothing_is_looked_at_while_no_law_could_be_followed_to_the_end():
-    # Ten intervals of ten steps see a rate sum of 10 at most, and a law is followed five times as far; then as many
-    # steps have gone by.
-    for remaining, looks in ((61.0, False), (59.0, True)):
-        policy = forecast()
-        for evaluation in range(3, 8):
-            policy.observe_interval(interval(evaluation, remaining=remaining, largest_rate_ahead=0.1))
-        assert (policy.monitored is not None) == looks == ("noise" in policy.needs_now)
-    policy = forecast()
-    policy.observe_interval(interval(3, remaining=61.0, largest_rate_ahead=0.5))
-    assert policy.monitored == 0, "the rate will rise, and the law with it"
-    policy.observe_interval(interval(4, remaining=61.0))
-    assert policy.monitored == 0, "it is unknown whether it will, as in an old journal"
-
-
-def test_looks_that_could_lead_to_nothing_change_no_decision():
-    """The same run with and without the looks that are left out, at a rate that stays."""
-
-    def course(**settings):
-        policy, found = forecast(), []
-        for evaluation in range(3, 160):
-            ahead = {"remaining": 0.1 * 10 * (160 - evaluation), "last_rate": 0.0, **settings}
-            found += [(evaluation, entry) for entry in policy.observe_interval(interval(evaluation, **ahead))]
-            if policy.monitored is None:
-                looked.append(None)
-                continue
-            looked.append(evaluation)
-            age = (evaluation - 1) % 10 + 1
-            value = 1e-6 * age**0.2
-            reading = Reading(
-                step=10 * evaluation, evaluation=evaluation, module=policy.monitored, value=value, age=age
-            )
-            found += [(evaluation, entry) for entry in policy.observe_reading(reading).decisions]
-        return found
-
-    looked: list[int | None] = []
-    seldom, num_seldom = course(largest_rate_ahead=0.1), len(list(filter(None, looked)))
-    looked.clear()
-    assert [entry for _, entry in seldom] and seldom == course()
-    assert num_seldom < 0.6 * len(list(filter(None, looked)))
+    assert watched(policy, later, rate=0.01) == list(later)
 
 
 def steady_run(directory, value, steps=1500):

@@ -11,7 +11,7 @@ from torch import nn
 import egeria
 from egeria.controller import ProcessController
 from egeria.controller.process import REPAID_S
-from egeria.events import ControllerChosen, IntervalMeasured, PlasticityRead, ReferenceRefreshed
+from egeria.events import ControllerChosen, PlasticityRead
 from egeria.session.timing import IterationTimer
 
 MOST_CALLS = 100
@@ -19,7 +19,7 @@ MOST_CALLS = 100
 
 
 class Loop:
-    """A loop whose rate stays, so that nothing can be foreseen from far off."""
+    """A loop of few operations, in which a layer module is watched."""
 
     def __init__(self, **arguments):
         torch.manual_seed(0)
@@ -74,31 +74,16 @@ def calls_by_step(loop, steps):
     return {step: counts[step + 1] - counts[step] for step in range(1, steps)}
 
 
-@pytest.mark.parametrize("total_steps", [100_000, 400], ids=["nothing is watched", "a module is watched"])
-def test_a_step_that_ends_no_interval_makes_few_calls(tmp_path, total_steps):
-    loop = Loop(total_steps=total_steps, controller="inline", directory=tmp_path)
+def test_a_step_that_ends_no_interval_makes_few_calls(tmp_path):
+    loop = Loop(total_steps=400, controller="inline", directory=tmp_path)
     loop.train(200)
-    is_watched = bool(egeria.read_journal(tmp_path).of(PlasticityRead))
-    assert is_watched == (total_steps == 400)
+    assert egeria.read_journal(tmp_path).of(PlasticityRead)
     counts = calls_by_step(loop, 31)
     loop.run.close()
     # The step before the last of an interval keeps the batch for the evaluation; the first one is measured.
     quiet = [count for step, count in counts.items() if step % 10 not in (0, 1, 9)]
     assert 0 < max(quiet) <= MOST_CALLS
     assert max(counts.values()) > 2 * max(quiet), "the end of an interval is not among them"
-
-
-def test_nothing_is_watched_while_the_rate_to_come_is_beyond_every_law(tmp_path):
-    # At a rate that stays a freeze can be decided in the last 50 intervals, from a snapshot up to ten older.
-    loop = Loop(total_steps=1000, controller="inline", directory=tmp_path)
-    loop.train(1000)
-    loop.run.close()
-    journal = egeria.read_journal(tmp_path)
-    first = min(event.step for event in journal.of(ReferenceRefreshed))
-    assert first == pytest.approx(400, abs=20)
-    assert first < min(event.step for event in journal.of(PlasticityRead)) <= first + 10
-    assert all(event.noise is None for event in journal.of(IntervalMeasured) if 10 < event.step <= first)
-    assert not journal.of(egeria.events.ReadingDropped)
 
 
 @pytest.fixture
@@ -110,10 +95,10 @@ def started(monkeypatch):
 
 
 def test_a_controller_process_starts_with_the_first_snapshot(tmp_path, started):
-    loop = Loop(total_steps=1000, controller="process", directory=tmp_path)
-    loop.train(300)
+    loop = Loop(total_steps=400, controller="process", directory=tmp_path)
+    loop.train(10)
     assert not started
-    loop.train(120)
+    loop.train(50)
     assert started
     loop.run.close()
 

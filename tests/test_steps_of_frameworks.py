@@ -136,13 +136,7 @@ def same_course(first, second):
 
 
 def is_measured(course):
-    """Whether the rate to come was known, and noise was measured while the policy could need it."""
-    measured = [event.noise for event in course[1][2:-1] if event.noise]
-    return all(event.way_ahead is not None for event in course[1][2:-1]) and has_noise(measured)
-
-
-def has_noise(measured):
-    return len(measured) >= 3 and not any(None in noise for noise in measured)
+    return all(event.noise and None not in event.noise and event.way_ahead is not None for event in course[1][2:-1])
 
 
 @pytest.mark.parametrize("wraps", WRAPPERS)
@@ -165,7 +159,7 @@ def test_lightnings_own_optimizer_is_measured(tmp_path):
     with attach(model, wrap(optimizer), tmp_path) as run:
         for batch in batches(STEPS):
             run.step(plain_step(run.model, optimizer, batch))
-    assert has_noise([event.noise for event in read_journal(tmp_path).of(IntervalMeasured) if event.noise])
+    assert all(event.noise for event in read_journal(tmp_path).of(IntervalMeasured))
 
 
 def test_the_loader_of_accelerate_is_the_users_own_in_it(tmp_path):

@@ -119,8 +119,6 @@ class IntervalMeasured(Event, kind="interval"):
     """The learning rate of the last step, like `way_ahead`."""
     periods: list[int] | None = None
     """For each layer module, how many steps lay between its updates; None where all were updated at every step."""
-    largest_rate_ahead: float | None = None
-    """The largest learning rate still to come, like `way_ahead`; None in old journals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,7 +130,7 @@ class ControllerConfig(SettingsGroup):
 
     kind: str = setting("auto", choice("auto", "process", "inline"))
     """'process', 'inline', or 'auto': a process where training is on an accelerator or two cores are spare."""
-    budget_share: float = setting(0.01, POSITIVE)
+    budget_share: float = setting(0.02, POSITIVE)
     """Share of the training time that evaluations may take from the training process; above it `n` grows. Ours."""
     load_limit: float = setting(0.5, SHARE)
     """Load of the rest of the machine, 0 to 1, above which the process waits; 1 never waits. Paper: 50 %."""

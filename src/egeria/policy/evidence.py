@@ -113,7 +113,6 @@ class LearningRateHistory:
     settling: int = 0  # evaluations until the modules have settled in this era
     remaining_rate_sum: float | None = None
     last_rate: float | None = None
-    largest_ahead: float | None = None
     rate_sums: dict[int, float] = field(default_factory=dict)
     """By evaluation of this era, the sum of the learning rate since the evaluation before."""
 
@@ -130,7 +129,6 @@ class LearningRateHistory:
         self.rate_sums = {} if self.settling else {at: rate_sum for at, rate_sum in sums.items() if at > oldest}
         self.step, self.rose, self.rate = interval.step, rate > self.rate, rate
         self.remaining_rate_sum, self.last_rate = interval.remaining_rate_sum, interval.last_rate
-        self.largest_ahead = interval.largest_rate_ahead
         return begins
 
     def rate_sum_since_snapshot(self, reading: Reading) -> float | None:
@@ -158,17 +156,6 @@ class LearningRateHistory:
         """Return whether a module would change by more than a limit, or the end is farther than its law predicts."""
         change = self.rough_change_ahead(law)
         return change is None or change > limit or (self.remaining_rate_sum or 0.0) > IN_SIGHT * law.longest
-
-    def is_beyond_all_laws(self, num_intervals: int) -> bool:
-        """Return whether no law could be followed to the end of the run over the next intervals.
-
-        Readings against one snapshot see at most the rate sum of so many intervals, and a law is followed `FARTHEST`
-        times as far: until the last of them, the end stays beyond that.
-        """
-        if self.remaining_rate_sum is None or self.largest_ahead is None:
-            return False
-        longest = num_intervals * self.interval_steps * max(self.rate, self.largest_ahead)
-        return self.remaining_rate_sum > (FARTHEST + 1) * longest
 
     @property
     def ends_low(self) -> bool:

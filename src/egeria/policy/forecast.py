@@ -25,9 +25,7 @@ LAST_SHARE = 0.05
 """Share of the training at its end in which nothing is evaluated any more: it could not repay the evaluations."""
 UNFORESEEN = 10.0
 """Times the limit it froze under that a module would have to change by, by the rate to come as known now, to thaw."""
-FAR, FAR_LOSS = 10.0, 30.0
-"""Times the limit: from there a predicted change, and a predicted part of the loss, is far from it. The latter jumps
-more from reading to reading: once from 38 times the limit to none at all."""
+FAR = 10.0  # times the limit: from there a predicted change is far from it
 LONGEST_PAUSE = 0.08
 """Share of the training that a pause takes at most: a short one has few evaluations, and its windows are long."""
 STRICTER = 0.25
@@ -78,7 +76,6 @@ class Forecast(BootstrappedPolicy):
         self._strictness = 1.0  # factor on the limit
         longest = kept or max(self._config.plasticity.window, 2 * LEAST_READINGS)
         memory = 2 * longest + self._config.controller.queue_length
-        self._longest = longest  # evaluations that a snapshot is kept for once the modules have settled
         self._rates = LearningRateHistory(memory=memory, total_steps=self._total_steps)
         self._snapshot: int | None = None  # the evaluation after which the one was taken that readings are against
         self._movement = Movement()
@@ -97,11 +94,6 @@ class Forecast(BootstrappedPolicy):
         return 1 if is_renewed else max(super().window, 2 * LEAST_READINGS)
 
     @property
-    def needs_now(self) -> frozenset[str]:
-        """No noise while nothing is monitored: it has gone from the history by the next freeze."""
-        return self.needs - {NOISE} if self.monitored is None else self.needs
-
-    @property
     def monitored(self) -> int | None:
         """The frontmost active module, or None: nothing can freeze any more, or nothing will for a while."""
         return None if self._rates.step < self._pause.until else self._candidate
@@ -113,12 +105,6 @@ class Forecast(BootstrappedPolicy):
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Update the loss, the noise and the rates, and thaw where they ask for it."""
-        decisions = self._observe_interval(interval)
-        if self._rates.settling > 1 or self._rates.is_beyond_all_laws(self._longest):
-            self._wait_until(self._rates.step + self._rates.interval_steps)  # readings now could not lead to a freeze
-        return decisions
-
-    def _observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         era_begins = self._rates.update(interval)
         if era_begins:
             self._restart_readings()
@@ -236,17 +222,13 @@ class Forecast(BootstrappedPolicy):
     def _pause_if_far(self, law: PowerLaw, limit: float) -> None:
         """Stop evaluating for as long as a snapshot is kept, once enough readings in a row were far from the limit."""
         change, patience = self._rates.rough_change_ahead(law), self._config.policy.patience
-        loss = self._loss_ahead(law)
-        is_far = change is None or change > FAR * limit or (loss or 0.0) > FAR_LOSS * self._config.policy.loss_limit
+        is_far = change is None or change > FAR * limit
         self._pause = replace(self._pause, num_far=self._pause.num_far + 1 if is_far else 0)
         if self._pause.num_far >= patience:
             steps = min(self.window * self._rates.interval_steps, LONGEST_PAUSE * (self._total_steps or math.inf))
-            self._wait_until(self._rates.step + steps)
-
-    def _wait_until(self, step: float) -> None:
-        self._pause = EvaluationPause(until=max(step, self._pause.until))
-        self._movement, self._num_under = Movement(), 0
-        self._rates.rate_sums = {}  # the next reading used is one against a new snapshot
+            self._pause = EvaluationPause(until=self._rates.step + steps)
+            self._movement = Movement()
+            self._rates.rate_sums = {}  # the next reading used is one against a new snapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

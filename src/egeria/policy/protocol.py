@@ -40,8 +40,6 @@ class Interval:
     """Sum of the learning rate over the steps still to come; None where it is unknown."""
     last_rate: float | None = None
     """The learning rate of the last step; None like `remaining_rate_sum`."""
-    largest_rate_ahead: float | None = None
-    """The largest learning rate still to come; None like `remaining_rate_sum`, and in old journals."""
 
     @classmethod
     def of(cls, event: IntervalMeasured) -> Interval:
@@ -152,7 +150,7 @@ class Policy(Protocol):
         """What must be measured for it.
 
         'plasticity' are readings of the `monitored` layer module, through `observe_reading`. 'gradients', 'weights',
-        'noise' and 'foresight' (`remaining_rate_sum`, `last_rate` and `largest_rate_ahead`) are fields of `Interval`.
+        'noise' and 'foresight' (`remaining_rate_sum` and `last_rate`) are fields of `Interval`.
         """
 
     @property
@@ -201,15 +199,6 @@ class Foreseeing(Protocol):
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
         """Return for how many steps after `step` the boundary cannot move; None: to the end of the run."""
-
-
-@runtime_checkable
-class Pausing(Protocol):
-    """A policy that needs some of its measures only at times; the others cost nothing then."""
-
-    @property
-    def needs_now(self) -> frozenset[str]:
-        """What of `needs` must be measured over the interval that begins."""
 
 
 class PolicyMaker(Protocol):

@@ -35,8 +35,6 @@ class Ahead(NamedTuple):
     """Its sum over the steps to the end of the run."""
     last_rate: float
     """That of the last step."""
-    largest_rate: float
-    """The largest of them."""
 
 
 class Foresight:
@@ -86,7 +84,7 @@ class Foresight:
         if self._total_steps is None or step > self._total_steps or self.refusal == ERRATIC:
             return None
         if self._scheduler is None:
-            return Ahead(rate * max(0, self._total_steps - step), 0.0, rate)
+            return Ahead(rate * max(0, self._total_steps - step), 0.0)
         if len(self._changes) < 2 or rate <= 0:
             return None
         (first_step, first_calls), (last_step, last_calls) = self._changes
@@ -98,7 +96,7 @@ class Foresight:
         if shares is None:
             return None
         way = rate * (until_next + sum(shares) * (left - until_next) / max(1, num_calls))
-        return Ahead(way, rate * shares[-1] if shares else rate, rate * max([1.0, *shares]))
+        return Ahead(way, rate * shares[-1] if shares else rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen of the scheduler."""

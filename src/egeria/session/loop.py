@@ -189,8 +189,7 @@ class Session:
         self.steps.load_state_dict(state.get("accumulation", {}))
         if self._rates is not None:
             self._rates.load_state_dict(state.get("rates", {}))
-        if self.parts is not None:
-            self.meter.measures.begin(self.parts.policy)
+        self.meter.measures.begin()
         self._prepare_step()
 
     @property
@@ -224,7 +223,7 @@ class Session:
         elif interval.loss is not None:
             self._evaluate(parts)
         evaluation.disarm()
-        self.meter.measures.begin(parts.policy)
+        self.meter.measures.begin()
 
     def _evaluate(self, parts: CutParts) -> None:
         """Request an evaluation, take in finished ones, and refresh the reference model if that is due."""

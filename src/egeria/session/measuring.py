@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
-from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS, Pausing, Policy
+from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
 from egeria.session.following import Training
 from egeria.session.foreseeing import Foresight
 from egeria.session.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
@@ -34,7 +34,6 @@ class Measures:
 
     def __post_init__(self) -> None:
         model, needs = self.training.model, self.needs
-        self._now = frozenset(needs)
         self._parts: dict[str, Any] = {}
         self._hooks: dict[str, OptimizerHooks] = {}
         hook = partial(OptimizerHooks, self.training.optimizers, self.training.recorder, self.spend)
@@ -58,21 +57,18 @@ class Measures:
                 hooks.close()
         found: dict[str, Any] = {"gradients": None, "weight_changes": None, "noise": None}
         for name, field_name in zip((GRADIENTS, WEIGHTS, NOISE), found, strict=True):
-            if name in self._parts and not (name in self._hooks and self._hooks[name].is_closed) and name in self._now:
+            if name in self._parts and not (name in self._hooks and self._hooks[name].is_closed):
                 values = self._parts[name].take(modules)
                 found[field_name] = [None if index < num_frozen else value for index, value in enumerate(values)]
         ahead = self._parts[FORESIGHT].ahead(step, rate) if FORESIGHT in self._parts else None
-        way, last_rate, largest_rate = (None, None, None) if ahead is None else ahead
-        return {**found, "way_ahead": way, "last_rate": last_rate, "largest_rate_ahead": largest_rate}
+        way, last_rate = (None, None) if ahead is None else ahead
+        return {**found, "way_ahead": way, "last_rate": last_rate}
 
-    def begin(self, policy: Policy) -> None:
-        """Measure from the next step on what the policy needs over the interval that begins, or goes on."""
-        self._now = policy.needs_now if isinstance(policy, Pausing) else policy.needs
+    def begin(self) -> None:
+        """Measure again from the next step on, the first of an interval, or one in the midst of it after a resume."""
         hooks = self._hooks.get(NOISE)
-        if hooks is not None and NOISE in self._now:
+        if hooks is not None:
             hooks.wake()
-        elif hooks is not None:
-            hooks.rest()
 
     def end_step(self) -> None:
         """Leave the optimizers alone for the rest of the interval where all of it was measured."""
