@@ -6,7 +6,9 @@ blocks are given to them, in execution order, and every parameter to exactly one
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -78,6 +80,7 @@ def parse_modules(
     pattern: str | None = None,
     target_share: float = 0.2,
     minimum_share: float = 0.005,
+    tables_apart: bool = False,
     order: Sequence[str] | None = None,
     returned_to: Collection[str] = (),
 ) -> tuple[LayerModule, ...]:
@@ -91,6 +94,8 @@ def parse_modules(
         target_share: share of all parameters that a layer module aims at. Vocabularies do not count:
             next to those of a multilingual model every stage would look small.
         minimum_share: share of them under which a stage joins its neighbour.
+        tables_apart: whether a submodule in front of all blocks that holds a lookup table which no layer behind shares
+            is a layer module of its own: it costs little in the passes, and much in the optimizer.
         order: names of submodules in execution order, from `CallOrder.order`; what is not in it
             did not run and is no block of its own. None takes the order of definition.
         returned_to: names of submodules that were called again after others, from `CallOrder.returned_to`. A submodule
@@ -106,7 +111,7 @@ def parse_modules(
     check("target_share", target_share, SHARE)
     check("minimum_share", minimum_share, SHARE)
     matches = None if pattern is None else _outermost_matches(model, pattern)
-    atoms = find_atoms(model, matches, order)
+    atoms = find_atoms(model, matches, order, tables_apart=tables_apart)
     names = [atom.name for atom in atoms]
     if len(atoms) < 2:
         raise UnsupportedModelError(
@@ -147,7 +152,11 @@ def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
 
 
 def find_atoms(
-    model: nn.Module, matches: Sequence[str] | None = None, order: Sequence[str] | None = None
+    model: nn.Module,
+    matches: Sequence[str] | None = None,
+    order: Sequence[str] | None = None,
+    *,
+    tables_apart: bool = False,
 ) -> tuple[Atom, ...]:
     """Return the blocks that are never cut apart, front to back, with the pieces that go with them.
 
@@ -166,7 +175,20 @@ def find_atoms(
     if order is not None:  # submodules that did not run have no output to judge
         silent = {piece.name for piece in pieces if piece.is_submodule} - set(order)
         pieces = [replace(p, role="uncalled") if p.is_submodule and p.name in silent else p for p in pieces]
-    return _attach(_arrange(pieces, order))
+    arranged = _arrange(pieces, order)
+    return _attach(_with_table_apart(model, arranged) if tables_apart and matches is None else arranged)
+
+
+def _with_table_apart(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
+    """Make the first loose piece that holds a table of its own a block, if it stands in front of all blocks."""
+    uses = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, TABLES)}
+    front = list(itertools.takewhile(lambda piece: piece.role not in ("block", "unit"), pieces))
+    for place, piece in enumerate(front):
+        own = [id(model.get_parameter(name)) for name in piece.parameters]
+        if piece.role == "loose" and tables.intersection(own) and all(uses[entry] == 1 for entry in own):
+            return [*pieces[:place], replace(piece, role="block"), *pieces[place + 1 :]]
+    return list(pieces)
 
 
 def _arrange(pieces: Sequence[Piece], order: Sequence[str] | None) -> list[Piece]:
@@ -220,8 +242,15 @@ def _attach(pieces: Sequence[Piece]) -> tuple[Atom, ...]:
 def _size_without_vocabulary(model: nn.Module, atoms: Sequence[Atom]) -> int:
     """Count the elements of all parameters but those shaped like an embedding table outside the atoms."""
     tables = {module.weight.shape for module in model.modules() if isinstance(module, TABLES)}
-    in_atoms = {name for atom in atoms for name in atom.core.parameters}
+    in_atoms = {name for atom in atoms for name in atom.core.parameters if not _is_table(model, atom.core)}
     return sum(p.numel() for name, p in model.named_parameters() if name in in_atoms or p.shape not in tables)
+
+
+def _is_table(model: nn.Module, piece: Piece) -> bool:
+    """Return whether a piece holds lookup tables and no other matrix."""
+    parts = [part for name in ([piece.name] if piece.name else []) for part in model.get_submodule(name).modules()]
+    matrices = [part for part in parts if any(p.ndim >= 2 for p in part.parameters(recurse=False))]
+    return bool(matrices) and all(isinstance(part, TABLES) for part in matrices)
 
 
 def _parameters_of_one_place(atoms: Sequence[Atom], returned_to: Collection[str]) -> set[str]:

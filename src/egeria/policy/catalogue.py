@@ -12,8 +12,10 @@ from egeria.policy.base import FrontPolicy
 from egeria.policy.forecast import Forecast
 from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import BOOTSTRAPPING, KNOWLEDGE_GUIDED, PolicyMaker
+from egeria.policy.worth import Worth
 
 POLICIES: dict[str, PolicyMaker] = {
+    "worth": Worth,
     "egeria": EgeriaPolicy,
     "forecast": Forecast,
     "none": FrontPolicy,
@@ -26,7 +28,7 @@ POLICIES: dict[str, PolicyMaker] = {
     "random": rivals.RandomTimes,
 }
 
-_METRICS = {"skipconv": "input_norm", "forecast": "relative_sp"}
+_METRICS = {"skipconv": "input_norm", "forecast": "relative_sp", "worth": "relative_sp"}
 """What a policy means by plasticity, where that is not the paper's SP loss."""
 HARMLESS_SHARE = 0.0125
 """Share of the limit of 'forecast' that a reading may be wrong by: a law is followed up to five times as far as it was
@@ -55,7 +57,7 @@ def with_metric_of_policy(config: Config) -> Config:
 
 def harmless_error(config: Config) -> float:
     """Return the error of a reading that changes no decision of the policy; 0 where each digit may matter."""
-    return HARMLESS_SHARE * config.policy.limit if config.policy.name == "forecast" else 0.0
+    return HARMLESS_SHARE * config.policy.limit if config.policy.name in ("forecast", "worth") else 0.0
 
 
 def first_stage(name: Any) -> str:

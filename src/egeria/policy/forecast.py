@@ -59,7 +59,7 @@ class Forecast(BootstrappedPolicy):
     Source: our own, from the observation that stationary plasticity at a high rate is the noise of SGD.
     """
 
-    needs = frozenset({PLASTICITY, NOISE, FORESIGHT})
+    needs: frozenset[str] = frozenset({PLASTICITY, NOISE, FORESIGHT})
     _own = ("guard", "movement", "noise", "pause", "strictness", "snapshot", "num_under")
     _saved = (*BootstrappedPolicy._saved, *_own, "frozen_loss_share", "frozen_noise_share", "laws", "rates")
 
@@ -100,8 +100,13 @@ class Forecast(BootstrappedPolicy):
 
     @property
     def _candidate(self) -> int | None:
-        is_late = self._total_steps is not None and self._rates.step > (1 - LAST_SHARE) * self._total_steps
-        return None if self.stage == BOOTSTRAPPING or is_late or self._frozen >= self._deepest_freeze else self._frozen
+        may_freeze = self.stage != BOOTSTRAPPING and self._is_early and self._frozen < self._deepest_freeze
+        return self._frozen if may_freeze else None
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether a freeze could still repay what it costs."""
+        return self._total_steps is None or self._rates.step <= (1 - LAST_SHARE) * self._total_steps
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Update the loss, the noise and the rates, and thaw where they ask for it."""

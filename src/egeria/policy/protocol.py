@@ -40,6 +40,12 @@ class Interval:
     """Sum of the learning rate over the steps still to come; None where it is unknown."""
     last_rate: float | None = None
     """The learning rate of the last step; None like `remaining_rate_sum`."""
+    worth: tuple[float | None, ...] | None = None
+    """For each layer module by how much its steps in the interval lowered the loss, to first order."""
+    time_shares: tuple[float, ...] | None = None
+    """For each layer module the share of an iteration that a freeze of it saves, where all in front are frozen."""
+    num_pretrained: int | None = None
+    """How many front layer modules came trained; None like `worth`."""
 
     @classmethod
     def of(cls, event: IntervalMeasured) -> Interval:
@@ -135,6 +141,7 @@ PLASTICITY = "plasticity"
 GRADIENTS = "gradients"
 WEIGHTS = "weights"
 NOISE = "noise"
+WORTH = "worth"
 FORESIGHT = "foresight"
 
 
@@ -150,7 +157,9 @@ class Policy(Protocol):
         """What must be measured for it.
 
         'plasticity' are readings of the `monitored` layer module, through `observe_reading`. 'gradients', 'weights',
-        'noise' and 'foresight' (`remaining_rate_sum` and `last_rate`) are fields of `Interval`.
+        'noise', 'foresight' (`remaining_rate_sum` and `last_rate`) and 'worth' (with `time_shares` and
+        `num_pretrained`; of a model that begins untrained there is none) are fields of `Interval`. What a policy does
+        not need from the beginning on it cannot need later; what it needs no more is not measured any more.
         """
 
     @property

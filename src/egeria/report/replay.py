@@ -17,6 +17,7 @@ from egeria.policy import (
     PLASTICITY,
     POLICIES,
     WEIGHTS,
+    WORTH,
     EndBootstrapping,
     Freeze,
     Interval,
@@ -153,9 +154,10 @@ def _measured(history: History, started: events.RunStarted) -> frozenset[str]:
     seen = {
         PLASTICITY: history.of(events.PlasticityRead),
         NOISE: any(event.noise for event in intervals),
+        WORTH: any(event.worth for event in intervals),
         FORESIGHT: any(event.way_ahead is not None for event in intervals),
     }
-    return own & {NOISE, FORESIGHT} | {need for need, found in seen.items() if found}
+    return own & {NOISE, FORESIGHT, WORTH} | {need for need, found in seen.items() if found}
 
 
 def _lacks(policy: Policy, event: events.IntervalMeasured, measured: frozenset[str]) -> bool:

@@ -21,6 +21,7 @@ from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClo
 from egeria.journal import Recorder, run_directory
 from egeria.layers.gradients import prompts_refusal
 from egeria.layers.modules import LayerModule
+from egeria.layers.pretrained import find_trained_norms
 from egeria.parallel import ParallelStrategy
 from egeria.policy import FORESIGHT, PLASTICITY, Policy, PolicyMaker, UnfreezeRule, choose_interval, find_policy
 from egeria.report.live import RunSummary
@@ -108,6 +109,7 @@ def attach(
         parallel=parallel,
         ranks=ranks,
         recorder=recorder,
+        norms=find_trained_norms(model),
     )
     make_policy = partial(_make_policy, training, rule)
     cut, interval_steps = _begin(training, make_policy, choice, rule_name, loader)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,16 @@ from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
 from egeria.layers.modules import LayerModule, parse_modules, trains_elsewhere
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
+from egeria.layers.pretrained import count_pretrained
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
 from egeria.parallel import ParallelStrategy
 from egeria.session.ranks import Ranks
 from egeria.session.showing import outermost
+
+COARSE_SHARE, FINE_SHARE = 0.2, 0.1
+"""What `modules.target_share` stands for where it is None: plasticity judges one layer module after the other, so that
+few are better; the worth of many is measured at once, so that more can freeze at their own time."""
 
 
 class ModelHooks:
@@ -179,12 +184,20 @@ class Training:
     parallel: ParallelStrategy
     ranks: Ranks
     recorder: Recorder
+    norms: Mapping[str, bool] = field(default_factory=dict)
+    """For each normalisation layer whether it came trained."""
 
     @property
     def policy_name(self) -> str:
         """The name of the policy, or of what makes it."""
         name = self.config.policy.name
         return name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__name__)
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the model came trained, most of it at least, so that this is a fine-tuning."""
+        given = self.config.policy.pretrained
+        return 2 * sum(self.norms.values()) > len(self.norms) if given == "auto" else bool(given)
 
     @property
     def is_sharded(self) -> bool:
@@ -195,10 +208,21 @@ class Training:
         """Return whether a freeze would leave all that trains in a layer module in training, as tied weights."""
         return self.config.freezing.tied == "keep" and trains_elsewhere(self.model, module)
 
+    def count_pretrained(self, modules: Sequence[LayerModule]) -> int:
+        """Return how many front layer modules came trained, by themselves or by `policy.pretrained`."""
+        given = self.config.policy.pretrained
+        return count_pretrained(self.norms, modules) if given == "auto" else len(modules) * bool(given)
+
     def parse(self, seen: CallOrder | None = None) -> tuple[LayerModule, ...]:
         """Return the layer modules, in the order of execution where that is known."""
         order, again = (seen.order, seen.returned_to) if seen else (None, ())
-        return parse_modules(self.model, order=order, returned_to=again, **asdict(self.config.modules))
+        settings = asdict(self.config.modules)
+        share = settings.pop("target_share")
+        is_fine = share is None and self.is_pretrained
+        share = share or (FINE_SHARE if is_fine else COARSE_SHARE)
+        return parse_modules(
+            self.model, order=order, returned_to=again, target_share=share, tables_apart=is_fine, **settings
+        )
 
     def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
         """Raise StateError if a saved state is of another policy, or of a model with other parameters."""

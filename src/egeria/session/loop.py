@@ -17,6 +17,7 @@ from egeria.policy import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
     PLASTICITY,
+    WORTH,
     Annealing,
     Decision,
     EndBootstrapping,
@@ -189,7 +190,7 @@ class Session:
         self.steps.load_state_dict(state.get("accumulation", {}))
         if self._rates is not None:
             self._rates.load_state_dict(state.get("rates", {}))
-        self.meter.measures.begin()
+        self.meter.measures.begin(clock.step, self.parts.policy.needs if self.parts else ())
         self._prepare_step()
 
     @property
@@ -202,9 +203,12 @@ class Session:
         return self.ranks.leader_is_apart and self.clock.is_at_part(POLLS_PER_INTERVAL)
 
     def _end_interval(self) -> None:
-        rate = self.training.learning_rate(self.modules)
-        interval = self.meter.take(self.clock, self.modules, self.frozen, rate, self.periods)
-        parts = self.parts
+        rate, parts = self.training.learning_rate(self.modules), self.parts
+        shares = None
+        if parts is not None and WORTH in parts.policy.needs:
+            parts.evaluation.profile()
+            shares = parts.evaluation.work_shares
+        interval = self.meter.take(self.clock, self.modules, self.frozen, rate, self.periods, work_shares=shares)
         if parts is None or self.ranks.is_lost:
             return
         if parts.applier.is_undone:
@@ -223,7 +227,7 @@ class Session:
         elif interval.loss is not None:
             self._evaluate(parts)
         evaluation.disarm()
-        self.meter.measures.begin()
+        self.meter.measures.begin(self.clock.step, parts.policy.needs)
 
     def _evaluate(self, parts: CutParts) -> None:
         """Request an evaluation, take in finished ones, and refresh the reference model if that is due."""

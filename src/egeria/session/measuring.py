@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egeria.layers.modules import LayerModule
+from egeria.layers.modules import LayerModule, count_trainable
 from egeria.layers.shards import own_part
-from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS
+from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS, WORTH
 from egeria.session.following import Training
 from egeria.session.foreseeing import Foresight
 from egeria.session.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
+from egeria.session.worth import StepWorth
 
 
 @dataclass(eq=False)
 class Measures:
-    """Gradients, weights, noise and the remaining learning rate, interval by interval."""
+    """Gradients, weights, noise, worth and the remaining learning rate, interval by interval."""
 
     training: Training
     needs: Collection[str]
-    """What the policy needs; nothing else costs anything."""
+    """What the policy needs at its beginning; nothing else costs anything."""
     scheduler: Any
     """Of the user; read for the learning rates to come."""
     spend: Callable[[float, float], None]
@@ -47,6 +48,8 @@ class Measures:
             self._hooks[NOISE] = hook(
                 what="measuring noise", before=noise.before, after=noise.after, reads_gradients=True
             )
+        if WORTH in needs and self.training.is_pretrained and self.training.total_steps:
+            self._open_worth(hook)
         if FORESIGHT in needs:
             self._parts[FORESIGHT] = self._foresee()
 
@@ -55,8 +58,8 @@ class Measures:
         for hooks in self._hooks.values():
             if hooks.is_closed:
                 hooks.close()
-        found: dict[str, Any] = {"gradients": None, "weight_changes": None, "noise": None}
-        for name, field_name in zip((GRADIENTS, WEIGHTS, NOISE), found, strict=True):
+        found: dict[str, Any] = {"gradients": None, "weight_changes": None, "noise": None, "worth": None}
+        for name, field_name in zip((GRADIENTS, WEIGHTS, NOISE, WORTH), found, strict=True):
             if name in self._parts and not (name in self._hooks and self._hooks[name].is_closed):
                 values = self._parts[name].take(modules)
                 found[field_name] = [None if index < num_frozen else value for index, value in enumerate(values)]
@@ -64,17 +67,57 @@ class Measures:
         way, last_rate = (None, None) if ahead is None else ahead
         return {**found, "way_ahead": way, "last_rate": last_rate}
 
-    def begin(self) -> None:
-        """Measure again from the next step on, the first of an interval, or one in the midst of it after a resume."""
+    def begin(self, step: int, needs: Collection[str]) -> None:
+        """Measure again after a step, from the first of an interval on, or in the midst of it after a resume.
+
+        Args:
+            step: the last one.
+            needs: what the policy needs now.
+        """
         hooks = self._hooks.get(NOISE)
-        if hooks is not None:
+        if hooks is not None and NOISE in needs:
             hooks.wake()
+        worth = self._parts.get(WORTH)
+        if worth is not None and (WORTH not in needs or worth.ends_before(step + 1)):
+            self._close(WORTH)
+
+    def time_shares(self, iteration_s: float, modules: Sequence[LayerModule], shares: Sequence[float]) -> list[float]:
+        """Return which share of an iteration a freeze of each layer module saves, where all in front are frozen.
+
+        Its backward pass, which for weights that are not trained has one multiplication for each of the forward
+        pass and not two, and its part of the optimizer's step.
+
+        Args:
+            iteration_s: seconds of an iteration.
+            modules: front to back.
+            shares: of the operations of a forward pass that each makes.
+        """
+        model, worth = self.training.model, self._parts.get(WORTH)
+        optimizer = 0.0 if worth is None else worth.optimizer_share(iteration_s)
+        trained = [count_trainable(model, module) for module in modules]
+        sizes = [sum(model.get_parameter(name).numel() for name in module.parameters) for module in modules]
+        backward = [
+            share * (1 + count / max(1, size)) for share, count, size in zip(shares, trained, sizes, strict=True)
+        ]
+        passes, total = sum(shares) + sum(backward), max(1, sum(trained))
+        pairs = zip(backward, trained, strict=True)
+        return [(1 - optimizer) * part / passes + optimizer * count / total for part, count in pairs]
 
     def end_step(self) -> None:
         """Leave the optimizers alone for the rest of the interval where all of it was measured."""
         hooks = self._hooks.get(NOISE)
         if hooks is not None and not hooks.is_resting and self._parts[NOISE].is_done(self.training.optimizers):
             hooks.rest()
+
+    def _open_worth(self, hook: Callable[..., OptimizerHooks]) -> None:
+        optimizers = self.training.optimizers
+        worth = self._parts[WORTH] = StepWorth(self.training.model, len(optimizers), self.training.total_steps)
+        what = "measuring the worth of steps"
+        self._hooks[WORTH] = hook(what=what, before=worth.before, after=worth.after, reads_gradients=True)
+
+    def _close(self, name: str) -> None:
+        self._hooks.pop(name).close()
+        del self._parts[name]
 
     def close(self) -> None:
         """Leave the optimizers as they were found, and release all tensors."""

@@ -80,6 +80,8 @@ class IntervalMeter:
         num_frozen: int,
         rate: float,
         periods: Sequence[int] = (),
+        *,
+        work_shares: Sequence[float] | None = None,
     ) -> Interval:
         """Return the interval that has ended, and begin the next."""
         is_full = num_frozen == 0 and max(periods, default=1) == 1
@@ -90,11 +92,14 @@ class IntervalMeter:
         if is_full:  # what evaluations may cost is measured against training without egeria
             self.timer.iteration_s = wall_s
         measured: dict[str, Any] = self.measures.take(clock.step, rate, modules, num_frozen)
+        if measured["worth"] is not None and work_shares is not None:
+            measured["time_shares"] = self.measures.time_shares(wall_s, modules, work_shares)
+            measured["num_pretrained"] = self.training.count_pretrained(modules)
         if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
             if self.training.is_sharded:  # each process has these sums for its part of the parameters
-                measured |= {name: self.ranks.sums(measured[name]) for name in ("gradients", "noise")}
+                measured |= {name: self.ranks.sums(measured[name]) for name in ("gradients", "noise", "worth")}
             rate, measured = self.ranks.from_leader(Subject.MEASURES, (rate, measured))
         event = IntervalMeasured(
             step=clock.step,

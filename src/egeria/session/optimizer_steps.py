@@ -222,7 +222,7 @@ class StepNoise(ByParameter):
         if scale is not None:
             scale = scale * (1 - optimizer.found_inf)  # type: ignore[attr-defined]  # 0 where it takes no step: NaN below
         self._held = {
-            name: (_rows(parameter).clone(), _rows(parameter.grad).float() / (1.0 if scale is None else scale))
+            name: (some_rows(parameter).clone(), some_rows(parameter.grad).float() / (1.0 if scale is None else scale))
             for name, parameter, _ in self._own(optimizer)
             if parameter.grad is not None and not parameter.grad.is_sparse
         }
@@ -237,7 +237,7 @@ class StepNoise(ByParameter):
         for name, parameter, group in self._own(optimizer):
             if name in held:
                 then, gradient = held[name]
-                rows = _rows(parameter)
+                rows = some_rows(parameter)
                 moved = torch.sum(gradient * (rows.float() - then.float()))
                 scale = self._counted[name] * own_part(parameter).numel() / max(1, rows.numel())
                 self._found[name] = -moved * scale / (4 * (1 - _momentum(group)))
@@ -252,7 +252,7 @@ class StepNoise(ByParameter):
         """
         found, self._found = self._found, {}
         self._done, self._is_complete = set(), False
-        return [_total(part) for part in by_module(found, modules)]
+        return [total_of(part) for part in by_module(found, modules)]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
@@ -260,7 +260,8 @@ class StepNoise(ByParameter):
         self._is_complete = bool(state)
 
 
-def _total(numbers: Sequence[float]) -> float | None:
+def total_of(numbers: Sequence[float]) -> float | None:
+    """Return the sum of the numbers of a layer module; None where there are none, or not all are finite."""
     total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
     return total if numbers and math.isfinite(total) else None
 
@@ -272,7 +273,7 @@ def _momentum(group: Mapping[str, Any]) -> float:
     return min(0.999, max(0.0, float(momentum or 0.0)))
 
 
-def _rows(values: Tensor) -> Tensor:
+def some_rows(values: Tensor) -> Tensor:
     """Return a tensor, or evenly spaced rows of a large one."""
     values = own_part(values.detach())
     step = -(-values.numel() // MOST_ELEMENTS)
