@@ -89,7 +89,8 @@ class Worth(Forecast):
     def _observe_worth(self, interval: Interval) -> None:
         """Gather what was measured, and judge it once the measuring has ended."""
         if interval.worth is not None:
-            self._worths, self._losses = (*self._worths, interval.worth), (*self._losses, interval.loss)
+            if any(part is not None for part in interval.worth):
+                self._worths, self._losses = (*self._worths, interval.worth), (*self._losses, interval.loss)
             self._times = interval.time_shares or self._times
             self._num_pretrained = interval.num_pretrained or 0
             self._decide_by(NOTHING)

@@ -190,7 +190,7 @@ class Session:
         self.steps.load_state_dict(state.get("accumulation", {}))
         if self._rates is not None:
             self._rates.load_state_dict(state.get("rates", {}))
-        self.meter.measures.begin(clock.step, self.parts.policy.needs if self.parts else ())
+        self.meter.measures.begin(clock.step, self.parts.policy.needs if self.parts else (), self.modules)
         self._prepare_step()
 
     @property
@@ -227,7 +227,7 @@ class Session:
         elif interval.loss is not None:
             self._evaluate(parts)
         evaluation.disarm()
-        self.meter.measures.begin(self.clock.step, parts.policy.needs)
+        self.meter.measures.begin(self.clock.step, parts.policy.needs, self.modules)
 
     def _evaluate(self, parts: CutParts) -> None:
         """Request an evaluation, take in finished ones, and refresh the reference model if that is due."""

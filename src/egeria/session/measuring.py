@@ -67,25 +67,29 @@ class Measures:
         way, last_rate = (None, None) if ahead is None else ahead
         return {**found, "way_ahead": way, "last_rate": last_rate}
 
-    def begin(self, step: int, needs: Collection[str]) -> None:
+    def begin(self, step: int, needs: Collection[str], modules: Sequence[LayerModule]) -> None:
         """Measure again after a step, from the first of an interval on, or in the midst of it after a resume.
 
         Args:
             step: the last one.
             needs: what the policy needs now.
+            modules: the layer modules, front to back.
         """
         hooks = self._hooks.get(NOISE)
         if hooks is not None and NOISE in needs:
             hooks.wake()
         worth = self._parts.get(WORTH)
         if worth is not None and (WORTH not in needs or worth.ends_before(step + 1)):
-            self._close(WORTH)
+            self._close_worth()
+        elif worth is not None and not self.training.hooks.is_compiled:
+            worth.backward.arm(self.training.model, modules)
 
     def time_shares(self, iteration_s: float, modules: Sequence[LayerModule], shares: Sequence[float]) -> list[float]:
         """Return which share of an iteration a freeze of each layer module saves, where all in front are frozen.
 
-        Its backward pass, which for weights that are not trained has one multiplication for each of the forward
-        pass and not two, and its part of the optimizer's step.
+        Its backward pass as it was timed, and its part of the optimizer's step. Where it could not be timed, as in
+        compiled models, it is counted: for weights that are trained two multiplications for each of the forward pass,
+        for others one.
 
         Args:
             iteration_s: seconds of an iteration.
@@ -94,14 +98,17 @@ class Measures:
         """
         model, worth = self.training.model, self._parts.get(WORTH)
         optimizer = 0.0 if worth is None else worth.optimizer_share(iteration_s)
+        timed = None if worth is None else worth.backward.shares(len(modules), iteration_s)
         trained = [count_trainable(model, module) for module in modules]
         sizes = [sum(model.get_parameter(name).numel() for name in module.parameters) for module in modules]
         backward = [
             share * (1 + count / max(1, size)) for share, count, size in zip(shares, trained, sizes, strict=True)
         ]
-        passes, total = sum(shares) + sum(backward), max(1, sum(trained))
-        pairs = zip(backward, trained, strict=True)
-        return [(1 - optimizer) * part / passes + optimizer * count / total for part, count in pairs]
+        if timed is None:
+            passes = sum(shares) + sum(backward)
+            timed = [(1 - optimizer) * part / passes for part in backward]
+        total = max(1, sum(trained))
+        return [part + optimizer * count / total for part, count in zip(timed, trained, strict=True)]
 
     def end_step(self) -> None:
         """Leave the optimizers alone for the rest of the interval where all of it was measured."""
@@ -115,15 +122,17 @@ class Measures:
         what = "measuring the worth of steps"
         self._hooks[WORTH] = hook(what=what, before=worth.before, after=worth.after, reads_gradients=True)
 
-    def _close(self, name: str) -> None:
-        self._hooks.pop(name).close()
-        del self._parts[name]
+    def _close_worth(self) -> None:
+        self._hooks.pop(WORTH).close()
+        self._parts.pop(WORTH).backward.disarm()
 
     def close(self) -> None:
         """Leave the optimizers as they were found, and release all tensors."""
         for hooks in self._hooks.values():
             hooks.close()
         self._hooks.clear()
+        if WORTH in self._parts:
+            self._parts[WORTH].backward.disarm()
         self._parts = {name: part for name, part in self._parts.items() if name == FORESIGHT}
 
     def state_dict(self) -> dict[str, Any]:

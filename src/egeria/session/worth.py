@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from egeria.layers.backward_times import BackwardTimes
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
 from egeria.session.optimizer_steps import MOST_ELEMENTS, ByParameter, by_module, some_rows, total_of
@@ -47,6 +48,7 @@ class StepWorth(ByParameter):
         self._tables = {id(module.weight) for module in tables}
         self._moved: dict[str, Tensor] = {}
         """What the last step made of what is looked at of each parameter; during a step, the values before it."""
+        self.backward = BackwardTimes()
         self._began = 0.0
         self._optimizer_s: list[float] = []
 
@@ -57,6 +59,7 @@ class StepWorth(ByParameter):
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
         """Judge the last step by the gradients of this one, and hold on to what it is about to change."""
+        self.backward.end_step()
         scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer under GradScaler
         for name, parameter, _ in self._own(optimizer):
             moved, part = self._moved.pop(name, None), self._looked_at(parameter)
@@ -102,7 +105,12 @@ class StepWorth(ByParameter):
     def state_dict(self) -> dict[str, Any]:
         """Return what was gathered so far, and what the last step made."""
         moved = {name: values.clone() for name, values in self._moved.items()}
-        return {"found": super().state_dict(), "moved": moved, "optimizer_s": list(self._optimizer_s)}
+        return {
+            "found": super().state_dict(),
+            "moved": moved,
+            "optimizer_s": list(self._optimizer_s),
+            "backward": self.backward.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
@@ -110,6 +118,7 @@ class StepWorth(ByParameter):
         at = {name: self._model.get_parameter(name).device for name in state.get("moved", {})}
         self._moved = {name: values.to(at[name], copy=True) for name, values in state.get("moved", {}).items()}
         self._optimizer_s = list(state.get("optimizer_s", ()))
+        self.backward.load_state_dict(state.get("backward", {}))
 
     def _looked_at(self, parameter: Tensor, values: Tensor | None = None) -> Tensor:
         """Return the part of a parameter, or of its gradient, that is looked at."""

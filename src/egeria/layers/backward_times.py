@@ -1,0 +1,145 @@
+"""What the backward pass of each layer module takes, timed in the user's own training steps."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria import tree
+from egeria.layers.copies import PlainCopies
+from egeria.layers.modules import LayerModule
+from egeria.layers.undisturbed import is_own_pass
+
+Stamp = float | torch.cuda.Event
+MOST_STEPS = 32  # that are timed; of more nothing is learned
+
+
+class BackwardTimes:
+    """Times when the gradient reaches the output of each layer module, at one step after each `arm`.
+
+    The backward pass of a layer module lies between the gradient of its output and that of the one before it; that of
+    the first one ends where the optimizer begins, and what the loop does in between, such as clipping, counts for it.
+    Time is that of the stream on CUDA, elsewhere that of the clock.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._passes: list[dict[int, Stamp]] = []
+        """For each pass of the step by the place of the layer module; the last is the one under way."""
+        self._ended: tuple[int, list[dict[int, Stamp]], Stamp] | None = None
+        """Of the step that was timed: how many layer modules there were, its passes and its end."""
+        self._num_modules = 0
+        self._shares: list[list[float]] = []
+
+    def arm(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
+        """Time the coming step."""
+        self.disarm()
+        if len(self._shares) >= MOST_STEPS:
+            return
+        self._num_modules = len(modules)
+        for place, module in enumerate(modules):
+            watched = model.get_submodule(module.tap)
+            hook = watched.register_forward_hook(_Watch(self, place))
+            self._handles += [hook, PlainCopies(watched)]
+
+    def disarm(self) -> None:
+        """Take the hooks off the model."""
+        handles, self._handles, self._passes = self._handles, [], []
+        for handle in handles:
+            handle.remove()
+
+    def end_step(self) -> None:
+        """Note that the backward passes of the step are over."""
+        if self._handles and any(self._passes):
+            self._ended = self._num_modules, self._passes, _stamp(next(iter(self._passes[0].values())))
+            self.disarm()
+
+    def begin_pass(self, place: int, output: Any) -> None:
+        """Watch for the gradient of an output; the first layer module begins a pass."""
+        activation = tree.first_activation(output)
+        if not self._passes or place in self._passes[-1] or (place == 0 and self._passes[-1]):
+            self._passes.append({})
+        if activation is not None and activation.requires_grad:
+            stamps = self._passes[-1]
+
+            def note(gradient: Tensor) -> None:
+                stamps.setdefault(place, _now(gradient.is_cuda))
+
+            activation.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def shares(self, num_modules: int, iteration_s: float) -> list[float] | None:
+        """Return the share of an iteration that each layer module's backward pass takes, the median of those timed.
+
+        Args:
+            num_modules: of the present cut; what was timed under another is forgotten.
+            iteration_s: seconds of an iteration in the interval of the newest step.
+        """
+        ended, self._ended = self._ended, None
+        if ended is not None and ended[0] == num_modules and iteration_s > 0:
+            seconds = _by_module(*ended)
+            if seconds is not None:
+                self._shares.append([part / iteration_s for part in seconds])
+        self._shares = [shares for shares in self._shares if len(shares) == num_modules]
+        return [statistics.median(column) for column in zip(*self._shares, strict=True)] if self._shares else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found so far."""
+        return {"shares": [list(shares) for shares in self._shares]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._shares = [list(shares) for shares in state.get("shares", ())]
+
+
+class _Watch:
+    """A forward hook; a copy of the model has none of it."""
+
+    def __init__(self, times: BackwardTimes, place: int) -> None:
+        self._times, self._place = times, place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
+        return self
+
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not is_own_pass():
+            self._times.begin_pass(self._place, output)
+
+
+def _now(is_cuda: bool) -> Stamp:
+    if not is_cuda:
+        return time.perf_counter()
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _stamp(like: Stamp) -> Stamp:
+    return _now(not isinstance(like, float))
+
+
+def _by_module(num_modules: int, passes: Sequence[Mapping[int, Stamp]], end: Stamp) -> list[float] | None:
+    """Return the seconds of all passes for each layer module; None where gradients came in another order.
+
+    Where the first one's pass ends is only seen in the last pass: it counts as often as there were passes.
+    """
+    seconds = [0.0] * num_modules
+    passes = [stamps for stamps in passes if stamps]
+    for stamps in passes:
+        places = sorted(stamps)
+        for before, place in itertools.pairwise(places):
+            seconds[place] += _seconds(stamps[place], stamps[before])
+    first = min(passes[-1])
+    seconds[first] += len(passes) * _seconds(passes[-1][first], end)
+    return seconds if min(seconds) >= 0 else None
+
+
+def _seconds(begin: Stamp, end: Stamp) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]
+    return float(begin.elapsed_time(end)) / 1000
