@@ -20,7 +20,7 @@ from benchmarks.proving.oracle import Trials, can_land, survey
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.results import read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
-from benchmarks.proving.schedules import Schedule, to_text
+from benchmarks.proving.schedules import Schedule, settings_of, to_text
 from benchmarks.proving.tables import oracle_table, quality_table, timelines
 from benchmarks.workloads.workload import Setting
 from tests.toy_workloads import build_clusters
@@ -153,10 +153,10 @@ def test_where_nothing_holds_with_further_seeds_nothing_is_found(tmp_path):
 def test_what_is_updated_rarely_counts_as_results_count_it(tmp_path):
     search, _ = trials(tmp_path, 100, harmless=2)
     found = search.search([0.2, 0.2])
-    assert to_text(found.lossless[0]) == "static:schedule=0:2/2+0.5:2"
-    assert found.saving == pytest.approx(0.4 * (0.5 / 2 + 0.5))
+    assert to_text(found.lossless[0]) == "static:schedule=0.01:2/2+0.5:2"
+    assert found.saving == pytest.approx(0.4 * (0.49 / 2 + 0.5))
     (comparison,) = compare(read_results(tmp_path), "none")
-    assert comparison.oracle.policy == "static:schedule=0:2/2+0.5:2"
+    assert comparison.oracle.policy == "static:schedule=0.01:2/2+0.5:2"
     assert comparison.oracle.skipped.mean == pytest.approx(100 * found.saving)
     assert "0 (and 2 at every 2nd step) from 0.0, 2 from 0.5" in "\n".join(timelines(comparison))
 
@@ -186,7 +186,7 @@ def test_settings_are_in_every_trial_and_in_no_plain_run(tmp_path):
     search.search([0.2, 0.2])
     tried = [run.policy for run in maker.made if not run.policy.is_plain]
     assert {run.policy.text for run in maker.made if run.policy.is_plain} == {"none"}
-    assert {policy.text.partition(",")[2] for policy in tried} == {",".join(settings)}
+    assert {settings_of(policy.text) for policy in tried} == {tuple(settings)}
     assert all(policy.settings["modules"] == {"target_share": 0.1} for policy in tried)
     best = search.confirm([])
     (comparison,) = compare(read_results(tmp_path), "none")

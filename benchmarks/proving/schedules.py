@@ -37,8 +37,8 @@ STEPS = (COARSE, COARSE / 2, FINEST)
 LEAST_GAIN = 0.01
 """Share of the compute that a schedule must save beyond the best one to be worth trying."""
 EARLIEST = 0.01
-"""Share at which the first freeze comes: a run must have seen a batch before, or nobody can count what is skipped."""
-PERIODS, PERIODS_FROM = (2, 4), (0.0, 0.1)
+"""Share from which on something may rest: a run must have seen a batch before, or nobody counts what is skipped."""
+PERIODS, PERIODS_FROM = (2, 4), (EARLIEST, 0.1)
 """Of what is updated rarely, and the shares from which on it is."""
 LANDING = "freezing.landing=both"
 """The setting that makes freezes land."""
