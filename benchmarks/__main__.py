@@ -6,6 +6,7 @@ python -m benchmarks run WORKLOAD[,WORKLOAD] --policy P[,P] --seeds 0,1,2 [--tie
 python -m benchmarks compare [WORKLOAD ...] [--out RECORD]
 python -m benchmarks table
 python -m benchmarks oracle WORKLOAD[,WORKLOAD] --seeds 0,1,2 [--confirm 3,4] [--most-runs N]
+                                            [--setting GROUP.KEY=VALUE]
 python -m benchmarks sensitivity WORKLOAD[,WORKLOAD] --sweep POLICY:key=value,value [--sweep ...] [--out RECORD]
 """
 
@@ -94,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     oracle.add_argument("--most-runs", type=_count, default=60, metavar="N", help=most)
     more = "seeds besides those of the search with which the best schedule must lose nothing either"
     oracle.add_argument("--confirm", type=_seeds, default=[], metavar="1,2", help=more)
+    setting = "of egeria, for every schedule of the search, such as modules.target_share=0.1; can be repeated"
+    oracle.add_argument("--setting", action="append", default=[], metavar="GROUP.KEY=VALUE", help=setting)
     _add_making(oracle)
     oracle.set_defaults(verb=commands.run_oracle)
     _add_sensitivity(verbs)

@@ -13,13 +13,14 @@ from benchmarks.proving import checkpoint, runfile
 from benchmarks.proving.branching import begin_epochs, branch_off
 from benchmarks.proving.checkpoint import Checkpoint
 from benchmarks.proving.execution import execute
-from benchmarks.proving.oracle import Trials
+from benchmarks.proving.oracle import Trials, survey
 from benchmarks.proving.progress import Bars
 from benchmarks.proving.results import read_outcome
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.runs import Place, Queue, make
+from benchmarks.proving.schedules import EARLIEST, FROZEN, Schedule, to_text
 from rich.console import Console
-from tests.pieces import told, wanted_run
+from tests.pieces import new_training, told, wanted_run
 
 from egeria.events import IntervalMeasured
 from egeria.report.history import read_history
@@ -57,6 +58,9 @@ def results(tmp_path_factory) -> Path:
         ("0.9:3", 4),
         ("0.45:1+0.7:3,plasticity.interval_steps=7", 2),
         ("0.61:2,plasticity.interval_steps=50", 3),
+        ("0.41:1,3/4+0.7:2,3/2", 2),
+        ("0.41:2/2", 2),
+        ("0.41:2+0.6:0+0.65:2", 2),
     ],
 )
 def test_what_branches_off_comes_to_what_a_whole_trial_comes_to(schedule, first, results, tmp_path):
@@ -77,6 +81,23 @@ def test_what_branches_off_comes_to_what_a_whole_trial_comes_to(schedule, first,
     times = [evaluation.cpu_s for evaluation in found.evaluations]
     assert 0 < times[0] < times[-1]
     assert times == sorted(times)  # those of plain training, then its own on top
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "change"),
+    [
+        (EARLIEST, 1.0, lambda row: (2.0, *row[1:])),
+        (0.1, 1.0, lambda row: (4.0, 4.0, 2.0)),
+        (EARLIEST, 1.0, lambda row: (FROZEN, FROZEN, row[2])),
+        (0.125, 0.8, lambda row: (FROZEN, 4.0, row[2])),
+    ],
+)
+def test_a_trial_skips_what_its_schedule_foretold(begin, end, change, tmp_path):
+    schedule = Schedule.freezing((1.0, 1.0, 1.0)).put(begin, end, change)
+    run = wanted_run(to_text(schedule), purpose=runfile.ORACLE)
+    finish(run, tmp_path)
+    found = read_outcome(tmp_path, runfile.load(tmp_path))
+    assert found.skipped.backward == pytest.approx(schedule.rest(survey(new_training()).weights), abs=0.005)
 
 
 def test_what_freezes_in_the_first_epoch_trains_whole(results):

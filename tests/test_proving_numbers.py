@@ -150,6 +150,16 @@ def test_a_run_that_diverged_is_never_within_and_shows():
     assert "nan" in overview([comparison])
 
 
+def test_with_a_judge_loss_is_what_the_judge_found():
+    plain = replace(outcome("none", 0, [90.0]), judged=80.0)
+    better = replace(outcome("egeria", 0, [85.0]), judged=79.8)
+    worse = replace(outcome("default", 0, [95.0]), judged=79.0)
+    (comparison,) = compare([plain, better, worse], "none")
+    assert comparison.find("egeria").lost == pytest.approx(0.2)
+    assert comparison.is_within(comparison.find("egeria"))
+    assert not comparison.is_within(comparison.find("default"))
+
+
 def test_oracle_is_the_lossless_schedule_that_skips_most():
     runs = [
         outcome("none", 0, [90.0]),

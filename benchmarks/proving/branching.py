@@ -29,8 +29,11 @@ def branch_off(run: RunFile, results: Path) -> int | None:
         results: the directory of all results.
 
     Returns:
-        How many epochs the run may leave out; None where plain training kept none that fits, and nothing was put there.
+        How many epochs the run may leave out; None where plain training kept none that fits, or freezes land, which
+        takes what is averaged before them. Then nothing was put there.
     """
+    if run.policy.settings.get("freezing", {}).get("landing", "none") != "none":
+        return None
     source = results / dataclasses.replace(run, policy=parse_policy(PLAIN)).place
     plain = runfile.load(source)
     if plain is None or plain.status != runfile.FINISHED:

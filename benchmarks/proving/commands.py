@@ -19,7 +19,7 @@ from benchmarks.proving.execution import build
 from benchmarks.proving.left import describe_left, find_left, status_of
 from benchmarks.proving.limit import UNLIMITED, Limit
 from benchmarks.proving.oracle import Trials, survey
-from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy
+from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy, parse_settings
 from benchmarks.proving.progress import Bars
 from benchmarks.proving.record import write_record
 from benchmarks.proving.results import read_results
@@ -94,9 +94,12 @@ def _search(module: str, workload: Workload, options: argparse.Namespace, consol
         if _make(wanted, recipes, options, console):
             raise RefusedError("The search ends with the run that failed. Mend it; what is finished is kept.")
 
-    found_out = survey(_build(workload, options))
-    trials = Trials(pattern, options.seeds, options.results, make_all, options.most_runs, found_out.is_in_order)
-    found = trials.search(found_out.weights)
+    settings = parse_settings(options.setting)
+    known = survey(_build(workload, options), settings)
+    trials = Trials(
+        pattern, options.seeds, options.results, make_all, options.most_runs, known.is_in_order, settings
+    )  # fmt: skip
+    found = trials.search(known.weights, known.falls)
     best = trials.confirm([seed for seed in options.confirm if seed not in options.seeds])
     console.print(f"schedules tried: {len(found.tried)}, without loss {len(found.lossless)}, runs: {trials.num_runs}")
     if not found.finished:

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.proving.accuracy_time import NUM_CONVERGED
 from benchmarks.proving.comparison import PER_CENT, POINTS, WorkloadComparison
 from benchmarks.proving.runfile import ORACLE
+from benchmarks.proving.schedules import settings_of
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table, timelines
 
 HOW_SPREAD = """\
@@ -32,8 +33,8 @@ HOW_TARGETS = f"""\
   seed that never gets there is counted, and is in no mean: a mean over fewer seeds speaks of the luckier ones."""
 HOW_COMPUTE = """\
 - Compute skipped is the share of the run's floating-point work that was not done: backward passes of frozen layer
-  modules, and forward passes for the samples that stored activations served; one part of the work is forward, two
-  are backward."""
+  modules, and of those updated at some steps only, at the others; and forward passes for the samples that stored
+  activations served; one part of the work is forward, two are backward."""
 HOW_LOSS = f"""\
 - 'Without loss' means a mean loss of at most {POINTS} points, or {PER_CENT:g} % where the metric is judged relatively.
   The oracle is the schedule, given in advance, that skips most without loss among those that were tried."""
@@ -113,16 +114,21 @@ def _commands(comparisons: Sequence[WorkloadComparison]) -> str:
 
 
 def _oracle_command(comparison: WorkloadComparison) -> list[str]:
-    """Return how trials were made, where there are some: searched with the seeds that all of them have."""
-    trials = [set(policy.seeds) for policy in comparison.policies if policy.purpose == ORACLE]
-    if not trials:
-        return []
-    searched, confirmed = sorted(set.intersection(*trials)), sorted(set.union(*trials) - set.intersection(*trials))
-    more = f" --confirm {','.join(map(str, confirmed))}" if confirmed else ""
-    return [
-        f"python -m benchmarks oracle {comparison.workload.name} --seeds {','.join(map(str, searched))}{more} "
-        f"--tier {comparison.tier} --data DIR --results RESULTS"
-    ]
+    """Return how trials were made, a command for each setting: searched with the seeds that all of them have."""
+    trials: dict[tuple[str, ...], list[set[int]]] = {}
+    for policy in comparison.policies:
+        if policy.purpose == ORACLE:
+            trials.setdefault(settings_of(policy.policy), []).append(set(policy.seeds))
+    lines = []
+    for settings, seeds in sorted(trials.items()):
+        searched, confirmed = sorted(set.intersection(*seeds)), sorted(set.union(*seeds) - set.intersection(*seeds))
+        more = f" --confirm {','.join(map(str, confirmed))}" if confirmed else ""
+        more += "".join(f" --setting {setting}" for setting in settings)
+        lines.append(
+            f"python -m benchmarks oracle {comparison.workload.name} --seeds {','.join(map(str, searched))}{more} "
+            f"--tier {comparison.tier} --data DIR --results RESULTS"
+        )
+    return lines
 
 
 def _command(comparison: WorkloadComparison) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import egeria
@@ -12,8 +15,9 @@ from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, 
 from benchmarks.proving.policies import PLAIN, Policy, parse_policy
 from benchmarks.proving.results import Outcome, read_results
 from benchmarks.proving.runfile import COMPARISON, ORACLE, RunFile
-from benchmarks.proving.schedules import Found, Schedule, Search, to_text
+from benchmarks.proving.schedules import Found, Schedule, Search, Verdict, to_text
 from benchmarks.workloads.workload import Training
+from egeria.config import FreezingConfig
 from egeria.events import ComputeProfiled, ModulesOrdered, RunStarted
 from egeria.report.freezing import BACKWARD_SHARE
 
@@ -21,6 +25,8 @@ Make = Callable[[Sequence[RunFile]], None]
 """Makes those of the runs that are not finished; raises where one fails."""
 COUNTED_STEPS = 4
 """Of the training that is thrown away to count operations."""
+LEAST_FALL = 4.0
+"""How far the learning rate falls at one step, behind a plateau, where naps are tried."""
 
 
 @dataclasses.dataclass
@@ -35,6 +41,7 @@ class Trials:
         most_runs: how many a search may want, plain and finished ones counted, so that a search that
             goes on decides like one that was never broken off.
         may_branch: whether schedules begin where they first differ from plain training.
+        settings: of egeria, such as 'modules.target_share=0.1', for every schedule of a search.
     """
 
     pattern: RunFile
@@ -43,12 +50,19 @@ class Trials:
     make: Make
     most_runs: int
     may_branch: bool = True
+    settings: Sequence[str] = ()
     num_runs: int = 0
 
-    def search(self, weights: Sequence[float]) -> Found:
-        """Train plainly, then search."""
+    def search(self, weights: Sequence[float], falls: Sequence[float] = ()) -> Found:
+        """Train plainly, then search.
+
+        Args:
+            weights: share of an iteration that freezing each layer module saves, front to back.
+            falls: shares of the training at which the learning rate falls behind a plateau.
+        """
         self._train(parse_policy(PLAIN), self.seeds)
-        return Search(weights, self.judge).run()
+        may_land = can_land() and not any(setting.startswith("freezing.landing=") for setting in self.settings)
+        return Search(weights, self.judge, falls, may_land).run()
 
     def confirm(self, more_seeds: Sequence[int]) -> PolicyComparison | None:
         """Return what skips most of all that lost nothing with the seeds of a search, and nothing with more put in.
@@ -84,14 +98,14 @@ class Trials:
         skipped = {found.policy: found.skipped.mean for found in lossless if found.skipped is not None}
         return [parse_policy(text) for text in sorted(skipped, key=lambda text: -skipped[text])]
 
-    def judge(self, schedule: Schedule) -> bool | None:
-        """Train by a schedule; tell whether nothing was lost, or None where the budget is spent."""
+    def judge(self, schedule: Schedule) -> Verdict | None:
+        """Train by a schedule; tell whether nothing was lost and what was skipped; None where the budget is spent."""
         if self.num_runs + len(self.seeds) > self.most_runs:
             return None
-        policy = parse_policy(to_text(schedule))
+        policy = parse_policy(to_text(schedule, self.settings))
         self._train(policy, self.seeds)
         comparison, found = self.compare(policy, self.seeds)
-        return comparison.is_within(found)
+        return Verdict(comparison.is_within(found), found.skipped.mean / 100 if found.skipped else None)
 
     def compare(self, policy: Policy, seeds: Sequence[int]) -> tuple[WorkloadComparison, PolicyComparison]:
         """Compare a policy with plain training over these seeds."""
@@ -128,15 +142,31 @@ class Survey:
     is_in_order: bool
     """Whether modules run in the order of their definition. Else egeria learns it from the first steps of a run, and
     nothing can branch off behind them."""
+    falls: list[float]
+    """Shares of the training at which the learning rate falls to a quarter or less behind a plateau; of a schedule
+    without plateaus none."""
 
 
-def survey(training: Training) -> Survey:
-    """Find out what freezing saves.
+def can_land() -> bool:
+    """Tell whether this egeria has a setting for freezes that land."""
+    return "landing" in {field.name for field in dataclasses.fields(FreezingConfig)}
+
+
+def survey(training: Training, settings: Sequence[str] = ()) -> Survey:
+    """Find out what freezing saves, and how the learning rate falls.
 
     Freezes in a few steps of a training that is thrown away: operations are counted before the first freeze. Where
     they cannot be counted, parameters stand for them.
+
+    Args:
+        training: new; of no use afterwards.
+        settings: of egeria, such as 'modules.target_share=0.1'.
+
+    Raises:
+        ConfigError: egeria has no such setting, or it cannot have such a value.
     """
-    arguments = parse_policy("static:schedule=0.5:1,controller.kind=inline").attach_arguments()
+    text = ",".join(["static:schedule=0.5:1", *settings, "controller.kind=inline"])
+    arguments = parse_policy(text).attach_arguments()
     with tempfile.TemporaryDirectory() as directory:
         parts = training.model, training.optimizer, training.loader
         with egeria.attach(*parts, directory=directory, total_steps=COUNTED_STEPS, **arguments) as run:
@@ -154,5 +184,34 @@ def survey(training: Training) -> Survey:
     profile = journal.first(ComputeProfiled)
     sizes = [float(module["num_parameters"]) for module in cut.modules]
     shares = profile.forward_shares if profile else [size / sum(sizes) for size in sizes]
-    weights = [BACKWARD_SHARE * share for share in shares[: cut.deepest_freeze]]
-    return Survey(weights=weights, is_in_order=not ordered)
+    weights = [
+        BACKWARD_SHARE * share if trains else 0.0  # what has nothing to train has no backward pass of its own
+        for share, trains in zip(shares[: cut.deepest_freeze], cut.trainable, strict=False)
+    ]
+    return Survey(weights=weights, is_in_order=not ordered, falls=_find_falls(training))
+
+
+def _find_falls(training: Training) -> list[float]:
+    """Return where the learning rate falls, by stepping the scheduler to the end of the training.
+
+    A plateau lasts longer than an epoch: a smooth schedule may also be stepped once in each.
+    """
+    length = len(training.loader)
+    num_steps = length * training.num_epochs
+    falls, done = [], 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch asks for a step of the optimizer before each of these
+        runs = [(rate, len(list(steps))) for rate, steps in itertools.groupby(_rates(training, num_steps))]
+    for (before, lasted), (after, _) in itertools.pairwise(runs):
+        done += lasted
+        if lasted > length and after * LEAST_FALL <= before * (1 + 1e-6):
+            falls.append(math.floor(1e4 * done / num_steps) / 1e4)  # as it is written: no later than the fall
+    return falls
+
+
+def _rates(training: Training, num_steps: int) -> Iterator[float]:
+    """Yield the largest learning rate of each step."""
+    for step in range(num_steps):
+        if step:
+            training.scheduler.step()
+        yield max(map(float, training.scheduler.get_last_lr()))

@@ -2,7 +2,8 @@
 
 A policy is NAME, NAME:key=value,key=value, or a TOML file with settings of egeria. A key without a
 dot is a setting of the policy itself ([policy] in TOML), `group.key` one of another group. A `+` in
-a text stands for a space, so that `static:schedule=0.54:2+0.79:3` needs no quotes.
+a text stands for a space, so that `static:schedule=0.54:2+0.79:3` needs no quotes. A comma before a
+period, as in `static:schedule=0.1:1,3/4+0.8:3`, belongs to the schedule.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ HEAD_ONLY, HALF = "head-only", "hft"
 RESTING = (HEAD_ONLY, HALF)
 LONGEST_FOLDER = 100
 """Letters of a folder's name: file systems end at 255 bytes."""
+_PERIOD = r"\d+/\d"
+"""What follows a comma inside of a schedule such as 0.1:1,3/4,4/2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ def parse_policy(text: str) -> Policy:
     if not re.fullmatch(r"[A-Za-z][\w-]*", name):
         raise RefusedError(f"A policy is NAME, NAME:key=value,… or a TOML file; found {text!r}. Correct it.")
     settings: dict[str, dict[str, Any]] = {}
-    for piece in filter(None, rest.split(",")):
+    for piece in filter(None, re.split(rf",(?!{_PERIOD})", rest)):
         key, equals, value = piece.partition("=")
         if not equals or not re.fullmatch(r"(\w+\.)?\w+", key):
             raise RefusedError(f"A setting of a policy is key=value or group.key=value; found {piece!r} in {text!r}.")
@@ -112,11 +115,26 @@ def parse_policy(text: str) -> Policy:
     return Policy(text=text, name=name, settings=settings)
 
 
+def parse_settings(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return settings for every schedule of a search.
+
+    Raises:
+        RefusedError: one is not group.key=value, or is the schedule's own.
+    """
+    for text in texts:
+        if not re.fullmatch(r"\w+\.\w+=[^,]+", text) or text.startswith("policy."):
+            raise RefusedError(
+                f"A setting for all schedules is group.key=value, of another group than policy and without a comma; "
+                f"found {text!r}. Correct it, such as --setting modules.target_share=0.1."
+            )
+    return tuple(dict.fromkeys(texts))
+
+
 def _split(text: str) -> list[str]:
     """Cut a list at its commas, except at those between the settings of one policy."""
     found: list[str] = []
     for piece in text.split(","):
-        if found and re.match(r"(\w+\.)?\w+=", piece):
+        if found and re.match(rf"{_PERIOD}|(\w+\.)?\w+=", piece):
             found[-1] += f",{piece}"
         else:
             found.append(piece.strip())

@@ -15,12 +15,14 @@ FORWARD_SHARE = 1 - BACKWARD_SHARE
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A stretch of a run at one depth."""
+    """A stretch of a run at one depth, and with the same periods."""
 
     begin: float
     end: float
     """In epochs."""
     frozen: int
+    periods: tuple[int, ...] = ()
+    """For each layer module, how many steps lie between its updates; empty where all are updated at every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,8 @@ class Skipped:
     """Shares of the floating-point work of the whole run, counting one part forward and two backward."""
 
     backward: float | None
-    """Backward passes of frozen layer modules; None where something froze and nobody profiled the model."""
+    """Backward passes of frozen layer modules, and of those that rest between updates, at the steps at which they do;
+    None where something froze or rested and nobody profiled the model."""
     forward: float | None
     """Forward passes that were not made because the activations came from the store, by samples served."""
 
@@ -39,11 +42,11 @@ class Skipped:
 
 
 def spans(history: History, steps_per_epoch: int) -> tuple[Span, ...]:
-    """Return how deep a run was frozen, from its first step to its last."""
+    """Return how deep a run was frozen, and what was updated rarely, from its first step to its last."""
     points = depth_points(history)
     steps = [*(point.step for point in points), history.last_step]
     return tuple(
-        Span(begin=begin / steps_per_epoch, end=end / steps_per_epoch, frozen=point.frozen)
+        Span(begin=begin / steps_per_epoch, end=end / steps_per_epoch, frozen=point.frozen, periods=point.periods)
         for point, begin, end in zip(points, steps, steps[1:], strict=False)
     )
 

@@ -8,7 +8,9 @@ from benchmarks.proving.accuracy_time import CLOCKS, CONVERGED, NEARLY
 from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
 from benchmarks.proving.policies import DEFAULT
 from benchmarks.proving.runfile import ORACLE
+from benchmarks.proving.skipping import Span
 from benchmarks.proving.statistics import Spread
+from egeria.policy.rivals import ordinal
 
 NAMES = {"wall": "wall", "cpu": "CPU"}
 RULE = "egeria"
@@ -88,11 +90,15 @@ def oracle_table(comparison: WorkloadComparison) -> str:
 
 
 def timelines(comparison: WorkloadComparison) -> list[str]:
-    """Return for each run that froze something how many modules were frozen, by epoch."""
+    """Return for each run that froze something how many modules were frozen, or updated rarely, by epoch."""
     lines = []
     for policy in _shown(comparison):
         for outcome in policy.outcomes:
-            changes = [f"{span.frozen} from {span.begin:.1f}" for span in outcome.spans if span.frozen or span.begin]
+            changes = [
+                f"{_resting(span)} from {span.begin:.1f}"
+                for span in outcome.spans
+                if span.frozen or span.periods or span.begin
+            ]
             if outcome.run.policy.is_watched:
                 told = f" ({'; '.join(outcome.remarks)})" if outcome.remarks else ""
                 course = ", ".join(changes) or "nothing frozen"
@@ -170,6 +176,13 @@ def _name(comparison: WorkloadComparison, policy: PolicyComparison) -> str:
 def _seeds(policy: PolicyComparison) -> str:
     missing = f" ({', '.join(map(str, policy.unpaired))} without plain)" if policy.unpaired else ""
     return ", ".join(map(str, policy.seeds)) + missing
+
+
+def _resting(span: Span) -> str:
+    """Return what rests, such as '1 (and 2 at every 4th step)'."""
+    behind = [period for period in span.periods[span.frozen :] if period > 1]
+    told = [f"{behind.count(period)} at every {ordinal(period)} step" for period in dict.fromkeys(behind)]
+    return f"{span.frozen} (and {', '.join(told)})" if told else str(span.frozen)
 
 
 def _accuracy_time(policy: PolicyComparison, target: str, clock: str, *, is_base: bool) -> str:
