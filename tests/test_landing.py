@@ -336,6 +336,13 @@ def test_what_stays_frozen_at_a_partial_thaw_does_not_land_again(tmp_path):
     assert replay(tmp_path).agrees
 
 
+def test_what_is_decided_where_a_landing_ends_is_recorded_once(tmp_path):
+    ours = Training(schedule=f"0.1:1 {LANDS / TOTAL}:2", directory=tmp_path).go(LANDS)
+    assert (ours.run.frozen, ours.run.summary().landing) == (1, 1)
+    assert replay(tmp_path).agrees
+    assert [event.decided_at for event in read_journal(tmp_path).of(LandingBegan)] == [None, LANDS]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_modules_that_are_updated_at_some_steps_only_land_too(mode, tmp_path):
     ours = Training(mode=mode, schedule="0.05:2/4,3/2 0.1:2,3/2", directory=tmp_path).go(BEGINS + STEPS)
@@ -479,7 +486,7 @@ def test_a_fault_ends_the_landing_and_the_front_freezes_as_trained(owner, name, 
     assert ours.run.frozen == 2
     journal = read_journal(tmp_path)
     assert "injected" in journal.of(FaultCaught)[0].error
-    assert [event.outcome for event in journal.of(LandingEnded)] == (["failed"] if at > BEGINS else [])
+    assert [event.outcome for event in journal.of(LandingEnded)] == ["failed"]
     frozen = ours.weights()
     ours.go(LANDS + 4)
     assert differences(frozen, ours.weights()) == []

@@ -254,7 +254,7 @@ class Applier:
                 frozen=self.depth,
                 reason=decided.reason,
                 parameter_share=self._freezer.num_frozen / max(1, self._num_trainable),
-                decided_at=decided.step if decided.step < step else None,
+                decided_at=decided.step if decided.is_journaled else None,
             )
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class Decided:
     module: int
     reason: str
     step: int
+    is_journaled: bool = False
+    """Whether an event tells of it already."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,24 +132,29 @@ class Landing:
         """
         step, name = self._recorder.step, self._modules[decided.module].name
         if self._course is not None and self._course.began_at != step:
-            self._queue.append(decided)
+            self._queue.append(replace(decided, is_journaled=True))
             reason = "the layer modules in front of it land first"
             self._recorder.write(FreezeWaits(step=step, module=decided.module, name=name, reason=reason))
             return True
-        if self._settings.landing == "none":
+        course = self._plan(decided, depth)
+        if course is None:
             return False
-        try:
-            begins = self._begin(decided, depth)
-        except Exception as error:
-            self._recorder.fault(WHAT, error)
-            begins = False
-        if begins:
-            self._under_way.append(decided)
-        elif self._under_way:
-            self._end(*_outcome(None, True, ""))
-        else:
-            self._clear()
-        return begins
+        self._course = course
+        self._names = tuple(self._trained(depth, decided.module + 1))
+        self._under_way.append(replace(decided, is_journaled=True))
+        self._recorder.write(
+            LandingBegan(
+                step=step,
+                module=decided.module,
+                name=name,
+                mode=course.mode,
+                num_steps=course.num_steps,
+                reason=decided.reason,
+                decided_at=decided.step if decided.is_journaled else None,
+            )
+        )
+        self._guard(self._open)
+        return True
 
     def before_forward(self) -> None:
         """Put the average in place for a training call, where it is its turn."""
@@ -241,68 +248,48 @@ class Landing:
         if not state:
             return
         self._under_way, self._queue = ([Decided(**entry) for entry in part] for part in state["decided"])
-        self._open(_Course(**state["course"]), state["names"])
+        self._course, self._names = _Course(**state["course"]), tuple(state["names"])
+        self._open()
         self._losses = [(bool(turn), float(loss)) for turn, loss in state["losses"]]
         part = self._training.ranks.rank if self._training.is_sharded else None
         if self._average is not None and part == state["part"]:
             self._average.load_state_dict(state["average"])
 
-    def _begin(self, decided: Decided, depth: int) -> bool:
+    def _plan(self, decided: Decided, depth: int) -> _Course | None:
+        """Return how the front up to a layer module is to land; None where it is to freeze as it is."""
         step, settings, total_steps = self._recorder.step, self._settings, self._training.total_steps
+        if settings.landing == "none" or not self._trained(depth, decided.module + 1):
+            return None
         num_steps = INTERVALS * self._interval_steps()
         if total_steps is not None:
             num_steps = max(1, round(settings.landing_share * total_steps))
-        num_pairs = min(MOST_PAIRS, max(FEWEST_PAIRS, num_steps // STEPS_PER_PAIR))
-        course = _Course(
-            mode=settings.landing,
-            num_steps=num_steps,
-            num_pairs=0 if settings.landing == "anneal" else num_pairs,
-            began_at=step,
-        )
-        names = self._trained(depth, decided.module + 1)
-        if not names:
-            return False
-        takes = num_steps + 2 * course.num_pairs
+        pairs = min(MOST_PAIRS, max(FEWEST_PAIRS, num_steps // STEPS_PER_PAIR))
+        num_pairs = 0 if settings.landing == "anneal" else pairs
+        takes = num_steps + 2 * num_pairs
         if total_steps is not None and step + takes >= total_steps:
             reason = f"it takes {takes} steps, and {total_steps - step} are left from step {step} on"
             self._recorder.decline(WHAT, f"{reason}; layer modules freeze as they are")
-            return False
-        self._open(course, names)
-        assert self._steps is not None
-        if self._steps.hooks.is_closed:  # an optimizer takes none, which was declined
-            return False
-        self._recorder.write(
-            LandingBegan(
-                step=step,
-                module=decided.module,
-                name=self._modules[decided.module].name,
-                mode=course.mode,
-                num_steps=num_steps,
-                reason=decided.reason,
-                decided_at=decided.step if decided.step < step else None,
-            )
-        )
-        return True
+            return None
+        return _Course(mode=settings.landing, num_steps=num_steps, num_pairs=num_pairs, began_at=step)
 
-    def _open(self, course: _Course, names: Sequence[str]) -> None:
-        """Watch the steps of a landing."""
-        training, modules = self._training, self._modules
-        self._course, self._names, self._losses = course, tuple(names), []
+    def _open(self) -> None:
+        """Watch the steps of a landing; it ends where an optimizer takes no hooks, which was declined then."""
+        course, training = self._course, self._training
+        assert course is not None
         if self._steps is None:
             self._steps = ScaledSteps(training, self._factors, self._spend, WHAT)
+        course.has_failed = course.has_failed or self._steps.hooks.is_closed
         if course.mode != "anneal":
-            landing = [module for module in modules if not set(module.parameters).isdisjoint(names)]
+            landing = [module for module in self._modules if not set(module.parameters).isdisjoint(self._names)]
             submodules = [name for module in landing for name in module.submodules]
             self._average = AveragedWeights(training.model, self._names, submodules)
 
     def _trained(self, first: int, last: int) -> list[str]:
         """Return the names of the parameters that a freeze of some layer modules would freeze."""
         front = self._modules[first:last]
-        kept = (
-            () if self._settings.tied == "freeze" else {name for module in front for name in module.shared_parameters}
-        )
-        named = ((name, self._training.model.get_parameter(name)) for module in front for name in module.parameters)
-        return [name for name, parameter in named if name not in kept and parameter.requires_grad]
+        kept = {name for module in front for name in module.shared_parameters if self._settings.tied == "keep"}
+        own = [name for module in front for name in module.parameters if name not in kept]
+        return [name for name in own if self._training.model.get_parameter(name).requires_grad]
 
     def _factors(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, float]]:
         course = self._course
@@ -380,7 +367,10 @@ class Landing:
 def _outcome(found: Comparison | None, has_failed: bool, mode: str) -> tuple[str, str]:
     """Return the outcome of a landing that is over, and why."""
     if has_failed:
-        return "failed", "a fault, see there: frozen with the weights as trained"
+        return (
+            "failed",
+            "it could not be carried out, for a fault or a reason that was declined with: frozen as trained",
+        )
     if found is not None and found.reason:
         return "undone", found.reason
     reasons = {"anneal": "its learning rate has come down to 0", "average": "frozen at the average of its weights"}
