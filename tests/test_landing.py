@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from egeria import attach, read_journal
-from egeria.config import Config
-from egeria.errors import ConfigError
 from egeria.events import (
     CacheDecided,
+    CacheUsed,
     Declined,
     FaultCaught,
     FreezeWaits,
@@ -30,6 +29,7 @@ from egeria.report.replay import replay
 from egeria.session.optimizer_steps import ScaledSteps
 from loops import Loop, differences, outside
 from menagerie import MENAGERIE
+from test_cache_memory import Loop as CachedLoop
 
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 STATELESS = [specimen for specimen in SUPPORTED if specimen.name != "CarryingState"]  # it has state in no checkpoint
@@ -451,13 +451,18 @@ def test_law_4_thawing_returns_to_plain_training(specimen):
     assert outside(loop.model) == outside(plain.model)
 
 
-def test_nothing_is_cached_before_the_front_is_frozen(tmp_path):
-    specimen = next(specimen for specimen in SUPPORTED if specimen.name == "residual")
-    loop = Loop(specimen, attached("both", tmp_path, cache={"gate": "open", "minimum_epochs": 0.0}))
-    loop.step(30)
-    journal = read_journal(tmp_path)
-    frozen = journal.of(ModuleFrozen)[0].step
-    assert all(event.step >= frozen for event in journal.of(CacheDecided) if event.boundary)
+def test_law_3_the_cache_begins_at_the_freeze_and_changes_nothing(tmp_path):
+    loops = {}
+    for name, settings in (("plain", {"enabled": False}), ("cached", {})):
+        freezing = {"landing": "both", "landing_share": 0.05}
+        loops[name] = CachedLoop(tmp_path / name, settings=settings, freezing=freezing).finish()
+    assert differences(loops["plain"].everything(), loops["cached"].everything()) == []
+    journal = read_journal(tmp_path / "cached")
+    assert journal.of(LandingEnded)[0].outcome == "landed" and journal.of(CacheUsed)[-1].hits > 100
+    frozen = journal.of(ModuleFrozen)[0]
+    assert frozen.step - frozen.decided_at >= 4 + 6
+    stored = [event.step for event in journal.of(CacheDecided) if event.mode == "stored"]
+    assert min(stored) == frozen.step
 
 
 # --- faults of ours -----------------------------------------------------------------------------
@@ -511,9 +516,3 @@ def test_summary_trackers_and_report_tell_of_it(tmp_path):
     page = report(tmp_path).path.read_text()
     assert "weights averaged, learning rate to 0 over 12 steps" in page
     assert "with the average and" in page and "over 3 pairs of steps" in page
-
-
-@pytest.mark.parametrize(("name", "value"), [("landing", "mean"), ("landing_share", 0.0), ("landing_share", 1.5)])
-def test_wrong_settings_are_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"freezing\.{name} must be"):
-        Config.from_dict({"freezing": {name: value}})
