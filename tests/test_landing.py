@@ -500,6 +500,20 @@ def test_a_fault_ends_the_landing_and_the_front_freezes_as_trained(owner, name, 
     assert outside(ours.model) == outside(Training(mode=None).model)
 
 
+@pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")
+def test_where_an_optimizer_takes_no_hooks_the_front_freezes_as_trained(tmp_path, monkeypatch):
+    def has_none(*_):
+        raise AttributeError("no hooks")
+
+    ours = Training(mode="both", directory=tmp_path)
+    monkeypatch.setattr(torch.optim.Optimizer, "register_step_pre_hook", has_none)
+    ours.go(BEGINS + 4)
+    assert ours.run.frozen == 2
+    journal = read_journal(tmp_path)
+    assert [event.what for event in journal.of(Declined)] == ["landing"] and replay(tmp_path).agrees
+    assert [(event.step, event.outcome) for event in journal.of(LandingEnded)] == [(BEGINS, "failed")]
+
+
 # --- what is told of it -------------------------------------------------------------------------
 
 

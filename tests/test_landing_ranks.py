@@ -21,7 +21,7 @@ from menagerie import MENAGERIE
 from ranks import each_third, run_cases, run_ranks
 from test_duty_cycle import MLP, OPTIMIZERS
 from test_landing import attached, failing
-from test_shards import AS_ONE, NOT_SHARDED, ROUNDED, sharded, whole
+from test_shards import AS_ONE, NOT_SHARDED, ROUNDED, shard, sharded, whole
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
@@ -82,16 +82,16 @@ def test_two_ranks_that_share_the_parameters_land_like_one(name, tmp_path):
 class Replica:
     """An MLP in each of two processes, on data of its own."""
 
-    def __init__(self, directory, mode="both"):
+    def __init__(self, directory, *, in_parts=False):
         torch.manual_seed(0)
         self.model = MLP().train()
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+        self.called = shard(self.model) if in_parts else DistributedDataParallel(self.model)
         self.optimizer = OPTIMIZERS["adamw"](self.model.parameters())
         self.data = torch.Generator().manual_seed(distributed.get_rank())
-        self.called = DistributedDataParallel(self.model)
-        self.run = attach(self.called, self.optimizer, **attached(mode, directory, "0.02:2"))
+        self.run = attach(self.called, self.optimizer, **attached("both", directory, "0.02:2"))
 
     def go(self, steps):
         for _ in range(steps):
@@ -151,24 +151,39 @@ def test_ranks_decide_alike_and_end_with_equal_weights(fault):
         assert outcomes == ["failed"]
 
 
-def resumed(stop):
-    ends = []
-    whole_run = Replica("whole").go(16)
-    ends.append(whole_run.state())
-    whole_run.run.close()
-    first = Replica("parts").go(stop)
-    saved = [copy.deepcopy(part.state_dict()) for part in (first.model, first.optimizer, first.run)]
+def resumed(case):
+    stop, in_parts, packed = case
+    one = Replica("whole", in_parts=in_parts).go(16)
+    ends = [whole(one.state())]
+    one.run.close()
+    first = Replica("parts", in_parts=in_parts).go(stop)
+    state_of = first.run.packed if packed else first.run
+    saved = [copy.deepcopy(part.state_dict()) for part in (first.model, first.optimizer, state_of)]
+    if packed:  # all processes load that of the first
+        distributed.broadcast_object_list(shared := [saved[2]], src=0)
+        saved[2] = shared[0]
     first.run.close()
-    second = Replica("parts")
-    for part, state in zip((second.model, second.optimizer, second.run), saved, strict=True):
+    second = Replica("parts", in_parts=in_parts)
+    for part, state in zip((second.model, second.optimizer), saved, strict=False):
         part.load_state_dict(state)
+    (second.run.packed if packed else second.run).load_state_dict(saved[2])
     second.data.set_state(first.data.get_state())
-    ends.append(second.go(16 - stop).state())
+    ends.append(whole(second.go(16 - stop).state()))
+    frozen = second.run.frozen
     second.run.close()
-    return ends
+    faults = len(read_journal("parts").of(FaultCaught)) if distributed.get_rank() == 0 else 0
+    return ends, frozen, faults
+
+
+RESUMED = [(stop, *case) for stop in (4, 9) for case in ((False, False), (False, True), (True, False), (True, True))]
 
 
 def test_law_5_in_mid_landing_with_two_ranks():
-    for case, answers in run_cases(resumed, [4, 9]).items():
-        for one, other in answers:
-            assert differences(one, other) == [], case
+    for (stop, in_parts, packed), answers in run_cases(resumed, RESUMED).items():
+        case = f"after {stop} steps, {in_parts=}, {packed=}"
+        for (one, other), frozen, faults in answers:
+            assert (frozen, faults) == (2, 0), case
+            names = list(one)
+            if packed:  # statistics are each process' own, and so are averages of parameters in parts
+                names = [] if in_parts else [name for name, _ in MLP().named_parameters()]
+            assert [name for name in names if not torch.equal(one[name], other[name])] == [], case

@@ -225,9 +225,9 @@ class Landing:
             self._end("cancelled", reason)
 
     def describe(self) -> str:
-        """Return how far it is, as text that is the same in all processes."""
+        """Return what lands and for how long, as text that is the same in all processes."""
         course = self._course
-        return "" if course is None else f"{self.decided} {course.mode} {course.done} {course.num_steps}"
+        return "" if course is None else f"{self.decided} {course.mode} {course.began_at} {course.num_steps}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to land as if it had not stopped; empty where nothing lands."""

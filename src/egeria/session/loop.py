@@ -35,7 +35,7 @@ from egeria.session.following import HarmfulFreezeError, Training, check_calls, 
 from egeria.session.landing import Landing
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
-from egeria.session.optimizer_steps import LayerRates
+from egeria.session.optimizer_steps import LayerRates, Wanted
 from egeria.session.parts import CutParts
 from egeria.session.ranks import LostError, OutOfStepError
 from egeria.session.skipping import COMPILED, begin_skipping
@@ -87,8 +87,7 @@ class Session:
         self.steps = StepCounter(training, self.meter, self.timer.take_out)
         """Recognises calls of `run.step` that count no step."""
         sets_rates = self.parts is not None and isinstance(self.parts.policy, Annealing)
-        wanted = lambda: self.parts.wanted_rates(self.clock.step) if self.parts else None  # noqa: E731
-        self._rates = LayerRates(self.training, wanted, self.timer.take_out) if sets_rates else None
+        self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out) if sets_rates else None
         self._order = watch_order(self.training, self.modules) if self.parts else None
         """Records the execution order until the first forward pass has shown it."""
         self._past_controller_cpu_s = 0.0
@@ -222,8 +221,7 @@ class Session:
             evaluation.profile()
             batch = evaluation.batch  # to rehearse on what no reading led to
         self._apply(parts, decisions, batch)
-        if self.parts is parts:
-            parts.applier.land(evaluation.batch or evaluation.evaluated)
+        parts.applier.land(evaluation.batch or evaluation.evaluated)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
             self.clock.interval_steps = evaluation.begin(self.clock.evaluation, self.clock.interval_steps)
         elif interval.loss is not None:
@@ -313,6 +311,9 @@ class Session:
             applier=Applier(self.training, cut.modules, self.compiling, cut.deepest_freeze, landing),
         )
 
+    def _wanted_rates(self) -> Wanted | None:
+        return self.parts.wanted_rates(self.clock.step) if self.parts else None
+
     def _move_cache_boundary(self) -> None:
         if self.skipping is not None and self.parts is not None:
             self.skipping.follow(self.modules[: self.frozen], self.parts.policy, self.clock)
@@ -355,9 +356,8 @@ class Session:
         if parts is None:
             return
         if self.skipping is not None:
-            self._guard(
-                "leaving the boundary of the cache", partial(self.skipping.follow, (), parts.policy, self.clock)
-            )
+            leave = partial(self.skipping.follow, (), parts.policy, self.clock)
+            self._guard("leaving the boundary of the cache", leave)
         self._guard("thawing", parts.applier.release)
         keeps = successor is not None and successor.evaluation.controller is parts.evaluation.controller
         self._guard("closing the controller", partial(parts.evaluation.close, keeps_controller=keeps))
