@@ -29,10 +29,7 @@ from egeria.report.wording import (
 )
 
 logger = logging.getLogger("egeria")
-LOGGED = (
-    *(events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.PeriodsChanged, events.Thawed),
-    *(events.LandingBegan, events.LandingEnded),
-)
+LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.PeriodsChanged, events.Thawed)
 """Events whose steps are logged to trackers."""
 
 
