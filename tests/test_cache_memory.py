@@ -28,7 +28,7 @@ EPOCHS = 8
 class Loop:
     """A loop without a DataLoader: batches of pictures, in another order in each epoch."""
 
-    def __init__(self, directory, *, transform=torch.Tensor.clone, settings=None, depth=1, loader=None):
+    def __init__(self, directory, *, transform=torch.Tensor.clone, settings=None, depth=1, loader=None, freezing=None):
         torch.manual_seed(0)
         self.model, self.directory, self.transform = small_resnet(), directory, transform
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
@@ -41,7 +41,7 @@ class Loop:
             total_steps=EPOCH * EPOCHS,
             directory=directory,
             controller=ScriptedController(freezes_up_to(depth)),
-            config={**FAST, "cache": {"gate": "open", **(settings or {})}},
+            config={**FAST, "cache": {"gate": "open", **(settings or {})}, "freezing": freezing or {}},
         )
 
     def epoch(self):

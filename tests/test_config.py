@@ -58,7 +58,14 @@ DEFAULTS = {
         "restarts": 20,
         "queue_length": 4,
     },
-    "freezing": {"enabled": True, "tolerance_share": 0.2, "tolerance_readings": 3, "tied": "keep"},
+    "freezing": {
+        "enabled": True,
+        "tolerance_share": 0.2,
+        "tolerance_readings": 3,
+        "tied": "keep",
+        "landing": "none",
+        "landing_share": 0.06,
+    },
     "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
     "cache": {
         "enabled": "auto",
@@ -127,6 +134,8 @@ CONTRACTS = [
     ("freezing.tolerance_share", POSITIVE, NOT_POSITIVE),
     ("freezing.tolerance_readings", "a whole number of at least 1", (*no_count(), None)),
     ("freezing.tied", "one of 'freeze', 'keep'", ("thaw", None, True)),
+    ("freezing.landing", "one of 'anneal', 'average', 'both', 'none'", ("mean", None, True)),
+    ("freezing.landing_share", SHARE, NO_SHARE),
     ("unfreezing.rule", "the name of a rule or an object with a `judge` method", (3, None, object)),
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
     ("unfreezing.minimum_window", "a whole number of at least 2", (*no_count(2), None)),
@@ -325,6 +334,8 @@ configs = st.builds(
         tolerance_share=st.floats(0, exclude_min=True, allow_infinity=False),
         tolerance_readings=counts,
         tied=st.sampled_from(["keep", "freeze"]),
+        landing=st.sampled_from(["none", "average", "anneal", "both"]),
+        landing_share=shares,
     ),
     unfreezing=st.builds(
         UnfreezingConfig,

@@ -80,6 +80,8 @@ class Resumed(Event, kind="resumed"):
     stage: str
     periods: list[int] | None = None
     """For each layer module, how many steps lie between its updates; None where all are updated at every step."""
+    landing: int = 0
+    """How many layer modules land behind the frozen ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,15 +193,52 @@ class ModuleFrozen(Event, kind="frozen"):
     reason: str
     parameter_share: float
     """Share of the trainable parameters that is frozen now; in journals of egeria 0.1 of all parameters."""
+    decided_at: int | None = None
+    """Step of the decision, where the module landed first; None where it froze at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreezeWaits(Event, kind="freeze_waits"):
-    """A layer module was decided to freeze, and still trains until a freeze repays the compiling."""
+    """A layer module was decided to freeze, and trains on until that repays the compiling, or others have landed."""
 
     module: int
     name: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LandingBegan(Event, kind="landing"):
+    """A layer module was decided to freeze, and lands first: the noise of its last steps goes out of its weights."""
+
+    module: int
+    name: str
+    mode: str
+    """'average', 'anneal' or 'both', as `freezing.landing`."""
+    num_steps: int
+    """Optimizer steps over which its weights are averaged, or its learning rate falls."""
+    reason: str
+    """Of the freeze."""
+    decided_at: int | None = None
+    """Step of the decision, where others had to land first; None where it was decided just now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LandingEnded(Event, kind="landed"):
+    """The landing of all layer modules up to `module` is over; unless it was cancelled they freeze now."""
+
+    module: int
+    name: str
+    outcome: str
+    """'landed'; 'undone': frozen as trained, since the average was worse; 'cancelled' by a thaw; 'failed': a fault."""
+    reason: str
+    num_pairs: int = 0
+    """Pairs of training steps, one with the weights as trained and one with the average, that were compared."""
+    raw_loss: float | None = None
+    """Mean training loss of the steps with the weights as trained; None where nothing was compared."""
+    landed_loss: float | None = None
+    """The same with the average."""
+    error: float | None = None
+    """Standard error of the difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

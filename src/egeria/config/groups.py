@@ -164,6 +164,13 @@ class FreezingConfig(SettingsGroup):
     """Slopes of a module that count as early. Paper: 3."""
     tied: str = setting("keep", choice("keep", "freeze"))
     """Weights shared with an active module: 'keep' trains them on through that module, 'freeze' freezes them too."""
+    landing: str = setting("none", choice("none", "average", "anneal", "both"))
+    """What takes the noise of its last steps out of a module before it freezes: 'average' replaces its weights by
+    their running average, if that is no worse on the loop's own batches; 'anneal' lowers its own learning rate to zero;
+    'both' does both; 'none' freezes it as it is."""
+    landing_share: float = setting(0.06, SHARE)
+    """Share of the training that landing takes; checking the average takes a few steps more. Where `total_steps` is
+    unknown it takes ten intervals. From one run of ResNet-8, where 6 % took back a third of what a raw freeze cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,6 +79,13 @@ class ParallelStrategy:
     def settle(self) -> None:
         """Put parameters into the form in which what trains can be changed."""
 
+    def equalise(self, names: Collection[str]) -> None:
+        """Give parameters the values of the first process in all of them, where each has the whole of them.
+
+        Args:
+            names: those of the parameters.
+        """
+
     def see_call(self) -> None:
         """See a training call of the model begin, within whatever wraps it."""
 
@@ -168,6 +175,16 @@ class Replicas(ParallelStrategy):
         if any(hasattr(state, "start_powerSGD_iter") for _, state in hooks):
             return "PowerSGD keeps errors by bucket, and buckets are others where layer modules rest"
         return None
+
+    def equalise(self, names: Collection[str]) -> None:
+        """Send the values of the first process to the others."""
+        group: Any = distributed.group.WORLD if self._wrapper is None else self._wrapper.process_group
+        first = distributed.get_global_rank(group, 0)
+        for name in sorted(names):
+            weights = self._model.get_parameter(name).detach()
+            sent = weights.contiguous()
+            distributed.broadcast(sent, first, group=group)
+            weights.copy_(sent)
 
     def see_call(self) -> None:
         """Find the wrapper of a bare model at the first training call in one."""

@@ -84,7 +84,10 @@ class EndBootstrapping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Freeze:
-    """Freeze this layer module, the frontmost active one."""
+    """Freeze this layer module, the frontmost active one.
+
+    With `freezing.landing` it lands first. To the policy it is frozen from now on; a `Thaw` cancels that.
+    """
 
     module: int
     reason: str

@@ -16,6 +16,11 @@ def why_nothing_froze(history: History) -> str | None:
         return None
     if any(event.is_in_force and max(event.periods) > 1 for event in history.of(events.PeriodsChanged)):
         return None
+    if (began := history.last(events.LandingBegan)) and history.last(events.LandingEnded) is None:
+        return (
+            f"Nothing was frozen: “{began.name}” was decided to freeze, and was still landing at step "
+            f"{history.last_step}, where the journal ends."
+        )
     start = history.last(events.RunStarted)
     if start is None:
         return "The journal does not say how the run began: its first lines are missing or damaged."

@@ -11,6 +11,8 @@ from egeria.events import (
     ComputeProfiled,
     Declined,
     Event,
+    LandingBegan,
+    LandingEnded,
     ModuleFrozen,
     ModulesOrdered,
     PeriodsChanged,
@@ -94,6 +96,23 @@ def depth_points(history: History) -> tuple[DepthPoint, ...]:
         )
         for (step, (depth, every)), end in zip(course, ends, strict=True)
     )
+
+
+def count_landing(history: History) -> int:
+    """Return how many layer modules behind the frozen ones land at the end of the journal."""
+    depth = last = 0
+    for event in history.events:
+        if isinstance(event, LandingBegan):
+            last = event.module + 1
+        elif isinstance(event, ModuleFrozen):
+            depth = event.frozen
+        elif isinstance(event, Resumed):
+            depth, last = event.frozen, event.frozen + event.landing
+        elif isinstance(event, LandingEnded):
+            last = 0
+        elif isinstance(event, Thawed) or (isinstance(event, Declined) and event.what == "freezing"):
+            depth = last = 0
+    return max(0, last - depth)
 
 
 def mean_over_steps(points: tuple[DepthPoint, ...], read: Callable[[DepthPoint], float | None]) -> float | None:

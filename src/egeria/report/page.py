@@ -59,6 +59,12 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
         event.reason,
     ),
     events.FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
+    events.LandingBegan: lambda event: (
+        "lands",
+        f"{event.module} {event.name}",
+        f"{wording.landing_mode(event.mode)} over {wording.plural(event.num_steps, 'step')}, to freeze: {event.reason}",
+    ),
+    events.LandingEnded: lambda event: (event.outcome, f"{event.module} {event.name}", wording.landing_outcome(event)),
     events.Rewrapped: lambda event: (
         "reduced",
         wording.mebibytes(event.reduced_bytes),

@@ -173,7 +173,7 @@ def _reading(event: events.PlasticityRead) -> Reading:
 
 _KINDS: dict[type, str] = {
     **dict.fromkeys((EndBootstrapping, events.StageChanged), "knowledge-guided"),
-    **dict.fromkeys((Freeze, events.ModuleFrozen, events.FreezeWaits), "freeze"),
+    **dict.fromkeys((Freeze, events.ModuleFrozen, events.FreezeWaits, events.LandingBegan), "freeze"),
     **dict.fromkeys((Thaw, events.Thawed), "thaw"),
     **dict.fromkeys((SetPeriods, events.PeriodsChanged), "periods"),
 }
@@ -181,7 +181,7 @@ _KINDS: dict[type, str] = {
 
 
 def _decisions(step: int, found: Sequence[object]) -> list[ReplayedDecision]:
-    """Return the decisions among events, or among what a policy returned."""
+    """Return the decisions among events, without what follows from earlier ones, or among what a policy returned."""
     return [
         ReplayedDecision(
             step=step,
@@ -190,5 +190,5 @@ def _decisions(step: int, found: Sequence[object]) -> list[ReplayedDecision]:
             periods=tuple(getattr(decision, "periods", ())) or None,
         )
         for decision in found
-        if (kind := _KINDS.get(type(decision))) is not None
+        if (kind := _KINDS.get(type(decision))) is not None and getattr(decision, "decided_at", None) is None
     ]

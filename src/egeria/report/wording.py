@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from egeria.events import LandingEnded
 from egeria.policy import ordinal
 from egeria.report.history import History
 from egeria.report.summary import Summary
@@ -76,6 +77,22 @@ def rarely_updated(periods: Sequence[int], frozen: int) -> str:
 def front(frozen: int, periods: Sequence[int]) -> str:
     """Return how much is frozen, and what behind it is rarely updated."""
     return "; ".join(filter(None, (plural(frozen, "module") if frozen else "nothing", rarely_updated(periods, frozen))))
+
+
+def landing_mode(mode: str) -> str:
+    """Return what a landing does to the layer modules."""
+    average, anneal = "weights averaged", "learning rate to 0"
+    return {"average": average, "anneal": anneal}.get(mode, f"{average}, {anneal}")
+
+
+def landing_outcome(event: LandingEnded) -> str:
+    """Return how a landing ended, and what the check found."""
+    if event.raw_loss is None or event.landed_loss is None:
+        return event.reason
+    return (
+        f"{event.reason}; training loss {number(event.landed_loss)} with the average and {number(event.raw_loss)} "
+        f"without, over {plural(event.num_pairs, 'pair')} of steps (difference known to ±{number(event.error)})"
+    )
 
 
 def frozen_when(summary: Summary) -> str:

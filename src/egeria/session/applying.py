@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from egeria.layers.undisturbed import undisturbed
 from egeria.policy import Freeze, SetPeriods, Thaw
 from egeria.session.compiling import Compiling
 from egeria.session.following import HarmfulFreezeError, Training
+from egeria.session.landing import Decided, Landing
 from egeria.session.ranks import Subject
 from egeria.session.timing import Stopwatch
 
@@ -45,6 +46,8 @@ class Applier:
     compiling: Compiling
     deepest_freeze: int
     """The largest number of front layer modules that may be frozen, or rest at a step."""
+    landing: Landing
+    """Of what was decided to freeze; by default there is none."""
 
     def __post_init__(self) -> None:
         self.recorder, self.parallel = self.training.recorder, self.training.parallel
@@ -58,6 +61,8 @@ class Applier:
         """Layer modules that were decided to freeze, and train on until compiling again repays itself."""
         self._depth_in_force = 0
         self._was_overruled = False
+        self._thawed = (0, -1)
+        """How many front layer modules thawed last, and at which step."""
 
     @property
     def depth(self) -> int:
@@ -76,8 +81,13 @@ class Applier:
 
     @property
     def decided_depth(self) -> int:
-        """How many front layer modules were decided to freeze, waiting ones included."""
-        return self.waiting[-1] + 1 if self.waiting else self.depth
+        """How many front layer modules were decided to freeze, those included that wait or land."""
+        return max([self.depth, *(module + 1 for module in (*self.waiting, *self.landing.decided))])
+
+    @property
+    def num_landing(self) -> int:
+        """How many layer modules land behind the frozen ones."""
+        return max(0, self.landing.depth - self.depth)
 
     @property
     def is_undone(self) -> bool:
@@ -85,7 +95,7 @@ class Applier:
         return self._was_overruled or self._freezer.is_undone or self._duty.is_undone
 
     def freeze(self, decision: Freeze, batch: Batch | None, saved_s: float | None) -> None:
-        """Freeze one more layer module, or let it wait.
+        """Freeze one more layer module, or let it land first, or wait.
 
         Args:
             decision: what the policy decided.
@@ -103,25 +113,33 @@ class Applier:
             return
         self.waiting = []
         self._duty.wake()
-        if batch is None:
-            self._freezer.freeze_to(decision.module + 1)
-        else:
-            self._freeze_rehearsed(decision.module, batch)
-        self._duty.begin(self.periods, self.depth)
-        self.recorder.write(
-            ModuleFrozen(
-                step=step,
-                module=decision.module,
-                name=module.name,
-                frozen=self.depth,
-                reason=decision.reason,
-                parameter_share=self._freezer.num_frozen / max(1, self._num_trainable),
-            )
-        )
+        decided = Decided(module=decision.module, reason=decision.reason, step=step)
+        num_thawed, at = self._thawed
+        has_landed = at == step and decision.module < num_thawed  # it was frozen until now
+        if has_landed or not self.landing.takes(decided, self.depth):
+            self._freeze(decided, batch)
+
+    def land(self, batch: Batch | None) -> None:
+        """Freeze what has landed at the end of an interval, and begin to land what waited for that.
+
+        Args:
+            batch: a training batch to rehearse the freeze on.
+
+        Raises:
+            HarmfulFreezeError: it would have broken the training; everything is thawed then.
+        """
+        for decided in self.landing.finish():
+            self._freeze(decided, batch)
+        for decided in self.landing.take_queue():
+            self._duty.wake()
+            if not self.landing.takes(decided, self.depth):
+                self._freeze(decided, batch)
 
     def thaw(self, decision: Thaw) -> None:
         """Thaw everything."""
         before, self.waiting = self.depth, []
+        self._thawed = before, self.recorder.step
+        self.landing.cancel(decision.reason)
         self._duty.end()
         self._freezer.thaw()
         event = Thawed(step=self.recorder.step, frozen_before=before, reason=decision.reason, window=decision.window)
@@ -152,11 +170,14 @@ class Applier:
         event = PeriodsChanged(step=step, periods=periods, reason=decision.reason, is_in_force=is_in_force)
         self.recorder.write(event)
 
-    def restore(self, depth: int, decided_depth: int, periods: Sequence[int] | None) -> None:
-        """Return to a saved depth and periods, without journaling decisions that were journaled before."""
+    def restore(
+        self, depth: int, decided_depth: int, periods: Sequence[int] | None, landing: Mapping[str, Any]
+    ) -> None:
+        """Return to a saved depth, periods and landing, without journaling decisions that were journaled before."""
         self._freezer.freeze_to(depth)
         self._duty.begin(periods or self.periods, depth)
-        self.waiting = list(range(depth, decided_depth))
+        self.landing.load_state_dict(landing)
+        self.waiting = list(range(self.decided_depth, decided_depth))
         self.put_in_force()
 
     def put_in_force(self) -> None:
@@ -167,6 +188,7 @@ class Applier:
         self._duty.wake()
         self.parallel.update(frozen, self._duty.depths(self.depth))
         is_watched = (self.depth > 0 or self._duty.is_active) and (hooks.is_compiled or not is_alone)
+        is_watched = is_watched or self.landing.is_under_way
         hooks.call_before(self._check_before_forward if is_watched else None)
         if not has_changed:
             return
@@ -183,6 +205,7 @@ class Applier:
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
         self.waiting = []
+        self.landing.cancel(None)
         self._duty.end()
         self._freezer.thaw()
         self.put_in_force()
@@ -197,7 +220,7 @@ class Applier:
     def describe(self) -> str:
         """Return what is frozen and what trains, as text that is the same wherever that is the same."""
         names = (name for name, parameter in self.training.model.named_parameters() if parameter.requires_grad)
-        return f"{self.depth} {self.periods} {' '.join(names)}"
+        return f"{self.depth} {self.periods} {self.landing.describe()} {' '.join(names)}"
 
     def _reason_to_wait(self, saved_s: float | None, num_graphs: int = 1) -> str:
         """Return why a freeze has to wait: compiling the model again would take longer than it saves; else nothing."""
@@ -213,6 +236,27 @@ class Applier:
             self._was_overruled = True
             self.release()
         self._freezer.stay_in_inference_mode()
+        self.landing.before_forward()
+
+    def _freeze(self, decided: Decided, batch: Batch | None) -> None:
+        module, step = self.modules[decided.module], self.recorder.step
+        self._duty.wake()
+        if batch is None:
+            self._freezer.freeze_to(decided.module + 1)
+        else:
+            self._freeze_rehearsed(decided.module, batch)
+        self._duty.begin(self.periods, self.depth)
+        self.recorder.write(
+            ModuleFrozen(
+                step=step,
+                module=decided.module,
+                name=module.name,
+                frozen=self.depth,
+                reason=decided.reason,
+                parameter_share=self._freezer.num_frozen / max(1, self._num_trainable),
+                decided_at=decided.step if decided.is_journaled else None,
+            )
+        )
 
     def _freeze_rehearsed(self, index: int, batch: Batch) -> None:
         """Refuse a freeze that takes the gradient of an output, and report one that saves less than it could."""

@@ -263,7 +263,8 @@ class Run:
                 f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without loading it."
             ) from error
         step, periods = self._session.clock.step, list(self.periods) if set(self.periods) - {1} else None
-        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage, periods=periods))
+        landing = self._session.parts.applier.num_landing if self._session.parts else 0
+        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage, periods=periods, landing=landing))
 
     def close(self) -> None:
         """End the run and leave the model as it was found: thawed, without hooks. Safe to call twice."""

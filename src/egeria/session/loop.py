@@ -33,6 +33,7 @@ from egeria.session.compiling import Compiling
 from egeria.session.cutting import Cut
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import HarmfulFreezeError, Training, check_calls, watch_order
+from egeria.session.landing import Landing
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.optimizer_steps import LayerRates, Wanted
@@ -119,7 +120,9 @@ class Session:
 
     def step(self, loss: Any) -> None:
         """Take in one optimizer step, with its loss as `steps.take` returned it."""
-        self.meter.add(loss)
+        loss = self.meter.add(loss)
+        if self.parts is not None:
+            self.parts.applier.landing.end_step(loss)
         ends_interval = self.clock.tick()
         self.recorder.step = self.clock.step
         seconds = self.compiling.look(self.clock.step)
@@ -222,6 +225,7 @@ class Session:
             evaluation.profile()
             batch = evaluation.batch  # to rehearse on what no reading led to
         self._apply(parts, decisions, batch)
+        parts.applier.land(evaluation.batch or evaluation.evaluated)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
             self.clock.interval_steps = evaluation.begin(self.clock.evaluation, self.clock.interval_steps)
         elif interval.loss is not None:
@@ -304,17 +308,15 @@ class Session:
         policy, controller = self._make_policy(cut), cast(Controller, AbsentController())
         if PLASTICITY in policy.needs and self.ranks.leads:
             controller = self._make_controller(cut.modules, lambda: self.timer.left_s(self.clock.step))
+        landing = Landing(self.training, cut.modules, lambda: self.clock.interval_steps, self.timer.take_out)
         return CutParts(
             policy=policy,
             evaluation=Evaluation(self.training, cut.modules, policy, controller, self.budget, self.timer),
-            applier=Applier(self.training, cut.modules, self.compiling, cut.deepest_freeze),
+            applier=Applier(self.training, cut.modules, self.compiling, cut.deepest_freeze, landing),
         )
 
     def _wanted_rates(self) -> Wanted | None:
-        """Return the learning rates that the policy wants for the coming step, if it sets them."""
-        policy = self.parts.policy if self.parts else None
-        shares = policy.rate_shares(self.clock.step) if isinstance(policy, Annealing) else None
-        return None if shares is None else (self.modules, shares)
+        return self.parts.wanted_rates(self.clock.step) if self.parts else None
 
     def _move_cache_boundary(self) -> None:
         if self.skipping is not None and self.parts is not None:

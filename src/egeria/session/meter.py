@@ -38,11 +38,12 @@ class IntervalMeter:
         self._held: list[float | Tensor] = []
         """Of the micro-batches of a step that is still to come."""
 
-    def add(self, loss: float | Tensor) -> None:
-        """Take in the loss of one step, as `read` returned it: the mean of it and of those that were held for it."""
+    def add(self, loss: float | Tensor) -> float | Tensor:
+        """Take in the loss of one step, as `read` returned it; return the mean of it and of those held for it."""
         losses, self._held = [*self._held, loss], []
         self._losses.append(_mean(losses))
         self.measures.end_step()
+        return self._losses[-1]
 
     def hold(self, loss: float | Tensor) -> None:
         """Keep the loss of a micro-batch, as `read` returned it, for the step it is part of."""
@@ -85,7 +86,7 @@ class IntervalMeter:
     ) -> Interval:
         """Return the interval that has ended, and begin the next."""
         is_full = num_frozen == 0 and max(periods, default=1) == 1
-        losses, self._losses = _to_floats(self._losses), []
+        losses, self._losses = to_floats(self._losses), []
         finite = [value for value in losses if math.isfinite(value)]
         loss, num_bad = (statistics.fmean(finite) if finite else None), len(losses) - len(finite)
         wall_s, cpu_s = self.timer.take_medians()
@@ -124,8 +125,8 @@ class IntervalMeter:
         """Return what the interval under way has gathered."""
         return {
             "iteration_s": self.timer.iteration_s,
-            "losses": _to_floats(self._losses),
-            "held_losses": _to_floats(self._held),
+            "losses": to_floats(self._losses),
+            "held_losses": to_floats(self._held),
             "measures": self.measures.state_dict(),
         }
 
@@ -136,7 +137,7 @@ class IntervalMeter:
         self.measures.load_state_dict(state.get("measures", {}))
 
 
-def _to_floats(losses: Sequence[float | Tensor]) -> list[float]:
+def to_floats(losses: Sequence[float | Tensor]) -> list[float]:
     """Return losses as numbers; synchronises the device."""
     numbers = iter(to_numbers([value.float() for value in losses if isinstance(value, Tensor)]))
     return [next(numbers) if isinstance(value, Tensor) else value for value in losses]

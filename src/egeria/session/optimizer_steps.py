@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class OptimizerHooks:
         self._call_after = None if self.after is None else self._guarded(self.after)
         self.is_resting = False
         """Whether no callback is made for now; `wake` puts the hooks back."""
+        self.has_failed = False
+        """Whether a callback has ever raised."""
         self._open()
 
     @property
@@ -132,7 +134,7 @@ class OptimizerHooks:
                 action(optimizer)
                 faults_in_a_row = 0
             except Exception as error:
-                faults_in_a_row += 1
+                faults_in_a_row, self.has_failed = faults_in_a_row + 1, True
                 self.recorder.fault(self.what, error)
                 if faults_in_a_row >= FAULTS_BEFORE_GIVING_UP:
                     self._give_up(f"it failed {faults_in_a_row} times in a row, last with: {error}")
@@ -281,13 +283,59 @@ def some_rows(values: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class LayerRates:
-    """Scales what each optimizer step does to the parameters of a layer module: a rate for each, optimizer unchanged.
+class ScaledSteps:
+    """Scales what each optimizer step does to some parameters: a rate of their own, with the optimizer unchanged.
 
     The steps of SGD, Adam and AdamW, weight decay included, are linear in the learning rate, so that
-    `before + share * (after - before)` is the step with that share of the rate. Parameters whose share is 1, and
-    those that are frozen, are left alone; the others are copied before the step.
+    `before + factor * (after - before)` is the step with that multiple of the rate. These parameters are copied before
+    the step; others, and those without a gradient, are left alone.
     """
+
+    training: Training
+    factors: Callable[[Optimizer], Iterable[tuple[nn.Parameter, float]]]
+    """Returns the parameters whose coming step is scaled, each with its factor."""
+    spend: Callable[[float, float], None]
+    what: str
+    """Is not done where it fails, in the words of a warning."""
+
+    def __post_init__(self) -> None:
+        self._before: list[tuple[Tensor, Tensor, float]] = []
+        self.hooks = OptimizerHooks(
+            self.training.optimizers,
+            self.training.recorder,
+            self.spend,
+            what=self.what,
+            before=self._note,
+            after=self._scale,
+        )
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found."""
+        self.hooks.close()
+        self._before = []
+
+    @torch.no_grad()
+    def _note(self, optimizer: Optimizer) -> None:
+        """Keep the parameters whose step is scaled."""
+        self._before = []
+        for parameter, factor in self.factors(optimizer):
+            if parameter.requires_grad:
+                self._before.append((parameter, parameter.detach().clone(), factor))
+
+    @torch.no_grad()
+    def _scale(self, optimizer: Optimizer) -> None:
+        """Make of the step what it would have been with the wanted rate."""
+        noted, self._before = self._before, []
+        for parameter, before, factor in noted:
+            if factor == 0:
+                parameter.copy_(before)
+            else:
+                parameter.sub_(before).mul_(factor).add_(before)
+
+
+@dataclass(eq=False)
+class LayerRates:
+    """Gives each layer module the learning rate that a policy wants, as a share of the initial one."""
 
     training: Training
     wanted: Callable[[], Wanted | None]
@@ -298,16 +346,12 @@ class LayerRates:
         self._names = {id(parameter): name for name, parameter in self.training.model.named_parameters()}
         self._optimizers = list(self.training.optimizers)
         self._initial = [[_initial_rate(group) for group in entry.param_groups] for entry in self._optimizers]
-        self._before: list[tuple[Tensor, Tensor, float]] = []
         what = "setting learning rates by layer module"
-        self._hooks = OptimizerHooks(
-            self._optimizers, self.training.recorder, self.spend, what=what, before=self._note, after=self._scale
-        )
+        self._steps = ScaledSteps(self.training, self._factors, self.spend, what)
 
     def close(self) -> None:
         """Leave the optimizers as they were found."""
-        self._hooks.close()
-        self._before = []
+        self._steps.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the initial rates: a scheduler, or the user, may have changed those of the groups since."""
@@ -317,10 +361,7 @@ class LayerRates:
         """Restore a saved state."""
         self._initial = [list(rates) for rates in state.get("initial", self._initial)]
 
-    @torch.no_grad()
-    def _note(self, optimizer: Optimizer) -> None:
-        """Keep the parameters whose step is scaled."""
-        self._before = []
+    def _factors(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, float]]:
         wanted = self.wanted()
         if wanted is None:
             return
@@ -333,19 +374,8 @@ class LayerRates:
             base = initial[index] if index < len(initial) else _initial_rate(group)  # a group that was added later
             for parameter in group["params"]:
                 share = shares.get(self._names.get(id(parameter), ""))
-                if share is None or not parameter.requires_grad or share * base == rate:
-                    continue
-                self._before.append((parameter, parameter.detach().clone(), share * base / rate))
-
-    @torch.no_grad()
-    def _scale(self, optimizer: Optimizer) -> None:
-        """Make of the step what it would have been with the wanted rate."""
-        noted, self._before = self._before, []
-        for parameter, before, factor in noted:
-            if factor == 0:
-                parameter.copy_(before)
-            else:
-                parameter.sub_(before).mul_(factor).add_(before)
+                if share is not None and share * base != rate:
+                    yield parameter, share * base / rate
 
     def _shares_by_name(self, modules: Collection[LayerModule], shares: Sequence[float]) -> dict[str, float]:
         found = {name: share for module, share in zip(modules, shares, strict=True) for name in module.parameters}

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from egeria.policy import Policy
+from egeria.policy import Annealing, Policy
 from egeria.session.applying import Applier
 from egeria.session.evaluation import Evaluation
+from egeria.session.optimizer_steps import Wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,7 @@ class CutParts:
             "evaluator": self.evaluation.state_dict(),
             "frozen": self.applier.depth,
             "periods": list(self.applier.periods),
+            "landing": self.applier.landing.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -34,6 +36,12 @@ class CutParts:
         self.evaluation.load_state_dict(saved["evaluator"])
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Freeze what a saved state had frozen, and let modules rest by its periods."""
+        """Freeze what a saved state had frozen, let modules rest by its periods, and land what was landing."""
         decided = self.policy.frozen
-        self.applier.restore(min(decided, int(saved.get("frozen", decided))), decided, saved.get("periods"))
+        depth = min(decided, int(saved.get("frozen", decided)))
+        self.applier.restore(depth, decided, saved.get("periods"), saved.get("landing", {}))
+
+    def wanted_rates(self, step: int) -> Wanted | None:
+        """Return the learning rates that the policy wants for the step after `step`, if it sets them."""
+        shares = self.policy.rate_shares(step) if isinstance(self.policy, Annealing) else None
+        return None if shares is None else (self.applier.modules, shares)

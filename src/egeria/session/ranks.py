@@ -30,6 +30,7 @@ class Subject(IntEnum):
     GATE = 5
     CLOSING = 6
     REFRESH = 7
+    LANDING = 8
 
 
 class OutOfStepError(Exception):

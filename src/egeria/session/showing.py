@@ -17,7 +17,16 @@ from egeria.layers.atoms import can_be_called
 from egeria.report.build import write_files
 from egeria.report.live import LiveHistory, RunSummary
 from egeria.report.trackers import Tracker, scalars
-from egeria.report.wording import count, duration, percent, plural, printable, rarely_updated
+from egeria.report.wording import (
+    count,
+    duration,
+    landing_mode,
+    landing_outcome,
+    percent,
+    plural,
+    printable,
+    rarely_updated,
+)
 
 logger = logging.getLogger("egeria")
 LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.PeriodsChanged, events.Thawed)
@@ -82,6 +91,12 @@ class Showing:
         if isinstance(event, events.ModuleFrozen):
             text = "step %d: froze %s (%d of %d layer modules, %.0f %% of the trainable parameters)"
             logger.info(text, event.step, event.name, event.frozen, self._num_modules, 100 * event.parameter_share)
+        elif isinstance(event, events.LandingBegan):
+            text = "step %d: %s lands before it freezes: %s over %s"
+            mode, steps = landing_mode(event.mode), plural(event.num_steps, "step")
+            logger.info(text, event.step, event.name, mode, steps)
+        elif isinstance(event, events.LandingEnded):
+            logger.info("step %d: %s %s: %s", event.step, event.name, event.outcome, landing_outcome(event))
         elif isinstance(event, events.PeriodsChanged) and event.is_in_force:
             text = rarely_updated(event.periods, 0) or "all modules updated at every step"
             logger.info("step %d: %s: %s", event.step, text, event.reason)
@@ -134,7 +149,8 @@ def in_a_line(summary: RunSummary) -> str:
     total = "" if summary.total_steps is None else f" of {count(summary.total_steps)}"
     step, saved = f"step {count(summary.step)}{total}", _saved(summary)
     frozen = f"{summary.frozen} of {plural(summary.num_modules, 'layer module')} frozen"
-    frozen = ", ".join(filter(None, (frozen, rarely_updated(summary.periods, summary.frozen))))
+    landing = f"{summary.landing} landing" if summary.landing else ""
+    frozen = ", ".join(filter(None, (frozen, landing, rarely_updated(summary.periods, summary.frozen))))
     if summary.closed:
         return f"closed at {step}, {frozen} at the end, {saved}"
     return f"{step}, {summary.stage}, {frozen}, {saved}"
@@ -148,6 +164,7 @@ def as_html(summary: RunSummary) -> str:
         ("state", "closed" if summary.closed else summary.stage),
         ("step", f"{count(summary.step)}{total}"),
         ("frozen at the end" if summary.closed else "frozen", f"{summary.frozen} of {summary.num_modules}: {frozen}"),
+        *([("landing", ", ".join(summary.modules[summary.frozen :][: summary.landing]))] if summary.landing else []),
         *([("behind them", rare)] if (rare := rarely_updated(summary.periods, summary.frozen)) else []),
         ("trainable parameters frozen", percent(summary.parameter_share)),
         ("compute skipped", percent(summary.skipped_share)),
