@@ -21,7 +21,7 @@ NUM_ERRORS = 2.0
 high rates of training from scratch, where it is far below, or too few were measured."""
 LEAST_PART = 0.25
 """Of the fall of the loss meanwhile, that worth must account for."""
-THAWS_AT = 3.0
+THAWS_AT = 2.0
 """Times the limit that a frozen front must be worth by now, because the rate rose, to thaw."""
 
 

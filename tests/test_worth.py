@@ -1,0 +1,555 @@
+"""The worth of steps: what is measured, what counts as trained, and what is decided by it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria import events
+from egeria.config import Config
+from egeria.journal import read_journal
+from egeria.layers.backward_times import BackwardTimes
+from egeria.layers.modules import parse_modules
+from egeria.layers.pretrained import count_pretrained, find_trained_norms
+from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
+from egeria.session.worth import StepWorth
+
+WIDTH, CLASSES, STEPS = 16, 4, 200
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+class Words(nn.Module):
+    """A table, four blocks and a head: the shape of a language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(50, WIDTH), nn.Sequential(*(Block() for _ in range(4)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.table(tokens)).mean(1))
+
+
+def batches(task, count, seed=0):
+    """Yield sentences whose class is told by how often words of a kind occur; a task is a way to sort the words."""
+    draw = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(0, CLASSES, (50,), generator=torch.Generator().manual_seed(task))
+    for _ in range(count):
+        tokens = torch.randint(0, 50, (32, 12), generator=draw)
+        yield tokens, torch.nn.functional.one_hot(kinds[tokens], CLASSES).sum(1).argmax(1)
+
+
+def pretrained():
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for tokens, targets in batches(task=1, count=60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens), targets).backward()
+        optimizer.step()
+    return model
+
+
+class FineTuning:
+    """A loop that can be halted, saved and gone on with."""
+
+    def __init__(self, directory, model=None, steps=STEPS, **settings):
+        torch.manual_seed(0)
+        self.model = model or pretrained()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: max(0.0, 1 - step / steps))
+        config = {"plasticity": {"interval_steps": 2}, **settings}
+        self.run = egeria.attach(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            total_steps=steps,
+            directory=directory,
+            controller="inline",
+            config=config,
+        )
+        self.data = list(batches(task=2, count=steps, seed=1))
+        self.step, self.depths = 0, []
+
+    def go(self, count):
+        for tokens, targets in self.data[self.step : self.step + count]:
+            loss = nn.functional.cross_entropy(self.run.model(tokens), targets)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.run.step(loss)
+            self.step += 1
+            self.depths.append(self.run.frozen)
+        return self
+
+    def save(self):
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "run": self.run}
+        buffer = io.BytesIO()
+        torch.save({"step": self.step, **{name: part.state_dict() for name, part in parts.items()}}, buffer)
+        return buffer.getvalue()
+
+    def load(self, saved):
+        state = torch.load(io.BytesIO(saved), weights_only=False)
+        self.step = state.pop("step")
+        for name in ("model", "optimizer", "scheduler", "run"):
+            getattr(self, name).load_state_dict(state[name])
+        return self
+
+
+def of(directory, kind):
+    return read_journal(directory).of(kind)
+
+
+# What is measured
+
+
+class Whole:
+    def __init__(self, *parameters):
+        self.parameters = parameters
+
+
+def descend(model, loss, optimizer, count, measure):
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        losses.append(float(value.detach()))
+        measure.before(optimizer)
+        optimizer.step()
+        measure.after(optimizer)
+    return losses
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (200, 2000)])  # the second is looked at in part
+def test_summed_over_small_steps_it_is_the_fall_of_the_loss(shape):
+    torch.manual_seed(0)
+    model = nn.Module()
+    values = torch.randn(shape)
+    model.front, model.back = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    measure = StepWorth(model, 1, total_steps=1000)
+    losses = descend(model, lambda: (model.front.square() + 3 * model.back.square()).sum(), optimizer, 40, measure)
+    front, back = measure.take([Whole("front"), Whole("back")])
+    assert front + back == pytest.approx(losses[0] - losses[-1], rel=0.02)
+    assert back / front == pytest.approx(9, rel=0.1)  # its gradients and its steps are three times as large
+
+
+def test_it_is_judged_by_the_next_batch_and_not_by_its_own():
+    """Steps that follow nothing but the noise of their own batch are worth nothing."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(500))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    measure = StepWorth(model, 1, total_steps=10_000)
+    own = 0.0
+    for _ in range(200):
+        model.weight.grad = torch.randn(500)
+        own += 0.01 * float(model.weight.grad.square().sum())
+        measure.before(optimizer)
+        optimizer.step()
+        measure.after(optimizer)
+    (worth,) = measure.take([Whole("weight")])
+    assert abs(worth) < 0.03 * own
+
+
+def test_of_a_table_some_columns_of_all_rows_are_looked_at():
+    """In a batch few rows have a gradient: evenly spaced rows would miss them."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.table = nn.Embedding(10_000, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    measure = StepWorth(model, 1, total_steps=1000)
+    losses = descend(model, lambda: model.table(torch.tensor([3, 77, 5001])).square().sum(), optimizer, 10, measure)
+    (worth,) = measure.take([Whole("table.weight")])
+    assert worth == pytest.approx(losses[0] - losses[-1], rel=0.4)
+    (looked_at,) = measure.state_dict()["moved"].values()
+    assert len(looked_at) == 10_000 and looked_at.numel() < 100_000
+
+
+def test_steps_that_were_not_finite_leave_no_number():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    measure = StepWorth(model, 1, total_steps=1000)
+    for gradient in (1.0, float("nan"), 1.0):
+        model.weight.grad = torch.full((3,), gradient)
+        measure.before(optimizer)
+        optimizer.step()
+        measure.after(optimizer)
+    assert measure.take([Whole("weight")]) == [None]
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class SlowBlock(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.linear, self.other, self.seconds = nn.Linear(4, 4), nn.Linear(4, 4), seconds
+
+    def forward(self, x):
+        return Slow.apply(self.other(self.linear(x)), self.seconds)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_backward_passes_are_timed_by_layer_module(passes):
+    model = nn.Sequential(SlowBlock(0.03), SlowBlock(0.0), SlowBlock(0.06), SlowBlock(0.01))
+    modules, times = parse_modules(model, pattern=r"\d"), BackwardTimes()
+    times.arm(model, modules)
+    for _ in range(passes):  # accumulated gradients
+        model(torch.randn(8, 4)).sum().backward()
+    times.end_step()
+    shares = times.shares(4, 0.1 * passes)
+    assert shares == [
+        pytest.approx(0.3, abs=0.08),
+        pytest.approx(0, abs=0.05),
+        pytest.approx(0.6, abs=0.1),
+        0.1 and shares[3],
+    ]
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+# What came trained
+
+
+class RootMeanSquareNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_model_that_begins_at_random_is_not_trained_and_one_that_was_trained_is():
+    torch.manual_seed(0)
+    fresh, trained = Words(), pretrained()
+    cuts = parse_modules(fresh, tables_apart=True, target_share=0.1)
+    assert cuts[0].name == "table"
+    assert count_pretrained(find_trained_norms(fresh), cuts) == 0
+    assert count_pretrained(find_trained_norms(trained), cuts) == len(cuts)
+
+
+def test_a_fresh_part_ends_what_came_trained():
+    model = pretrained()
+    model.blocks[2] = Block()
+    cuts = parse_modules(model, tables_apart=True, target_share=0.1)
+    norms = find_trained_norms(model)
+    assert [module.name for module in cuts[: count_pretrained(norms, cuts)]] == ["table", "blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(WIDTH, affine=False), nn.GroupNorm(2, WIDTH), RootMeanSquareNorm()])
+def test_norms_of_all_kinds_tell(norm):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 2))
+    assert find_trained_norms(model) == {"1": False}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(0)
+    model(torch.randn(8, WIDTH)).square().sum().backward()
+    optimizer.step()
+    assert find_trained_norms(model) == {"1": True}
+
+
+def test_without_norms_nothing_is_known_and_a_setting_says_it(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given, found in (("auto", False), (True, True)):
+        with egeria.attach(
+            model, optimizer, total_steps=100, directory=tmp_path, config={"policy": {"pretrained": given}}
+        ) as run:
+            assert run._session.training.is_pretrained is found
+
+
+def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
+    model = pretrained()
+    model.head = nn.Linear(WIDTH, 50, bias=False)
+    model.head.weight = model.table.weight
+    assert parse_modules(model, tables_apart=True)[0].name != "table"
+
+
+# What is decided
+
+
+def policy(num_modules=4, total_steps=1000, **settings):
+    config = Config.from_dict({"policy": {"name": "worth", "worth_per_time": 0.3, **settings}})
+    return find_policy("worth")(config, trainable=[True] * num_modules, rule=find_rule("step"), total_steps=total_steps)
+
+
+def interval(evaluation, rate=1.0, loss=None, worth=None, to_come=None, **measured):
+    step = 5 * evaluation
+    if worth is not None:
+        measured = {"time_shares": (0.2, 0.1, 0.1, 0.1), "num_pretrained": 4, **measured}
+    return Interval(
+        step=step,
+        evaluation=evaluation,
+        loss=1.0 - 0.01 * min(evaluation, 10) if loss is None else loss,
+        learning_rate=rate,
+        remaining_rate_sum=rate * (1000 - step) / 2 if to_come is None else to_come,
+        last_rate=0.0,
+        worth=worth,
+        **measured,
+    )
+
+
+SHARES = (0.04, 0.06, 0.2, 0.7)  # for 0.2, 0.1, 0.1 of an iteration: prices of 0.2, 0.6 and 2
+
+
+def measured(made, shares=SHARES, count=10, scatter=0.0, **more):
+    """Give the intervals in which worth is measured; each brings about a hundredth of the loss."""
+    found = []
+    for evaluation in range(1, count + 1):
+        part = 0.01 + scatter * (-1) ** evaluation
+        worth = tuple(None if share is None else share * part for share in shares)
+        found += made.observe_interval(interval(evaluation, worth=worth, **more))
+        assert made.monitored is None
+    return found
+
+
+def test_the_front_that_brings_little_freezes_once_it_is_measured_and_the_rest_as_the_rate_falls():
+    made = policy()
+    assert all(isinstance(decision, EndBootstrapping) for decision in measured(made))
+    (first,) = made.observe_interval(interval(11))
+    assert isinstance(first, Freeze) and first.module == 0
+    assert "4.0%" in first.reason and "20%" in first.reason
+    assert made.observe_interval(interval(12, rate=0.51)) == ()  # 0.6 times that is 0.306
+    (second,) = made.observe_interval(interval(13, rate=0.49))
+    assert second.module == 1
+    assert made.observe_interval(interval(14, rate=0.151)) == ()
+    (third,) = made.observe_interval(interval(15, rate=0.149))
+    assert third.module == 2 and made.frozen == 3
+    assert made.observe_interval(interval(16, rate=0.001)) == ()  # the last never freezes
+
+
+def test_several_freeze_at_once_where_those_behind_make_it_a_bargain():
+    made = policy(worth_per_time=0.3)
+    measured(made, shares=(0.07, 0.01, 0.01, 0.91))  # 0.35 for the first alone, 0.2 with what follows
+    assert [decision.module for decision in made.observe_interval(interval(11))] == [0, 1, 2]
+
+
+def test_nothing_but_the_rate_to_come_is_needed_once_worth_decides():
+    made = policy()
+    assert {"plasticity", "noise", "worth"} <= made.needs
+    measured(made)
+    assert "plasticity" not in made.needs and "noise" not in made.needs
+    made.observe_interval(interval(11))
+    assert made.needs == {"foresight"} and made.monitored is None
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"scatter": 0.05},  # its error is larger than itself
+        {"shares": (-0.1, -0.1, -0.1, -0.7)},  # steps go up the loss, as at the high rates of training from scratch
+        {"count": 2},
+        {"num_pretrained": 0},
+    ],
+)
+def test_where_worth_tells_nothing_plasticity_decides(found):
+    made = policy()
+    measured(made, **found)
+    made.observe_interval(interval(11))
+    assert made.monitored == 0 and "plasticity" in made.needs
+
+
+def test_where_worth_accounts_for_little_of_the_fall_of_the_loss_plasticity_decides():
+    made = policy()
+    for evaluation in range(1, 11):
+        worth = tuple(0.01 * share for share in SHARES)
+        made.observe_interval(interval(evaluation, worth=worth, loss=2.0 - 0.06 * evaluation))
+    made.observe_interval(interval(11, loss=1.3))
+    assert made.monitored == 0
+
+
+def test_what_did_not_come_trained_and_what_could_not_be_measured_stays_in_training():
+    made = policy()
+    measured(made, num_pretrained=1)
+    made.observe_interval(interval(11))
+    assert made.observe_interval(interval(12, rate=1e-4)) == () and made.frozen == 1
+    made = policy()
+    measured(made, shares=(0.04, None, 0.2, 0.7))
+    made.observe_interval(interval(11))
+    assert made.observe_interval(interval(12, rate=1e-4)) == () and made.frozen == 1
+
+
+def test_while_the_rate_rises_only_what_is_a_bargain_at_its_highest_freezes():
+    made = policy()
+    for evaluation in range(1, 11):
+        worth = tuple(0.01 * share for share in SHARES)
+        made.observe_interval(interval(evaluation, rate=0.01 * evaluation, worth=worth, to_come=500.0))
+    frozen = [made.observe_interval(interval(step, rate=0.01 * step, to_come=450.0)) for step in range(11, 20)]
+    assert sum(len(decisions) for decisions in frozen) == 1 and made.frozen == 1
+
+
+def test_a_rate_that_rises_again_thaws():
+    made = policy()
+    measured(made)
+    made.observe_interval(interval(11))
+    made.observe_interval(interval(12, rate=0.1, to_come=40.0))
+    assert made.frozen == 3
+    decisions = made.observe_interval(interval(13, rate=1.0))
+    assert isinstance(decisions[0], Thaw) and "rose" in decisions[0].reason
+
+
+def test_a_loss_that_leaves_its_trend_thaws_and_the_limit_is_stricter_then():
+    made = policy()
+    measured(made)
+    for evaluation in range(11, 40):
+        made.observe_interval(interval(evaluation, loss=0.9))
+        if made.frozen and evaluation > 20:
+            break
+    found = [
+        made.observe_interval(
+            interval(evaluation, rate=0.49 if evaluation == 40 else 0.48, loss=0.9 if evaluation == 40 else 1.5)
+        )
+        for evaluation in range(40, 50)
+    ]
+    decisions = list(itertools.chain(*found))
+    assert any(isinstance(decision, Thaw) and "trend" in decision.reason for decision in decisions)
+    assert made.frozen == 0  # at a quarter of the limit nothing is a bargain at half of the rate
+
+
+@pytest.mark.parametrize("halt", [5, 10, 11, 13])
+def test_a_policy_goes_on_from_its_state(halt):
+    def give(made, evaluations):
+        found = []
+        for evaluation in evaluations:
+            worth = tuple(0.01 * share for share in SHARES) if evaluation <= 10 else None
+            found += made.observe_interval(interval(evaluation, rate=1.0 if evaluation < 12 else 0.4, worth=worth))
+        return found
+
+    whole, first, second = policy(), policy(), policy()
+    expected = give(whole, range(1, 20))
+    begun = give(first, range(1, halt + 1))
+    second.load_state_dict(first.state_dict())
+    assert second.needs == first.needs
+    assert [*begun, *give(second, range(halt + 1, 20))] == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_of_a_model_that_begins_untrained_it_decides_as_forecast():
+    found = {}
+    for name in ("worth", "forecast"):
+        made = find_policy(name)(
+            Config.from_dict({"policy": {"name": name}}),
+            trainable=[True] * 4,
+            rule=find_rule("step"),
+            total_steps=1000,
+        )
+        found[name] = decisions = []
+        for evaluation in range(1, 150):
+            decisions += made.observe_interval(interval(evaluation, rate=1.0 - evaluation / 200))
+            if made.monitored is not None:
+                reading = Reading(
+                    step=5 * evaluation,
+                    evaluation=evaluation,
+                    module=made.monitored,
+                    value=1e-9,
+                    age=evaluation % 8 + 1,
+                )
+                decisions += made.observe_reading(reading).decisions
+    assert found["worth"] == found["forecast"]
+    assert any(isinstance(decision, Freeze) for decision in found["worth"])
+
+
+# In a run
+
+
+def test_a_fine_tuning_freezes_its_table_and_needs_no_reference(tmp_path):
+    loop = FineTuning(tmp_path, policy={"worth_per_time": 0.3}).go(STEPS)
+    loop.run.close()
+    assert [module.name for module in loop.run.modules][:2] == ["table", "blocks.0"]
+    measured = [entry for entry in of(tmp_path, events.IntervalMeasured) if entry.worth is not None]
+    assert {entry.step for entry in measured} == set(range(2, STEPS // 20 + 1, 2))
+    assert measured[-1].num_pretrained == len(loop.run.modules)
+    assert 0 < sum(measured[-1].time_shares) <= 1
+    assert loop.depths[STEPS // 20] == 0 and max(loop.depths) >= 1
+    assert not of(tmp_path, events.PlasticityRead) and not of(tmp_path, events.ReferenceRefreshed)
+    assert not of(tmp_path, events.FaultCaught)
+    assert not any(part._forward_hooks for part in loop.model.modules())
+
+
+def test_a_run_from_scratch_measures_no_worth(tmp_path):
+    torch.manual_seed(3)
+    loop = FineTuning(tmp_path, model=Words()).go(40)
+    loop.run.close()
+    assert all(entry.worth is None for entry in of(tmp_path, events.IntervalMeasured))
+    assert loop.run.modules[0].name != "table"
+
+
+@pytest.mark.parametrize("halt", [5, 9, 60])
+def test_a_resumed_run_measures_and_freezes_as_one_that_never_stopped(tmp_path, halt):
+    settings = {"policy": {"worth_per_time": 1e9}}  # all at once, whatever the times are
+    whole = FineTuning(tmp_path / "whole", **settings).go(100)
+    first = FineTuning(tmp_path / "first", **settings).go(halt)
+    saved = first.save()
+    first.run.close()
+    second = FineTuning(tmp_path / "second", **settings).load(saved).go(100 - halt)
+    assert [*first.depths, *second.depths] == whole.depths and whole.depths[-1] == len(whole.run.modules) - 1
+
+    def worths(*folders):
+        return [
+            (entry.step, entry.worth)
+            for folder in folders
+            for entry in of(tmp_path / folder, events.IntervalMeasured)
+            if entry.worth is not None
+        ]
+
+    for loop in (whole, second):
+        loop.run.close()
+    # What was journaled before the halt is in the first journal, the rest in the second.
+    assert dict(worths("first", "second")) == dict(worths("whole"))
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_nothing_but_the_frozen_front_is_changed_by_measuring(tmp_path):
+    """Law 1: as long as nothing is frozen, the run is the plain one to the bit."""
+    watched = FineTuning(tmp_path, freezing={"enabled": False}).go(60)
+    watched.run.close()
+    torch.manual_seed(0)
+    plain = pretrained()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / STEPS))
+    for tokens, targets in list(batches(task=2, count=STEPS, seed=1))[:60]:
+        loss = nn.functional.cross_entropy(plain(tokens), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.model.parameters(), strict=True))
+
+
+def test_a_fault_in_measuring_leaves_the_training_as_it_is(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(StepWorth, "after", fail)
+    with pytest.warns(UserWarning):
+        loop = FineTuning(tmp_path).go(60)
+    loop.run.close()
+    assert any("broken" in entry.error for entry in of(tmp_path, events.FaultCaught))
+    assert all(torch.isfinite(parameter).all() for parameter in loop.model.parameters())
