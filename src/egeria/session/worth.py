@@ -37,7 +37,7 @@ class StepWorth(ByParameter):
     Of a large parameter a part is looked at: evenly spaced rows, but of a lookup table, of which a batch uses
     few rows, the first columns. Takes memory for one copy of that, for `MEASURED_SHARE` of the training.
 
-    Source: our own. Measured in six fine-tunings, see `docs/how_it_decides.md`.
+    Source: our own.
     """
 
     def __init__(self, model: nn.Module, num_optimizers: int, total_steps: int | None) -> None:
