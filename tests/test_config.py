@@ -25,7 +25,7 @@ from egeria.config import (
 
 DEFAULTS = {
     "policy": {
-        "name": "forecast",
+        "name": "worth",
         "schedule": None,
         "start": None,
         "level": 1.0,
@@ -36,9 +36,11 @@ DEFAULTS = {
         "seed": 0,
         "limit": 0.01,
         "loss_limit": 0.0025,
+        "pretrained": "auto",
+        "worth_per_time": 0.2,
         "patience": 2,
     },
-    "modules": {"pattern": None, "target_share": 0.2, "minimum_share": 0.005},
+    "modules": {"pattern": None, "target_share": None, "minimum_share": 0.005},
     "bootstrapping": {"change_threshold": 0.1},
     "plasticity": {
         "metric": None,
@@ -108,9 +110,11 @@ CONTRACTS = [
     ("policy.seed", "a whole number of at least 0", (*no_count(0), None)),
     ("policy.limit", POSITIVE, NOT_POSITIVE),
     ("policy.loss_limit", POSITIVE, NOT_POSITIVE),
+    ("policy.pretrained", "true, false or 'auto'", ("false", 0, None)),
+    ("policy.worth_per_time", POSITIVE, NOT_POSITIVE),
     ("policy.patience", "a whole number of at least 1", (*no_count(), None)),
     ("modules.pattern", "a valid regular expression", ("(", "[", "a{99999999999999999999}", "(" * 5000, b"x", 3)),
-    ("modules.target_share", SHARE, NO_SHARE),
+    ("modules.target_share", SHARE, NO_SHARE[:-1]),
     ("modules.minimum_share", SHARE, NO_SHARE),
     ("bootstrapping.change_threshold", SHARE, NO_SHARE),
     ("plasticity.metric", "the name of a metric or a callable", (3, ["sp"])),

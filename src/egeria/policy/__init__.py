@@ -1,6 +1,7 @@
 """Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
 
-`protocol` is what goes in and out of a policy. `forecast` is the default one (with `evidence`), `paper` the
+`protocol` is what goes in and out of a policy. `worth` is the default one: in a
+fine-tuning by itself, else as `forecast` (with `evidence`). `paper` is the
 paper's (with `schedules`), `rivals` those of others; all are built on `base`, and `catalogue` names them.
 """
 

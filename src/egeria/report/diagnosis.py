@@ -66,8 +66,11 @@ def _stage_reason(history: History, start: events.RunStarted) -> str | None:
 def _reading_reason(history: History, start: events.RunStarted) -> str:
     readings, drops = history.of(events.PlasticityRead), history.of(events.ReadingDropped)
     policy = setting(start, "policy", "name")
-    if policy == "forecast" and readings:
+    if policy in ("forecast", "worth") and readings:
         return _forecast_reason(readings, start)
+    if policy == "worth" and any(interval.worth for interval in history.of(events.IntervalMeasured)):
+        limit = setting(start, "policy", "worth_per_time")
+        return f"no layer module was worth little enough for its time (limit: {limit}): all of the model was learning."
     if policy == "weight_change":
         return "the weights of the front module never changed by a steady amount for long enough."
     if not readings and not drops:
