@@ -18,6 +18,8 @@ from egeria.layers.backward_times import BackwardTimes
 from egeria.layers.modules import parse_modules
 from egeria.layers.pretrained import count_pretrained, find_trained_norms
 from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
+from egeria.report import report
+from egeria.report.replay import replay
 from egeria.session.worth import StepWorth
 
 WIDTH, CLASSES, STEPS = 16, 4, 200
@@ -490,6 +492,9 @@ def test_a_fine_tuning_freezes_its_table_and_needs_no_reference(tmp_path):
     assert not of(tmp_path, events.PlasticityRead) and not of(tmp_path, events.ReferenceRefreshed)
     assert not of(tmp_path, events.FaultCaught)
     assert not any(part._forward_hooks for part in loop.model.modules())
+    assert replay(tmp_path).agrees
+    stricter = replay(tmp_path, Config.from_dict({"policy": {"worth_per_time": 1e-6}}))
+    assert {decision.kind for decision in stricter.replayed} == {"knowledge-guided"}
 
 
 def test_a_run_from_scratch_measures_no_worth(tmp_path):
@@ -552,3 +557,8 @@ def test_a_fault_in_measuring_leaves_the_training_as_it_is(tmp_path, monkeypatch
     loop.run.close()
     assert any("broken" in entry.error for entry in of(tmp_path, events.FaultCaught))
     assert all(torch.isfinite(parameter).all() for parameter in loop.model.parameters())
+
+
+def test_the_report_says_why_nothing_froze(tmp_path):
+    FineTuning(tmp_path, policy={"worth_per_time": 1e-6}).go(STEPS).run.close()
+    assert "worth little enough for its time" in report(tmp_path).path.read_text(encoding="utf8")

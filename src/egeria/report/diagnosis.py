@@ -66,11 +66,8 @@ def _stage_reason(history: History, start: events.RunStarted) -> str | None:
 def _reading_reason(history: History, start: events.RunStarted) -> str:
     readings, drops = history.of(events.PlasticityRead), history.of(events.ReadingDropped)
     policy = setting(start, "policy", "name")
-    if policy in ("forecast", "worth") and readings:
-        return _forecast_reason(readings, start)
-    if policy == "worth" and any(interval.worth for interval in history.of(events.IntervalMeasured)):
-        limit = setting(start, "policy", "worth_per_time")
-        return f"no layer module was worth little enough for its time (limit: {limit}): all of the model was learning."
+    if policy in ("forecast", "worth") and (ours := _own_reason(history, start)):
+        return ours
     if policy == "weight_change":
         return "the weights of the front module never changed by a steady amount for long enough."
     if not readings and not drops:
@@ -88,6 +85,16 @@ def _reading_reason(history: History, start: events.RunStarted) -> str:
         f"{patience if isinstance(patience, int) else 'consecutive'} evaluations that it takes "
         f"(readings: {len(readings)})."
     )
+
+
+def _own_reason(history: History, start: events.RunStarted) -> str | None:
+    """Return why our own policies froze nothing; None where nothing was measured."""
+    if readings := history.of(events.PlasticityRead):
+        return _forecast_reason(readings, start)
+    if any(interval.worth for interval in history.of(events.IntervalMeasured)):
+        limit = setting(start, "policy", "worth_per_time")
+        return f"no layer module was worth little enough for its time (limit: {limit}): all of the model was learning."
+    return None
 
 
 def _forecast_reason(readings: list[events.PlasticityRead], start: events.RunStarted) -> str:
