@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 import egeria
 from egeria import events
+from egeria.cli import main
 from egeria.config import Config
 from egeria.journal import read_journal
 from egeria.layers.backward_times import BackwardTimes
@@ -286,6 +289,13 @@ def test_without_norms_nothing_is_known_and_a_setting_says_it(tmp_path):
             assert run._session.training.is_pretrained is found
 
 
+@pytest.mark.parametrize(("name", "first"), [("pretrained", "table"), ("Words", "blocks")])
+def test_the_command_line_shows_the_cut_that_a_run_has(name, first, capsys):
+    assert main(["modules", f"{__name__}:{name}"]) == 0
+    found = re.search(r"table|blocks", capsys.readouterr().out)
+    assert found and found[0] == first
+
+
 def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
     model = pretrained()
     model.head = nn.Linear(WIDTH, 50, bias=False)
@@ -404,6 +414,12 @@ def test_while_the_rate_rises_only_what_is_a_bargain_at_its_highest_freezes():
         made.observe_interval(interval(evaluation, rate=0.01 * evaluation, worth=worth, to_come=500.0))
     frozen = [made.observe_interval(interval(step, rate=0.01 * step, to_come=450.0)) for step in range(11, 20)]
     assert sum(len(decisions) for decisions in frozen) == 1 and made.frozen == 1
+
+
+def test_while_the_rate_to_come_is_unknown_nothing_freezes():
+    made = policy()
+    measured(made)
+    assert made.observe_interval(replace(interval(11), remaining_rate_sum=None, last_rate=None)) == ()
 
 
 def test_a_rate_that_rises_again_thaws():

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,25 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from egeria.config import ModulesConfig
 from egeria.errors import ConfigError
 from egeria.layers.modules import LayerModule, count_trainable, parse_modules
 from egeria.layers.order import OrderRecorder
+from egeria.layers.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.layers.undisturbed import undisturbed
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Build the model, cut it, print the layer modules."""
     model, example = _build(arguments.model)
-    cut = parse_modules(model, pattern=arguments.pattern)
+    settings = asdict(ModulesConfig(pattern=arguments.pattern))
+    settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(find_trained_norms(model)))
+    cut = parse_modules(model, **settings)
     if example is not None:
         names = [name for module in cut for name in module.submodules]
         with OrderRecorder(model, names) as recorder:
             _forward(arguments.model, model, example)
-        cut = parse_modules(model, pattern=arguments.pattern, order=recorder.order)
+        cut = parse_modules(model, order=recorder.order, **settings)
     console.print(_table(model, cut))
     console.print(
         "In execution order." if example is not None else "In definition order; the first forward of a run corrects it."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 from egeria.layers.atoms import is_under
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
+
+COARSE_SHARE, FINE_SHARE = 0.2, 0.1
+"""What `modules.target_share` stands for where it is None: plasticity judges one layer module after the other, so that
+few are better; the worth of many is measured at once, so that more can freeze at their own time."""
 
 
 def find_trained_norms(model: nn.Module) -> dict[str, bool]:
@@ -21,6 +26,19 @@ def find_trained_norms(model: nn.Module) -> dict[str, bool]:
     """
     found = {name: [not _is_constant(values) for values in _numbers(part)] for name, part in model.named_modules()}
     return {name: any(signs) for name, signs in found.items() if signs}
+
+
+def is_mostly_trained(norms: Mapping[str, bool]) -> bool:
+    """Return whether most normalisation layers came trained, so that training on is a fine-tuning."""
+    return 2 * sum(norms.values()) > len(norms)
+
+
+def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict[str, Any]:
+    """Return what `parse_modules` is given for settings of `[modules]`."""
+    share = settings["target_share"]
+    is_fine = share is None and is_pretrained
+    share = share or (FINE_SHARE if is_fine else COARSE_SHARE)
+    return {**settings, "target_share": share, "tables_apart": is_fine}
 
 
 def count_pretrained(norms: Mapping[str, bool], modules: Sequence[LayerModule]) -> int:

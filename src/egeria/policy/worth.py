@@ -150,7 +150,7 @@ class Worth(Forecast):
 
     def _freeze_bargains(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze all that is worth little enough by now."""
-        if not self._is_early:
+        if not self._is_early or self._rates.remaining_rate_sum is None:
             return ()
         begin, rate_share, decisions = self._frozen, self._rate_share, list[Decision]()
         while (bargain := self._next_bargain(self._frozen)) and bargain[1] * rate_share < self._limit:

@@ -21,16 +21,12 @@ from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
 from egeria.layers.modules import LayerModule, parse_modules, trains_elsewhere
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
-from egeria.layers.pretrained import count_pretrained
+from egeria.layers.pretrained import count_pretrained, is_mostly_trained, settings_of_cut
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
 from egeria.parallel import ParallelStrategy
 from egeria.session.ranks import Ranks
 from egeria.session.showing import outermost
-
-COARSE_SHARE, FINE_SHARE = 0.2, 0.1
-"""What `modules.target_share` stands for where it is None: plasticity judges one layer module after the other, so that
-few are better; the worth of many is measured at once, so that more can freeze at their own time."""
 
 
 class ModelHooks:
@@ -197,7 +193,7 @@ class Training:
     def is_pretrained(self) -> bool:
         """Whether the model came trained, most of it at least, so that this is a fine-tuning."""
         given = self.config.policy.pretrained
-        return 2 * sum(self.norms.values()) > len(self.norms) if given == "auto" else bool(given)
+        return is_mostly_trained(self.norms) if given == "auto" else bool(given)
 
     @property
     def is_sharded(self) -> bool:
@@ -216,13 +212,8 @@ class Training:
     def parse(self, seen: CallOrder | None = None) -> tuple[LayerModule, ...]:
         """Return the layer modules, in the order of execution where that is known."""
         order, again = (seen.order, seen.returned_to) if seen else (None, ())
-        settings = asdict(self.config.modules)
-        share = settings.pop("target_share")
-        is_fine = share is None and self.is_pretrained
-        share = share or (FINE_SHARE if is_fine else COARSE_SHARE)
-        return parse_modules(
-            self.model, order=order, returned_to=again, target_share=share, tables_apart=is_fine, **settings
-        )
+        settings = settings_of_cut(asdict(self.config.modules), is_pretrained=self.is_pretrained)
+        return parse_modules(self.model, order=order, returned_to=again, **settings)
 
     def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
         """Raise StateError if a saved state is of another policy, or of a model with other parameters."""
