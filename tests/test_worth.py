@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import egeria
 from egeria import events
@@ -236,6 +237,20 @@ def test_backward_passes_are_timed_by_layer_module(passes):
     shares = times.shares(4, 0.1 * passes)
     assert shares[:3] == [pytest.approx(0.3, abs=0.08), pytest.approx(0, abs=0.05), pytest.approx(0.6, abs=0.1)]
     assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_recomputed_activations_are_no_pass_of_their_own():
+    blocks = [SlowBlock(0.05), SlowBlock(0.0), SlowBlock(0.05)]
+    model = nn.Sequential(*blocks)
+    modules, times = parse_modules(model, pattern=r"\d"), BackwardTimes()
+    times.arm(model, modules)
+    x = torch.randn(8, 4, requires_grad=True)
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    x.sum().backward()
+    times.end_step()
+    shares = times.shares(3, 0.1)
+    assert shares is not None and shares[:2] == [pytest.approx(0.5, abs=0.1), pytest.approx(0, abs=0.1)]
 
 
 # What came trained

@@ -107,7 +107,8 @@ class _Watch:
         return self
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not is_own_pass():
+        is_recomputed = torch._C._current_graph_task_id() != -1  # by activation checkpointing, in a backward pass
+        if module.training and torch.is_grad_enabled() and not is_own_pass() and not is_recomputed:
             self._times.begin_pass(self._place, output)
 
 
