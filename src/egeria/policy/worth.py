@@ -127,9 +127,9 @@ class Worth(Forecast):
 
     @property
     def _rate_share(self) -> float:
-        """The learning rate, now or on average to come, as a share of its largest; 1 while it rises."""
+        """The learning rate, now or on average to come, as a share of its largest so far."""
         rates = self._rates
-        if rates.rose or not rates.largest_rate or rates.remaining_rate_sum is None or self._total_steps is None:
+        if not rates.largest_rate or rates.remaining_rate_sum is None or self._total_steps is None:
             return 1.0
         to_come = rates.remaining_rate_sum / max(1, self._total_steps - rates.step)
         return min(1.0, max(rates.rate, to_come) / rates.largest_rate)
@@ -152,7 +152,8 @@ class Worth(Forecast):
         """Return the decisions that freeze all that is worth little enough by now."""
         if not self._is_early or self._rates.remaining_rate_sum is None:
             return ()
-        begin, rate_share, decisions = self._frozen, self._rate_share, list[Decision]()
+        rate_share = 1.0 if self._rates.rose else self._rate_share  # what it rises to is not known
+        begin, decisions = self._frozen, list[Decision]()
         while (bargain := self._next_bargain(self._frozen)) and bargain[1] * rate_share < self._limit:
             front = slice(self._frozen, bargain[0])
             worth, time = math.fsum(filter(None, self._shares[front])), math.fsum(self._times[front])
