@@ -447,6 +447,16 @@ def test_a_rate_that_rises_again_thaws():
     assert isinstance(decisions[0], Thaw) and "rose" in decisions[0].reason
 
 
+def test_the_end_of_the_schedule_thaws_nothing():
+    """Behind the last step no rate is to come, and the one there is may be any."""
+    made = policy()
+    measured(made)
+    made.observe_interval(interval(11))
+    made.observe_interval(interval(150, rate=0.001))
+    assert made.frozen == 3
+    assert made.observe_interval(replace(interval(200, rate=0.0), remaining_rate_sum=None, last_rate=None)) == ()
+
+
 def test_a_loss_that_leaves_its_trend_thaws_and_the_limit_is_stricter_then():
     made = policy()
     measured(made)

@@ -171,7 +171,8 @@ class Worth(Forecast):
 
     def _reason_to_thaw(self) -> str | None:
         reason = super()._reason_to_thaw()
-        if reason or self._decides != WORTH or not self._frozen:
+        is_known = self._decides == WORTH and self._rates.remaining_rate_sum is not None
+        if reason or not is_known or not self._frozen:
             return reason
         worth, time = math.fsum(filter(None, self._shares[: self._frozen])), math.fsum(self._times[: self._frozen])
         if worth * self._rate_share > THAWS_AT * self._limit * time:
