@@ -442,7 +442,7 @@ def test_endless_training_has_no_length(tmp_path):
     assert read_journal(tmp_path).of(RunStarted)[0].total_steps is None
 
 
-@pytest.mark.parametrize(("config", "name"), [(FREEZE, "static"), ({}, "forecast")])
+@pytest.mark.parametrize(("config", "name"), [(FREEZE, "static"), ({}, "worth")])
 def test_a_policy_by_the_length_of_an_endless_training_is_declined(config, name, tmp_path):
     callback, stops = EgeriaCallback(config=config, directory=tmp_path), Stops(11, tmp_path / "last.ckpt")
     with pytest.warns(EgeriaWarning, match=rf"'{name}' goes by the length of the training.*Trainer\(max_steps="):

@@ -39,6 +39,7 @@ POLICY = {
     "weight_change": {},
     "random": {"start": 0.3, "seed": 1},
     "forecast": {"limit": 1e6, "loss_limit": 1e6, "patience": 1},
+    "worth": {"limit": 1e6, "loss_limit": 1e6, "patience": 1},  # of models that begin untrained
 }
 TIMED = ("static", "linear", "freezeout", "random")
 MODELS = ("residual", "with_dropout", "Tied")
