@@ -64,7 +64,9 @@ def test_an_error_matters_where_it_could_turn_a_decision(error, plasticity, harm
     assert outcomes(error, plasticity, harmless_error=harmless) == [outcome]
 
 
-@pytest.mark.parametrize(("policy", "harmless"), [("forecast", 2.5e-4), ("worth", 2.5e-4), ("egeria", 0.0), (nn.Identity, 0.0)])
+@pytest.mark.parametrize(
+    ("policy", "harmless"), [("forecast", 2.5e-4), ("worth", 2.5e-4), ("egeria", 0.0), (nn.Identity, 0.0)]
+)
 def test_only_forecast_knows_an_error_that_turns_no_decision(policy, harmless):
     """The paper's rule goes by slopes, for which each digit matters."""
     config = with_metric_of_policy(Config.from_dict({"policy": {"name": policy, "limit": 0.02}}))

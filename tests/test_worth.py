@@ -386,6 +386,16 @@ def test_nothing_but_the_rate_to_come_is_needed_once_worth_decides():
     assert made.needs == {"foresight"} and made.monitored is None
 
 
+@pytest.mark.parametrize("course", [lambda at: 0.002 * at**2, lambda at: 0.3 / at**2])
+def test_what_grows_or_fades_while_it_is_measured_is_no_error(course):
+    """As in a warmup, or where a fresh head learns."""
+    made = policy()
+    for evaluation in range(1, 11):
+        worth = tuple(course(evaluation) * share for share in SHARES)
+        made.observe_interval(interval(evaluation, worth=worth))
+    assert made.observe_interval(interval(11)) and made.frozen == 1
+
+
 @pytest.mark.parametrize(
     "found",
     [

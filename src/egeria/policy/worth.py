@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -118,7 +119,9 @@ class Worth(Forecast):
         losses = [loss for loss in self._losses if loss is not None]
         if len(totals) < LEAST_INTERVALS or not losses:
             return False
-        error = statistics.stdev(totals) * math.sqrt(len(totals))
+        # From one interval to the next, so that what merely grows or fades over the intervals is no error.
+        steps = [(after - before) ** 2 for before, after in itertools.pairwise(totals)]
+        error = math.sqrt(statistics.fmean(steps) / 2 * len(totals))
         return math.fsum(totals) > max(NUM_ERRORS * error, LEAST_PART * (losses[0] - losses[-1]))
 
     @property
