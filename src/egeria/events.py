@@ -122,11 +122,9 @@ class IntervalMeasured(Event, kind="interval"):
     periods: list[int] | None = None
     """For each layer module, how many steps lay between its updates; None where all were updated at every step."""
     worth: list[float | None] | None = None
-    """By how much the steps of each layer module lowered the loss in the interval, where the policy needs it."""
     time_shares: list[float] | None = None
-    """Share of an iteration that a freeze of each layer module saves, with all in front frozen; like `worth`."""
     num_pretrained: int | None = None
-    """How many front layer modules came trained; like `worth`."""
+    """As in `egeria.policy.Interval`, where the policy needs them; None where they were not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,7 +60,7 @@ class Evaluation:
         self.batch: Batch | None = None
         self.evaluated: Batch | None = None
         """A copy of the batch of the newest evaluation: the rows that were read."""
-        self.work_shares: list[float] | None = None
+        self._work_shares: list[float] | None = None
         """Share of the forward pass' operations that each layer module takes; None where they cannot be counted."""
         self._num_samples = self.training.config.plasticity.num_samples
         self._reads_training = self.training.config.plasticity.mode == "train"
@@ -150,8 +150,8 @@ class Evaluation:
         if not self.has_given_up:
             self._take_in(self.controller.poll())
             own, self._finished = self._finished, []
-        if self.work_shares is not None:
-            own = [replace(reading, work_share=self.work_shares[reading.module]) for reading in own]
+        if self._work_shares is not None:
+            own = [replace(reading, work_share=self._work_shares[reading.module]) for reading in own]
         shared = own if self.ranks.is_alone else self.ranks.readings(own)
         for reading in own or shared:
             if reading.module != self.policy.monitored:
@@ -192,10 +192,10 @@ class Evaluation:
         changed, is_on_cpu = None, False
         if self.evaluated is not None and not self._reads_training:
             is_on_cpu = self.evaluated.autocast.device_type == "cpu"
-        if index is not None and self.work_shares is not None and is_on_cpu:
+        if index is not None and self._work_shares is not None and is_on_cpu:
             looked_at, samples = self._most_samples
             share = looked_at / samples * (1 if self.status.is_asynchronous else 2)
-            counted = count_iterations(sum(self.work_shares[: index + 1]), share)
+            counted = count_iterations(sum(self._work_shares[: index + 1]), share)
             changed = self.budget.expect(counted, interval_steps)
         changed = changed or self.budget.review(interval_steps)
         if changed is None:
@@ -211,23 +211,27 @@ class Evaluation:
             rested: for each of these modules the share of the steps to the end of the run.
         """
         total_steps = self.training.total_steps
-        if self.work_shares is None or total_steps is None or self.timer.iteration_s <= 0:
+        if self._work_shares is None or total_steps is None or self.timer.iteration_s <= 0:
             return None
-        share = BACKWARD_SHARE * sum(self.work_shares[index] * rests for index, rests in rested.items())
+        share = BACKWARD_SHARE * sum(self._work_shares[index] * rests for index, rests in rested.items())
         return share * self.timer.iteration_s * max(0, total_steps - self.recorder.step)
 
-    def profile(self) -> None:
-        """Count the operations of the forward pass, once; where that fails the run continues without them."""
+    def profile(self) -> list[float] | None:
+        """Count the operations of the forward pass, once, and return the share of each layer module in them.
+
+        Where that fails the run continues without them.
+        """
         if self._is_profiled or self.batch is None:
-            return
+            return self._work_shares
         self._is_profiled = True
         try:
             model, batch = outline(self.training.model, self.batch)
-            self.work_shares = forward_shares(model, self.modules, batch)
+            self._work_shares = forward_shares(model, self.modules, batch)
         except Exception as error:
             self.recorder.fault("counting operations", error)
-        if self.work_shares is not None:
-            self.recorder.write(ComputeProfiled(step=self.recorder.step, forward_shares=list(self.work_shares)))
+        if self._work_shares is not None:
+            self.recorder.write(ComputeProfiled(step=self.recorder.step, forward_shares=list(self._work_shares)))
+        return self._work_shares
 
     def close(self, *, keeps_controller: bool = False) -> None:
         """Release everything held, but for a controller that is used on."""

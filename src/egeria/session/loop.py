@@ -207,17 +207,13 @@ class Session:
 
     def _end_interval(self) -> None:
         rate, parts = self.training.learning_rate(self.modules), self.parts
-        shares = None
-        if parts is not None and WORTH in parts.policy.needs:
-            parts.evaluation.profile()
-            shares = parts.evaluation.work_shares
+        shares = parts.evaluation.profile() if parts and WORTH in parts.policy.needs else None
         interval = self.meter.take(self.clock, self.modules, self.frozen, rate, self.periods, work_shares=shares)
         if parts is None or self.ranks.is_lost:
             return
         if parts.applier.is_undone:
             self._release()
-            reason = "the loop itself switched gradients of frozen layers on (requires_grad), and it has the last word"
-            self.recorder.decline("freezing", reason)
+            self.recorder.decline("freezing", "the loop itself switched gradients of frozen layers on (requires_grad)")
             return
         evaluation, decisions = parts.evaluation, parts.policy.observe_interval(interval)
         batch, rehearsed = None, (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods
