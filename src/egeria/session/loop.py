@@ -213,7 +213,7 @@ class Session:
             return
         if parts.applier.is_undone:
             self._release()
-            self.recorder.decline("freezing", "the loop itself switched gradients of frozen layers on (requires_grad)")
+            self.recorder.decline("freezing", "the loop switched gradients of frozen layers on: it has the last word")
             return
         evaluation, decisions = parts.evaluation, parts.policy.observe_interval(interval)
         batch, rehearsed = None, (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods
