@@ -37,7 +37,7 @@ DEFAULTS = {
         "limit": 0.01,
         "loss_limit": 0.0025,
         "pretrained": "auto",
-        "worth_per_time": 0.2,
+        "worth_per_time": 0.3,
         "patience": 2,
     },
     "modules": {"pattern": None, "target_share": None, "minimum_share": 0.005},

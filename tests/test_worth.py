@@ -322,7 +322,7 @@ def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
 
 
 def policy(num_modules=4, total_steps=1000, **settings):
-    config = Config.from_dict({"policy": {"name": "worth", "worth_per_time": 0.3, **settings}})
+    config = Config.from_dict({"policy": {"name": "worth", "worth_per_time": 1.0, **settings}})
     return find_policy("worth")(config, trainable=[True] * num_modules, rule=find_rule("step"), total_steps=total_steps)
 
 
@@ -342,7 +342,7 @@ def interval(evaluation, rate=1.0, loss=None, worth=None, to_come=None, **measur
     )
 
 
-SHARES = (0.04, 0.06, 0.2, 0.7)  # for 0.2, 0.1, 0.1 of an iteration: prices of 0.2, 0.6 and 2
+SHARES = (0.04, 0.06, 0.2, 0.7)  # 2/15, 1/5 and 2/3 without the last, for 0.2, 0.1, 0.1 of an iteration: 2/3, 2, 20/3
 
 
 def measured(made, shares=SHARES, count=10, scatter=0.0, **more):
@@ -361,8 +361,8 @@ def test_the_front_that_brings_little_freezes_once_it_is_measured_and_the_rest_a
     assert all(isinstance(decision, EndBootstrapping) for decision in measured(made))
     (first,) = made.observe_interval(interval(11))
     assert isinstance(first, Freeze) and first.module == 0
-    assert "4.0%" in first.reason and "20%" in first.reason
-    assert made.observe_interval(interval(12, rate=0.51)) == ()  # 0.6 times that is 0.306
+    assert "13.3%" in first.reason and "20%" in first.reason
+    assert made.observe_interval(interval(12, rate=0.51)) == ()
     (second,) = made.observe_interval(interval(13, rate=0.49))
     assert second.module == 1
     assert made.observe_interval(interval(14, rate=0.151)) == ()
@@ -372,8 +372,8 @@ def test_the_front_that_brings_little_freezes_once_it_is_measured_and_the_rest_a
 
 
 def test_several_freeze_at_once_where_those_behind_make_it_a_bargain():
-    made = policy(worth_per_time=0.3)
-    measured(made, shares=(0.07, 0.01, 0.01, 0.91))  # 0.35 for the first alone, 0.2 with what follows
+    made = policy(worth_per_time=3.0)
+    measured(made, shares=(0.25, 0.05, 0.05, 0.65))  # 3.6 for the first alone, 2.5 with what follows
     assert [decision.module for decision in made.observe_interval(interval(11))] == [0, 1, 2]
 
 

@@ -18,8 +18,8 @@ MEASURED = frozenset({FORESIGHT})
 
 LEAST_INTERVALS = 3  # with a measure, to judge its error by
 NUM_ERRORS = 2.0
-"""Standard errors by which what all steps together brought must stand above nothing: else steps are too long, as at the
-high rates of training from scratch, where it is far below, or too few were measured."""
+"""Standard errors by which what the steps of all but the last module brought must stand above nothing: else steps are
+too long, as at the high rates of training from scratch, where it is far below, or too few were measured."""
 LEAST_PART = 0.25
 """Of the fall of the loss meanwhile, that worth must account for."""
 THAWS_AT = 2.0
@@ -30,9 +30,9 @@ class Worth(Forecast):
     """Freezes, of a model that came trained, what brings little for the time it takes; of others as 'forecast' does.
 
     In the first steps of a fine-tuning all layer modules go one way, and by how much the steps of each lower the
-    loss can be measured (`egeria.session.worth`). The front brings little: 0.5 to 20 % in what was tried, and the
-    embeddings, which take a fifth of the time, 1 %. How much of that is still to come goes with the learning rate. So
-    the next front modules freeze when their share of the worth, times the rate as a share of its largest, is
+    loss can be measured (`egeria.session.worth`). The front brings little: of MiniLM the embeddings, which take up to a
+    fifth of the time, 1 to 2 % of what all but the last module bring. How much of it is still to come goes with the
+    learning rate. So the next front modules freeze when their share of that, times the rate as a share of its largest, is
     under `policy.worth_per_time` times their share of an iteration: some at once, most while the rate falls.
     Modules are taken together where those behind make a bargain of those in front.
 
@@ -52,7 +52,8 @@ class Worth(Forecast):
         self._worths: tuple[tuple[float | None, ...], ...] = ()
         self._losses: tuple[float | None, ...] = ()
         self._shares: tuple[float | None, ...] = ()
-        """For each layer module its share of what all steps brought."""
+        """For each layer module its share of what the steps of all but the last brought. That one never freezes, and what
+        a fresh head learns in the first steps, nearly all there is at times, is nothing to measure others by."""
         self._times: tuple[float, ...] = ()
         """For each layer module the share of an iteration that a freeze of it saves."""
         self._num_pretrained = 0
@@ -100,12 +101,14 @@ class Worth(Forecast):
         if is_known:
             columns = list(zip(*self._worths, strict=True))
             sums = [math.fsum(column) if None not in column else None for column in columns]
-            total = math.fsum(part for part in sums if part is not None)
+            total = math.fsum(part for part in sums[:-1] if part is not None)
             self._shares = tuple(self._share(place, part, total) for place, part in enumerate(sums))
         self._decide_by(WORTH if is_known else PLASTICITY)
 
     def _share(self, place: int, worth: float | None, total: float) -> float | None:
-        return 0.0 if not self._trainable[place] else None if worth is None else max(0.0, worth / total)
+        if worth is None or not self._trainable[place]:
+            return None if self._trainable[place] else 0.0
+        return max(0.0, worth / total) if total > 0 else None
 
     def _decide_by(self, what: str) -> None:
         self._decides = what
@@ -114,15 +117,16 @@ class Worth(Forecast):
         )
 
     def _accounts_for_loss(self) -> bool:
-        """Return whether the steps together brought something, and what the loss shows."""
-        totals = [math.fsum(part for part in parts if part is not None) for parts in self._worths]
+        """Return whether what may freeze brought something for certain, and all together what the loss shows."""
+        fronts = [math.fsum(part for part in parts[:-1] if part is not None) for parts in self._worths]
         losses = [loss for loss in self._losses if loss is not None]
-        if len(totals) < LEAST_INTERVALS or not losses:
+        if len(fronts) < LEAST_INTERVALS or not losses:
             return False
         # From one interval to the next, so that what merely grows or fades over the intervals is no error.
-        steps = [(after - before) ** 2 for before, after in itertools.pairwise(totals)]
-        error = math.sqrt(statistics.fmean(steps) / 2 * len(totals))
-        return math.fsum(totals) > max(NUM_ERRORS * error, LEAST_PART * (losses[0] - losses[-1]))
+        steps = [(after - before) ** 2 for before, after in itertools.pairwise(fronts)]
+        error = math.sqrt(statistics.fmean(steps) / 2 * len(fronts))
+        whole = math.fsum(part for parts in self._worths for part in parts if part is not None)
+        return math.fsum(fronts) > NUM_ERRORS * error and whole > LEAST_PART * (losses[0] - losses[-1])
 
     @property
     def _limit(self) -> float:
@@ -161,8 +165,8 @@ class Worth(Forecast):
             front = slice(self._frozen, bargain[0])
             worth, time = math.fsum(filter(None, self._shares[front])), math.fsum(self._times[front])
             reason = (
-                f"{worth:.1%} of what all steps bring, at {rate_share:.0%} of the highest learning rate, for "
-                f"{time:.0%} of an iteration"
+                f"{worth:.1%} of what all but the last layer module bring, at {rate_share:.0%} of the highest learning "
+                f"rate, for {time:.0%} of an iteration"
             )
             found = (*self._move_to(bargain[0], reason), *self._pass_over_untrainable())
             if not found:
