@@ -52,8 +52,8 @@ class Worth(Forecast):
         self._worths: tuple[tuple[float | None, ...], ...] = ()
         self._losses: tuple[float | None, ...] = ()
         self._shares: tuple[float | None, ...] = ()
-        """For each layer module its share of what the steps of all but the last brought. That one never freezes, and what
-        a fresh head learns in the first steps, nearly all there is at times, is nothing to measure others by."""
+        """For each layer module its share of what the steps of all but the last brought. That one never freezes, and
+        what a fresh head learns in the first steps, at times nearly all there is, is nothing to measure others by."""
         self._times: tuple[float, ...] = ()
         """For each layer module the share of an iteration that a freeze of it saves."""
         self._num_pretrained = 0
