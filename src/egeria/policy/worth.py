@@ -32,8 +32,8 @@ class Worth(Forecast):
     In the first steps of a fine-tuning all layer modules go one way, and by how much the steps of each lower the
     loss can be measured (`egeria.session.worth`). The front brings little: of MiniLM the embeddings, which take up to a
     fifth of the time, 1 to 2 % of what all but the last module bring. How much of it is still to come goes with the
-    learning rate. So the next front modules freeze when their share of that, times the rate as a share of its largest, is
-    under `policy.worth_per_time` times their share of an iteration: some at once, most while the rate falls.
+    learning rate. So the next front modules freeze when their share of that, times the rate as a share of its
+    largest, is under `policy.worth_per_time` times their share of an iteration: some at once, most while it falls.
     Modules are taken together where those behind make a bargain of those in front.
 
     Nothing else is measured then, and no reference model made. Where worth is not known with certainty, or does not
