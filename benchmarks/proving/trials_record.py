@@ -45,13 +45,15 @@ HOW_FORETOLD = f"""\
 - {PLASTICITY}: mean over the frozen modules of the newest {NEWEST_READINGS} readings of each, against a reference in
   float32; {PLASTICITY}{TO_THE_END}: what each would come to over the rate sum still to come by the law that 'forecast'
   fits to them (in proportion to the rate sum where there are fewer), added up.
-- {CHANGE}: mean over the frozen modules of the relative change of the weights in an interval, in the newest 5 % of the
-  training; {CHANGE}{TO_THE_END}: for each unit of the learning rate, times the rate sum still to come, added up.
+- {CHANGE}: mean over the frozen modules of the relative change of the weights in an interval, in the newest
+  5 % of the training; {CHANGE}{TO_THE_END}: for each unit of the learning rate, times the rate sum still to
+  come, added up.
 - {GRADIENT}: L1 norm of the gradients of the frozen modules for each step, in the newest 5 % of the training;
   {GRADIENT}{TO_THE_END}: times the rate sum still to come. Gradients do not grow with the rate, so nothing is divided.
-- {DEPTH}: how many modules are frozen, times the share of the rate sum still to come. It measures nothing: what
-  foretells no better has only found out that more and earlier freezes cost more.
-- {OTHERS}: mean cost of the same freeze with the other seeds. It shows how far chance lets a cost be foretold."""
+- {DEPTH}: how many modules are frozen, times the share of the rate sum still to come. It
+  measures nothing: what foretells no better has only found out that more and earlier freezes cost more.
+- {OTHERS}: mean cost of the same freeze with the other seeds. It shows how far chance lets a cost
+  be foretold at all."""
 HOW_CORRELATED = """\
 - Spearman's rank correlation with the cost. 'Within': points are ranked among those of the same workload and seed, and
   the ranks pooled. 'Over all': ranked together, whatever the unit of the metric. 'Seeds averaged': means over the
@@ -98,9 +100,11 @@ def describe_findings(points: Sequence[Point], correlations: dict[str, Correlati
     """Return what was found: in words, then as a table."""
     compared, _ = comparable(points)
     groups = {(point.workload, point.seed) for point in compared}
-    told = f"{len(compared)} of {len(points)} points, of {len(groups)} pairs of a workload and a seed"
+    told = f"{len(compared)} of {len(points)} points, of {len(groups)} trainings"
     if len(compared) < len(points):
-        told += "; the others lack something that is compared, such as worth where a model begins untrained"
+        told += (
+            "; elsewhere something is not known: worth where a model begins untrained, plasticity before it was read"
+        )
     found = correlations[WITHIN]
     if WORTH not in found:
         return [f"{told}. Worth is known at none of them: nothing can be said of it."]
