@@ -93,6 +93,14 @@ def test_intervals_hold_nothing_for_noise_narrow_with_points_and_are_the_same_ag
     assert narrow.high - narrow.low < wide.high - wide.low
 
 
+def test_trainings_that_disagree_make_a_wide_interval_however_many_points_they_have():
+    costs = [float(place) for place in range(40)]
+    found = rho([*costs, *costs[::-1]], costs * 2, ["one"] * 40 + ["other"] * 40)
+    assert found.value == pytest.approx(0.0)
+    assert found.low < -0.95
+    assert found.high > 0.95
+
+
 def test_what_is_the_same_everywhere_has_no_correlation():
     assert rho([2.0] * 5, [1, 2, 3, 4, 5]).value is None
     assert rho([1, 2, 3, 4, 5], [2.0] * 5).shows() == "not known"
@@ -138,7 +146,7 @@ def early(*worths):
 @pytest.mark.parametrize(
     ("rate", "step", "share"),
     [
-        (linear, 0, 1.0),
+        (linear, 50, 0.95**2),
         (linear, 250, 0.75**2),
         (linear, 900, 0.01),
         (linear, 1000, 0.0),
@@ -167,6 +175,7 @@ def test_what_harms_or_cannot_train_is_worth_nothing_and_what_is_not_known_stays
     assert observed(linear, worth=early(None, 1.0, 4.0)).foretell(100, 2)[WORTH] is None
     assert observed(linear, worth=early(-1.0, -1.0, 1.0)).foretell(100, 1)[WORTH] is None  # together they bring nothing
     assert observed(linear).foretell(100, 1)[WORTH] is None  # begun untrained
+    assert observed(linear, worth=early(1.0, 1.0, 1.0)).foretell(5, 1)[WORTH] is None  # before anything is measured
 
 
 def test_weight_changes_count_for_the_rate_at_which_they_were_made():
@@ -362,6 +371,16 @@ def test_a_record_is_made_again_from_its_journals(made, tmp_path):
     rho = within[WORTH]["rho"]
     assert f"| worth | {rho['value']:+.2f} [{rho['low']:+.2f}, {rho['high']:+.2f}] |" in page
     assert {PLASTICITY, CHANGE, GRADIENT, DEPTH, OTHERS} <= within.keys()
+
+
+def test_trials_that_never_froze_are_told(made, tmp_path):
+    results = Path(shutil.copytree(made, tmp_path / "results"))
+    (place,) = (results / "toy-tuned" / "smoke").glob("static*0.6_3/seed1")
+    journal = place / "journal.jsonl"
+    lines = [line for line in journal.read_text().splitlines(keepends=True) if '"event":"frozen"' not in line]
+    journal.write_text("".join(lines))
+    assert bench("trials", *ASKED, "--results", results, "--out", tmp_path / "record") == 0
+    assert "Of 8 trials 1 are no points" in (tmp_path / "record" / "README.md").read_text()
 
 
 def test_only_what_is_asked_for_is_compared(made, capsys):

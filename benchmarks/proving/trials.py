@@ -103,12 +103,13 @@ def choose(
         RefusedError: a trial has no plain or no observed run beside it, or there is no trial.
     """
     named = {(*_group(outcome), outcome.run.policy.text) for outcome in outcomes}
+    texts = None if times is None else [f"{time:g}" for time in times]
     chosen = []
     for outcome in outcomes:
         trial = _TRIAL.fullmatch(outcome.run.policy.text)
         is_wanted = outcome.run.policy.text in (PLAIN, OBSERVED) or (
             trial is not None
-            and (times is None or float(trial["time"]) in times)
+            and (texts is None or trial["time"] in texts)
             and (depths is None or int(trial["depth"]) in depths)
         )
         is_seed = (*_group(outcome), OBSERVED) in named if seeds is None else outcome.run.seed in seeds
@@ -147,17 +148,12 @@ class Observed:
         return cls(history.of(IntervalMeasured), history.of(PlasticityRead), cut.trainable, started.total_steps)
 
     def __post_init__(self) -> None:
-        self._steps, self._sums = [0], [0.0]
-        rate = self.intervals[0].learning_rate
-        for end, following in [
-            *((found.step, found.learning_rate) for found in self.intervals),
-            (self.total_steps, None),
-        ]:
-            mean = rate if following is None else (rate + following) / 2
-            self._sums.append(self._sums[-1] + mean * (end - self._steps[-1]))
-            self._steps.append(end)
-            rate = rate if following is None else following
-        self._step_of = {found.evaluation: found.step for found in self.intervals}
+        found = self.intervals
+        self._steps = np.array([0, *(it.step for it in found), self.total_steps])
+        rates = np.array([it.learning_rate for it in (found[0], *found, found[-1])])
+        means = (rates[1:] + rates[:-1]) / 2  # a rate is told at the end of an interval: that of the step to come
+        self._sums = np.concatenate([[0.0], np.cumsum(np.diff(self._steps) * means)])
+        self._step_of = {it.evaluation: it.step for it in found}
 
     def rate_sum(self, begin: float, end: float) -> float:
         """Return the sum of the learning rate over the steps from one to another."""
@@ -169,7 +165,7 @@ class Observed:
         share = ahead / whole if (whole := self.rate_sum(0, self.total_steps)) > 0 else 0.0
         newest = [it for it in self.intervals if step - NEWEST_SHARE * self.total_steps < it.step <= step]
         places = range(depth)
-        worths = [self._worth_share(place) for place in places]
+        worths = [self._worth_share(place, step) for place in places]
         read = [self._plasticity(place, step, ahead) for place in places]
         changes = [self._change(newest, place, ahead) for place in places]
         gradients = [self._mean_gradient(newest, place) for place in places]
@@ -184,11 +180,10 @@ class Observed:
             DEPTH: depth * share,
         }
 
-    def _worth_share(self, place: int) -> float | None:
+    def _worth_share(self, place: int, step: int) -> float | None:
         """Return the share of a layer module in what all steps brought, as the policy 'worth' has it."""
-        rows = [
-            found.worth for found in self.intervals if found.worth and any(part is not None for part in found.worth)
-        ]
+        measured = [it.worth for it in self.intervals if it.worth and it.step <= step]
+        rows = [worth for worth in measured if any(part is not None for part in worth)]
         sums = [math.fsum(column) if None not in column else None for column in zip(*rows, strict=True)]
         total = math.fsum(part for part in sums if part is not None)
         if not self.trainable[place]:
@@ -253,7 +248,7 @@ def find_points(outcomes: Sequence[Outcome]) -> list[Point]:
                 cost=-better if workload.higher_is_better else better,
                 foretold=observed[group].foretell(step, depth),
             )
-        )  # fmt: skip
+        )
     return [
         dataclasses.replace(point, foretold=point.foretold | {OTHERS: _with_others(point, points)}) for point in points
     ]
@@ -277,7 +272,8 @@ def average_seeds(points: Sequence[Point]) -> list[Point]:
 
 def comparable(points: Sequence[Point]) -> tuple[list[Point], list[str]]:
     """Return the points at which all is known and finite that is known at any, and the names of that."""
-    names = [name for name in points[0].foretold if any(_is_known(point.foretold[name]) for point in points)]
+    asked = points[0].foretold if points else {}
+    names = [name for name in asked if any(_is_known(point.foretold[name]) for point in points)]
     return [point for point in points if all(_is_known(point.foretold[name]) for name in names)], names
 
 

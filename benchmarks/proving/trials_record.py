@@ -16,6 +16,7 @@ from benchmarks.proving.pictures import INK, save_figure
 from benchmarks.proving.policies import PLAIN
 from benchmarks.proving.record import keep_journals, to_dict, write_results
 from benchmarks.proving.results import Outcome
+from benchmarks.proving.runfile import ORACLE
 from benchmarks.proving.statistics import Estimate, spread
 from benchmarks.proving.tables import markdown
 from benchmarks.proving.trials import (
@@ -48,8 +49,8 @@ HOW_FORETOLD = f"""\
 - {CHANGE}: mean over the frozen modules of the relative change of the weights in an interval, in the newest
   5 % of the training; {CHANGE}{TO_THE_END}: for each unit of the learning rate, times the rate sum still to
   come, added up.
-- {GRADIENT}: L1 norm of the gradients of the frozen modules for each step, in the newest 5 % of the training;
-  {GRADIENT}{TO_THE_END}: times the rate sum still to come. Gradients do not grow with the rate, so nothing is divided.
+- {GRADIENT}: L1 norm of the gradients of the frozen modules, added up over an interval and divided by its
+  steps, in the newest 5 % of the training; {GRADIENT}{TO_THE_END}: times the rate sum still to come.
 - {DEPTH}: how many modules are frozen, times the share of the rate sum still to come. It
   measures nothing: what foretells no better has only found out that more and earlier freezes cost more.
 - {OTHERS}: mean cost of the same freeze with the other seeds. It shows how far chance lets a cost
@@ -177,7 +178,12 @@ def _describe(
     points: Sequence[Point], comparisons: Sequence[WorkloadComparison], correlations: dict[str, Correlations]
 ) -> str:
     parts = ["# Worth against branched trials: does it foretell what a freeze costs?"]
-    parts += [*describe_findings(points, correlations), f"![worth against cost]({PICTURE})"]
+    parts += describe_findings(points, correlations)
+    num_trials = sum(len(it.outcomes) for found in comparisons for it in found.policies if it.purpose == ORACLE)
+    if num_trials > len(points):
+        told = "are no points: they never froze so deep, or ended without a finite metric."
+        parts.append(f"Of {num_trials} trials {num_trials - len(points)} {told}")
+    parts.append(f"![worth against cost]({PICTURE})")
     if len(comparisons) > 1:
         parts += ["## Each workload by itself", _by_workload(points)]
     for comparison in comparisons:
