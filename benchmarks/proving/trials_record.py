@@ -124,13 +124,14 @@ def correlation_table(correlations: dict[str, Correlations]) -> str:
 
 
 def draw(points: Sequence[Point], comparisons: Sequence[WorkloadComparison], path: Path) -> None:
-    """Draw worth against cost, a panel for each workload: a colour for each depth, a point for each seed and time."""
+    """Draw worth against cost, a panel for each workload that has any: a colour for each depth, a point for each seed and time."""
     known = [point for point in points if point.foretold[WORTH] is not None]
+    shown = [found for found in comparisons if any(point.workload == _label(found) for point in known)] or comparisons
     depths = sorted({point.depth for point in points})
 
     def paint(figure: Figure) -> None:
-        panels = figure.subplots(1, len(comparisons), squeeze=False)[0]
-        for axes, comparison in zip(panels, comparisons, strict=True):
+        panels = figure.subplots(1, len(shown), squeeze=False)[0]
+        for axes, comparison in zip(panels, shown, strict=True):
             own = [point for point in known if point.workload == _label(comparison)]
             axes.axhline(0, color=INK, linewidth=0.8)
             for depth in depths:
@@ -143,7 +144,7 @@ def draw(points: Sequence[Point], comparisons: Sequence[WorkloadComparison], pat
             axes.set_ylabel(f"{comparison.workload.metric} lost, {_unit(comparison)}")
         panels[0].legend(fontsize=8)
 
-    save_figure(path, (0.6 + 3.4 * len(comparisons), 3.4), paint)
+    save_figure(path, (0.6 + 3.4 * len(shown), 3.4), paint)
 
 
 def _verdict(found: Correlations) -> str:
@@ -196,7 +197,7 @@ def _describe(
 def _by_workload(points: Sequence[Point]) -> str:
     workloads = list(dict.fromkeys(point.workload for point in points))
     found = {name: correlate([point for point in points if point.workload == name], within=True) for name in workloads}
-    names = list(dict.fromkeys(name for own in found.values() for name in own))
+    names = [name for name in points[0].foretold if any(name in own for own in found.values())]
     lines = [[name, *(own[name][0].shows() if name in own else "" for own in found.values())] for name in names]
     return markdown(["foretold by, within each seed [95 %]", *workloads], lines)
 
