@@ -124,7 +124,7 @@ def correlation_table(correlations: dict[str, Correlations]) -> str:
 
 
 def draw(points: Sequence[Point], comparisons: Sequence[WorkloadComparison], path: Path) -> None:
-    """Draw worth against cost, a panel for each workload that has any: a colour for each depth, a point for each seed and time."""
+    """Draw worth against cost, a panel for each workload that has any: a point for each freeze and seed."""
     known = [point for point in points if point.foretold[WORTH] is not None]
     shown = [found for found in comparisons if any(point.workload == _label(found) for point in known)] or comparisons
     depths = sorted({point.depth for point in points})
