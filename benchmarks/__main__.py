@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_making(oracle)
     oracle.set_defaults(verb=commands.run_oracle)
     _add_sensitivity(verbs)
+    _add_trials(verbs)
     return parser
 
 
@@ -111,6 +112,19 @@ def _add_sensitivity(verbs: Any) -> None:
     sensitivity.add_argument("--out", type=commands.folder, metavar="DIR", help="folder of the record")
     _add_making(sensitivity)
     sensitivity.set_defaults(verb=commands.run_sensitivity)
+
+
+def _add_trials(verbs: Any) -> None:
+    trials = verbs.add_parser("trials", help="whether worth, plasticity and others foretell what a freeze costs")
+    told = "none reads a record's journals"
+    trials.add_argument("workload", nargs="?", type=_names, default=[], metavar="WORKLOAD[,WORKLOAD]", help=told)
+    times = "shares of the training from which on front layer modules are frozen"
+    trials.add_argument("--times", type=_shares, default=[0.06, 0.25, 0.5, 0.75], metavar="0.06,0.25", help=times)
+    depths = "how many are; more than may freeze are left out"
+    trials.add_argument("--depths", type=_counts, default=[1, 3, 5], metavar="1,3,5", help=depths)
+    trials.add_argument("--out", type=commands.folder, metavar="DIR", help="folder of the record")
+    _add_making(trials)
+    trials.set_defaults(verb=commands.run_trials)
 
 
 def _add_making(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +165,17 @@ def _count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, found {count}")
     return count
+
+
+def _counts(text: str) -> list[int]:
+    return list(dict.fromkeys(map(_count, text.split(","))))
+
+
+def _shares(text: str) -> list[float]:
+    shares = list(dict.fromkeys(map(float, text.split(","))))
+    if not all(0.01 <= share < 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"must be from 0.01 to below 1, found {text}")
+    return shares
 
 
 def _minutes(text: str) -> float:

@@ -211,4 +211,9 @@ def test_what_cannot_be_done_is_refused_with_the_reason(arguments, reason, capsy
 
 def test_lists_workloads_of_ones_own(capsys):
     assert bench("list", "--only", "--workloads", "tests.toy_workloads") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["toy", "no-data", "broken"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "toy",
+        "no-data",
+        "broken",
+        "toy-tuned",
+    ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.proving import archive, recipe, runfile
+from benchmarks.proving import archive, recipe, runfile, trials
 from benchmarks.proving.catalogue import REGISTRY, find_workloads, list_workloads
 from benchmarks.proving.comparison import WorkloadComparison, compare
 from benchmarks.proving.errors import RefusedError
@@ -22,12 +22,13 @@ from benchmarks.proving.oracle import Trials, survey
 from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy, parse_settings
 from benchmarks.proving.progress import Bars
 from benchmarks.proving.record import write_record
-from benchmarks.proving.results import read_results
+from benchmarks.proving.results import Outcome, read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.runs import Place, make, sort_out
 from benchmarks.proving.sensitivity import section, write_sensitivity
 from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table
+from benchmarks.proving.trials_record import describe_findings, find_correlations, write_trials
 from benchmarks.workloads.workload import Training, Workload
 
 
@@ -140,6 +141,32 @@ def _show_sensitivity(study: Study, results: Path, options: argparse.Namespace, 
             console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
     if options.out is not None:
         write_sensitivity(study, comparisons, options.out)
+        console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
+
+
+def run_trials(options: argparse.Namespace, console: Console) -> int:
+    """Make trials of freezes and what they are held against; tell what foretold their cost, and write the record."""
+    if not options.workload:
+        with archive.opened(options.results) as results:
+            _show_trials(trials.choose(read_results(results)), options, console)
+        return 0
+    for module, workload in _find_workloads(options):
+        recipes, known = {workload.name: _recipe(workload, options)}, survey(_build(workload, options))
+        pattern = _wanted(module, workload, parse_policy(PLAIN), options.seeds[0], options)
+        for wanted in trials.plan(pattern, options.seeds, options.times, options.depths, known):
+            if _make(wanted, recipes, options, console):
+                return 1
+    outcomes = read_results(options.results, options.workload, options.tier)
+    _show_trials(trials.choose(outcomes, options.seeds, options.times, options.depths), options, console)
+    return 0
+
+
+def _show_trials(outcomes: Sequence[Outcome], options: argparse.Namespace, console: Console) -> None:
+    points = trials.find_points(outcomes)
+    for text in describe_findings(points, find_correlations(points)):
+        console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
+    if options.out is not None:
+        write_trials(outcomes, options.out)
         console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
 
 

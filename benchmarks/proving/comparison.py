@@ -149,7 +149,7 @@ def _compare_policy(
 ) -> PolicyComparison:
     pairs = [(plain[outcome.run.seed], outcome) for outcome in outcomes if outcome.run.seed in plain]
     workload = outcomes[0].run.workload
-    differences = [_difference(workload, base.quality, found.quality) for base, found in pairs]
+    differences = [difference_of(workload, base.quality, found.quality) for base, found in pairs]
     final = spread([outcome.quality for outcome in outcomes])
     assert final is not None
     lost = None
@@ -189,7 +189,8 @@ def _at_equal_time(outcomes: Sequence[Outcome], default: dict[int, Outcome]) -> 
     return spread(known) if len(known) == len(outcomes) else None
 
 
-def _difference(workload: WorkloadFacts, plain: float, found: float) -> float:
+def difference_of(workload: WorkloadFacts, plain: float, found: float) -> float:
+    """Return how far a metric is above that of plain training: in its own unit, or in per cent where it is relative."""
     return 100 * (found / plain - 1) if workload.is_relative else found - plain
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.observer import Observer
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,6 +29,8 @@ DEFAULT = "default"
 HEAD_ONLY, HALF = "head-only", "hft"
 """Rivals that the bench itself makes, without egeria, by `resting`."""
 RESTING = (HEAD_ONLY, HALF)
+OBSERVER = "observer"
+"""The bench's own policy for egeria: `benchmarks.proving.observer.Observer`, which measures and freezes nothing."""
 LONGEST_FOLDER = 100
 """Letters of a folder's name: file systems end at 255 bytes."""
 _PERIOD = r"\d+/\d"
@@ -42,7 +45,7 @@ class Policy:
     """As it is written on the command line; of a file, its name without the ending."""
     name: str
     """'none' trains without egeria at all, as do those of `RESTING`; 'default' gives `attach` no policy; else a policy
-    of the library."""
+    of the library, or `OBSERVER`."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Groups of settings beside the name, as `egeria.Config.from_dict` takes them."""
 
@@ -73,7 +76,8 @@ class Policy:
         """Return what `egeria.attach` is given for this policy."""
         settings = self.settings
         if self.is_watched and self.name != DEFAULT:
-            settings = {**settings, "policy": {"name": self.name, **settings.get("policy", {})}}
+            name = Observer if self.name == OBSERVER else self.name
+            settings = {**settings, "policy": {"name": name, **settings.get("policy", {})}}
         return {"config": settings} if settings else {}
 
 
