@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from egeria import events
 from egeria.cli import main
 from egeria.config import Config
 from egeria.journal import read_journal
+from egeria.layers import backward_times
 from egeria.layers.backward_times import BackwardTimes
 from egeria.layers.modules import parse_modules
 from egeria.layers.pretrained import count_pretrained, find_trained_norms
@@ -239,6 +242,52 @@ def test_backward_passes_are_timed_by_layer_module(passes):
     assert not any(part._forward_hooks for part in model.modules())
 
 
+def test_a_pass_that_nothing_was_made_of_is_no_pass():
+    model = nn.Sequential(SlowBlock(0.0), SlowBlock(0.05))
+    modules, times = parse_modules(model, pattern=r"\d"), BackwardTimes()
+    times.arm(model, modules)
+    model(torch.randn(8, 4))
+    model(torch.randn(8, 4)).sum().backward()
+    times.end_step()
+    assert times.shares(2, 0.1) is not None
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_fused_optimizer_under_a_scaler_gives_scaled_gradients_and_skips_steps(found_inf):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    measure = StepWorth(model, 1, total_steps=1000)
+    for scale, infinite in ((1.0, 0.0), (1024.0, found_inf)):
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(infinite)
+        model.weight.grad = torch.full((3,), math.inf if infinite else scale)
+        measure.before(optimizer)
+        with torch.no_grad():
+            model.weight -= 0.0 if infinite else 0.1
+        measure.after(optimizer)
+    (worth,) = measure.take([Whole("weight")])
+    assert worth == pytest.approx(0.0 if found_inf else 0.3)
+
+
+def test_a_fault_in_timing_stays_out_of_the_passes_of_the_user(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    model = nn.Sequential(SlowBlock(0.0), SlowBlock(0.0))
+    modules = parse_modules(model, pattern=r"\d")
+    for where in ("_now", "tree"):
+        times = BackwardTimes()
+        with monkeypatch.context() as patched:
+            broken = SimpleNamespace(first_activation=fail) if where == "tree" else fail
+            patched.setattr(backward_times, where, broken)
+            times.arm(model, modules)
+            model(torch.randn(8, 4)).sum().backward()
+            times.end_step()
+        assert times.shares(2, 0.1) is None
+        times.arm(model, modules)
+        assert not any(part._forward_hooks for part in model.modules())
+
+
 def test_recomputed_activations_are_no_pass_of_their_own():
     blocks = [SlowBlock(0.05), SlowBlock(0.0), SlowBlock(0.05)]
     model = nn.Sequential(*blocks)
@@ -401,6 +450,7 @@ def test_what_grows_or_fades_while_it_is_measured_is_no_error(course):
     [
         {"scatter": 0.05},  # its error is larger than itself
         {"shares": (-0.1, -0.1, -0.1, -0.7)},  # steps go up the loss, as at the high rates of training from scratch
+        {"shares": (0.04, 0.06, 0.2, -0.7)},  # below nothing as a whole
         {"count": 2},
         {"num_pretrained": 0},
     ],
@@ -412,13 +462,24 @@ def test_where_worth_tells_nothing_plasticity_decides(found):
     assert made.monitored == 0 and "plasticity" in made.needs
 
 
-def test_where_worth_accounts_for_little_of_the_fall_of_the_loss_plasticity_decides():
+def test_clipped_gradients_that_account_for_little_of_the_fall_of_the_loss_decide_all_the_same():
     made = policy()
     for evaluation in range(1, 11):
-        worth = tuple(0.01 * share for share in SHARES)
+        worth = tuple(0.001 * share for share in SHARES)
         made.observe_interval(interval(evaluation, worth=worth, loss=2.0 - 0.06 * evaluation))
     made.observe_interval(interval(11, loss=1.3))
-    assert made.monitored == 0
+    assert made.frozen == 1
+
+
+def test_an_interval_that_lacks_a_module_is_left_out():
+    made = policy()
+    for evaluation in range(1, 11):
+        parts = [0.01 * share for share in SHARES]
+        worth = (*parts[:2], None if evaluation == 4 else parts[2], parts[3])
+        made.observe_interval(interval(evaluation, worth=worth))
+    made.observe_interval(interval(11))
+    made.observe_interval(interval(12, rate=0.1, to_come=40.0))
+    assert made.frozen == 3
 
 
 def test_what_did_not_come_trained_and_what_could_not_be_measured_stays_in_training():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.undisturbed import is_own_pass
 
 Stamp = float | torch.cuda.Event
+logger = logging.getLogger("egeria")
 MOST_STEPS = 32  # that are timed; of more nothing is learned
 
 
@@ -25,10 +27,11 @@ class BackwardTimes:
 
     The backward pass of a layer module lies between the gradient of its output and that of the one before it; that of
     the first one ends where the optimizer begins, and what the loop does in between, such as clipping, counts for it.
-    Time is that of the stream on CUDA, elsewhere that of the clock.
+    Time is that of the stream on CUDA, elsewhere that of the clock. A fault of ours in a pass ends the timing.
     """
 
     def __init__(self) -> None:
+        self._has_failed = False
         self._handles: list[Any] = []
         self._passes: list[dict[int, Stamp]] = []
         """For each pass of the step by the place of the layer module; the last is the one under way."""
@@ -40,7 +43,7 @@ class BackwardTimes:
     def arm(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
         """Time the coming step."""
         self.disarm()
-        if len(self._shares) >= MOST_STEPS:
+        if len(self._shares) >= MOST_STEPS or self._has_failed:
             return
         self._num_modules = len(modules)
         for place, module in enumerate(modules):
@@ -56,8 +59,10 @@ class BackwardTimes:
 
     def end_step(self) -> None:
         """Note that the backward passes of the step are over."""
-        if self._handles and any(self._passes):
-            self._ended = self._num_modules, self._passes, _stamp(next(iter(self._passes[0].values())))
+        passes = [stamps for stamps in self._passes if stamps]  # one without is of a loss that nothing was made of
+        if self._handles and passes:
+            is_cuda = not isinstance(next(iter(passes[0].values())), float)
+            self._ended = self._num_modules, passes, _now(is_cuda)
             self.disarm()
 
     def begin_pass(self, place: int, output: Any) -> None:
@@ -69,9 +74,18 @@ class BackwardTimes:
             stamps = self._passes[-1]
 
             def note(gradient: Tensor) -> None:
-                stamps.setdefault(place, _now(gradient.is_cuda))
+                self.guard(lambda: stamps.setdefault(place, _now(gradient.is_cuda)))
 
             activation.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def guard(self, action: Callable[[], object]) -> None:
+        """Do something within a pass of the user's, which goes on whatever becomes of it."""
+        if not self._has_failed:
+            try:
+                action()
+            except Exception:  # such as an event in a graph that is captured
+                logger.debug("the backward pass cannot be timed", exc_info=True)
+                self._has_failed, self._ended, self._passes, self._shares = True, None, [], []
 
     def shares(self, num_modules: int, iteration_s: float) -> list[float] | None:
         """Return the share of an iteration that each layer module's backward pass takes, the median of those timed.
@@ -109,7 +123,7 @@ class _Watch:
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
         is_recomputed = torch._C._current_graph_task_id() != -1  # by activation checkpointing, in a backward pass
         if module.training and torch.is_grad_enabled() and not is_own_pass() and not is_recomputed:
-            self._times.begin_pass(self._place, output)
+            self._times.guard(lambda: self._times.begin_pass(self._place, output))
 
 
 def _now(is_cuda: bool) -> Stamp:
@@ -120,17 +134,12 @@ def _now(is_cuda: bool) -> Stamp:
     return event
 
 
-def _stamp(like: Stamp) -> Stamp:
-    return _now(not isinstance(like, float))
-
-
 def _by_module(num_modules: int, passes: Sequence[Mapping[int, Stamp]], end: Stamp) -> list[float] | None:
     """Return the seconds of all passes for each layer module; None where gradients came in another order.
 
     Where the first one's pass ends is only seen in the last pass: it counts as often as there were passes.
     """
     seconds = [0.0] * num_modules
-    passes = [stamps for stamps in passes if stamps]
     for stamps in passes:
         places = sorted(stamps)
         for before, place in itertools.pairwise(places):

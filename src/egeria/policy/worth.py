@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,8 @@ MEASURED = frozenset({FORESIGHT})
 
 LEAST_INTERVALS = 3  # with a measure, to judge its error by
 NUM_ERRORS = 2.0
-"""Standard errors by which what the steps of all but the last module brought must stand above nothing: else steps are
-too long, as at the high rates of training from scratch, where it is far below, or too few were measured."""
-LEAST_PART = 0.25
-"""Of the fall of the loss meanwhile, that worth must account for."""
+"""Standard errors by which what the steps of all but the last module brought must stand above nothing. It is not set
+against the fall of the loss: of clipped gradients it is a part of that only, the same for all modules."""
 THAWS_AT = 2.0
 """Times the limit that a frozen front must be worth by now, because the rate rose, to thaw."""
 
@@ -36,21 +34,21 @@ class Worth(Forecast):
     largest, is under `policy.worth_per_time` times their share of an iteration: some at once, most while it falls.
     Modules are taken together where those behind make a bargain of those in front.
 
-    Nothing else is measured then, and no reference model made. Where worth is not known with certainty, or does not
-    account for the loss, plasticity decides as in 'forecast'. The loss guards every freeze as it does there.
+    Nothing else is measured then, and no reference model made. Where worth is not known with certainty, or is below
+    nothing as a whole, since steps are too long for it to mean anything, plasticity decides as in 'forecast'. The loss
+    guards every freeze as it does there.
 
-    Source: our own. Against judges of thousands of samples a freeze cost in proportion to both factors.
+    Source: our own.
     """
 
     needs = Forecast.needs | {WORTH}
-    _saved = (*Forecast._saved, "decides", "worths", "losses", "shares", "times", "num_pretrained")
+    _saved = (*Forecast._saved, "decides", "worths", "shares", "times", "num_pretrained")
 
     def _prepare(self) -> None:
         super()._prepare()
         self._decides = ""
         """'plasticity' or 'worth'; 'nothing' while worth is measured, and '' before it is known whether it is."""
         self._worths: tuple[tuple[float | None, ...], ...] = ()
-        self._losses: tuple[float | None, ...] = ()
         self._shares: tuple[float | None, ...] = ()
         """For each layer module its share of what the steps of all but the last brought. That one never freezes, and
         what a fresh head learns in the first steps, at times nearly all there is, is nothing to measure others by."""
@@ -92,41 +90,30 @@ class Worth(Forecast):
         """Gather what was measured, and judge it once the measuring has ended."""
         if interval.worth is not None:
             if any(part is not None for part in interval.worth):
-                self._worths, self._losses = (*self._worths, interval.worth), (*self._losses, interval.loss)
+                self._worths = (*self._worths, interval.worth)
             self._times = interval.time_shares or self._times
             self._num_pretrained = interval.num_pretrained or 0
             self._decide_by(NOTHING)
             return
-        is_known = bool(self._times) and self._num_pretrained > 0 and self._accounts_for_loss()
-        if is_known:
-            columns = list(zip(*self._worths, strict=True))
-            sums = [math.fsum(column) if None not in column else None for column in columns]
-            total = math.fsum(part for part in sums[:-1] if part is not None)
-            self._shares = tuple(self._share(place, part, total) for place, part in enumerate(sums))
-        self._decide_by(WORTH if is_known else PLASTICITY)
+        rows = _complete(self._worths)
+        if not self._times or self._num_pretrained == 0 or not _is_certain(rows):
+            self._decide_by(PLASTICITY)
+            return
+        sums = [None if None in column else math.fsum(column) for column in zip(*rows, strict=True)]
+        total = _sum(sums[:-1])
+        self._shares = tuple(self._share(place, part, total) for place, part in enumerate(sums))
+        self._decide_by(WORTH)
 
     def _share(self, place: int, worth: float | None, total: float) -> float | None:
         if worth is None or not self._trainable[place]:
             return None if self._trainable[place] else 0.0
-        return max(0.0, worth / total) if total > 0 else None
+        return max(0.0, worth / total)
 
     def _decide_by(self, what: str) -> None:
         self._decides = what
         self.needs = {WORTH: MEASURED, NOTHING: MEASURED | {WORTH}, PLASTICITY: Forecast.needs}.get(
             what, type(self).needs
         )
-
-    def _accounts_for_loss(self) -> bool:
-        """Return whether what may freeze brought something for certain, and all together what the loss shows."""
-        fronts = [math.fsum(part for part in parts[:-1] if part is not None) for parts in self._worths]
-        losses = [loss for loss in self._losses if loss is not None]
-        if len(fronts) < LEAST_INTERVALS or not losses:
-            return False
-        # From one interval to the next, so that what merely grows or fades over the intervals is no error.
-        steps = [(after - before) ** 2 for before, after in itertools.pairwise(fronts)]
-        error = math.sqrt(statistics.fmean(steps) / 2 * len(fronts))
-        whole = math.fsum(part for parts in self._worths for part in parts if part is not None)
-        return math.fsum(fronts) > NUM_ERRORS * error and whole > LEAST_PART * (losses[0] - losses[-1])
 
     @property
     def _limit(self) -> float:
@@ -185,3 +172,25 @@ class Worth(Forecast):
         if worth * self._rate_share > THAWS_AT * self._limit * time:
             return f"the learning rate rose to {self._rate_share:.0%} of its highest"
         return None
+
+
+def _sum(parts: Sequence[float | None]) -> float:
+    """Return the sum of what is known."""
+    return math.fsum(part for part in parts if part is not None)
+
+
+def _complete(worths: Sequence[Sequence[float | None]]) -> list[Sequence[float | None]]:
+    """Return the intervals that lack no layer module which others know, as one with an infinite gradient does."""
+    known = [any(part is not None for part in column) for column in zip(*worths, strict=True)]
+    return [row for row in worths if known == [part is not None for part in row]]
+
+
+def _is_certain(rows: Sequence[Sequence[float | None]]) -> bool:
+    """Return whether what may freeze brought something for certain, and all together did not harm."""
+    fronts = [_sum(row[:-1]) for row in rows]
+    if len(fronts) < LEAST_INTERVALS:
+        return False
+    # From one interval to the next, so that what merely grows or fades over the intervals is no error.
+    steps = [(after - before) ** 2 for before, after in itertools.pairwise(fronts)]
+    error = math.sqrt(statistics.fmean(steps) / 2 * len(fronts))
+    return math.fsum(fronts) > NUM_ERRORS * error and math.fsum(map(_sum, rows)) > 0
