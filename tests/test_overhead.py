@@ -116,3 +116,13 @@ def test_a_process_is_started_only_where_the_rest_of_the_run_repays_it(tmp_path,
     if kind == "inline":
         assert "540 s are left" in chosen[-1].reason
         assert egeria.read_journal(tmp_path).of(PlasticityRead), "evaluations go on all the same"
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_a_validation_between_steps_is_in_no_iteration_time_however_short_the_intervals_are(num_steps):
+    timer, medians = IterationTimer(), []
+    for step in range(28):
+        timer._iterations.setdefault(0, []).append((30.0, 20.0) if step % 7 == 6 else (1.0, 0.5))
+        if step % num_steps == num_steps - 1:
+            medians.append(timer.take_medians())
+    assert set(medians) == {(1.0, 0.5)}

@@ -55,12 +55,16 @@ class Stopwatch:
         return time.perf_counter() - self.wall, time.process_time() - self.cpu
 
 
+FEWEST_ITERATIONS = 7  # that a median is taken of, where there are so many
+
+
 class IterationTimer:
     """Times the user's iterations without a device synchronisation, and what egeria adds to them.
 
     An iteration lasts from the end of one `run.step` to the start of the next, so that our own work is not counted as
-    the user's. The median of an interval leaves out the long ones with a validation or a checkpoint. On an accelerator
-    work is queued, so a single duration means little and the median of many is what the queue lets through.
+    the user's. The median of an interval, with that of earlier iterations of its kind where it has few of its own,
+    leaves out the long ones with a validation or a checkpoint. On an accelerator work is queued, so a single duration
+    means little and the median of many is what the queue lets through.
     """
 
     def __init__(self, total_steps: int | None = None) -> None:
@@ -72,6 +76,8 @@ class IterationTimer:
         self.resting = 0
         """How many front layer modules are not updated at the step to come: steps of one kind take alike."""
         self._iterations: dict[int, list[tuple[float, float]]] = {}
+        self._earlier: dict[int, list[tuple[float, float]]] = {}
+        """The newest iterations of each kind before this interval."""
         self._outside: Stopwatch | None = None
         self._inside = Stopwatch()
 
@@ -109,9 +115,13 @@ class IterationTimer:
 
         Where different modules rested at different steps it is the mean of the medians, each as often as it occurred.
         """
-        found, self._iterations = list(self._iterations.values()), {}
-        total = max(1, sum(map(len, found)))
-        medians = [(len(kind) / total, map(statistics.median, zip(*kind, strict=True))) for kind in found]
+        found, self._iterations = self._iterations, {}
+        total = max(1, sum(map(len, found.values())))
+        medians = []
+        for kind, own in found.items():
+            newest = [*self._earlier.get(kind, ()), *own][-max(len(own), FEWEST_ITERATIONS) :]
+            self._earlier[kind] = newest[-FEWEST_ITERATIONS:]
+            medians.append((len(own) / total, map(statistics.median, zip(*newest, strict=True))))
         pairs = [tuple(share * value for value in kind) for share, kind in medians]
         wall_s, cpu_s = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
         return wall_s, cpu_s
