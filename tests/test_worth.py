@@ -671,6 +671,11 @@ def test_a_fault_in_measuring_leaves_the_training_as_it_is(tmp_path, monkeypatch
     assert all(torch.isfinite(parameter).all() for parameter in loop.model.parameters())
 
 
+def test_the_report_says_how_rough_it_is_where_little_ran_unfrozen(tmp_path):
+    FineTuning(tmp_path, policy={"worth_per_time": 1e9}).go(STEPS).run.close()  # all at once, once it is measured
+    assert "The time saved is a rough estimate: only 1" in report(tmp_path).path.read_text(encoding="utf8")
+
+
 def test_the_report_says_why_nothing_froze(tmp_path):
     FineTuning(tmp_path, policy={"worth_per_time": 1e-6}).go(STEPS).run.close()
     assert "worth little enough for its time" in report(tmp_path).path.read_text(encoding="utf8")

@@ -100,6 +100,10 @@ def frozen_when(summary: Summary) -> str:
     return "at the end" if summary.history.closed else "now"
 
 
+ROUGH_STEPS = 100
+"""Unfrozen steps under which their pace says little: batches differ in size, and the first ones are slow."""
+
+
 def verdict(summary: Summary) -> str:
     """Return in a sentence or two what freezing brought."""
     if summary.why_nothing_froze is not None:
@@ -124,6 +128,10 @@ def verdict(summary: Summary) -> str:
 def cautions(summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
     found = _doubts(summary.history)
+    unfrozen = next((pace.num_steps for pace in summary.paces if not pace.frozen and not pace.periods), 0)
+    if 0 < unfrozen < ROUGH_STEPS and summary.wall.saved_s is not None and summary.why_nothing_froze is None:
+        pace = f"only {plural(unfrozen, 'step')} ran with nothing frozen"
+        found.append(f"The time saved is a rough estimate: {pace}. A second run without egeria measures it.")
     if summary.num_dropped:
         reasons = "; ".join(f"{reason} ({amount})" for reason, amount in summary.dropped.items())
         found.append(f"{plural(summary.num_dropped, 'evaluation')} gave no usable reading: {reasons}.")
