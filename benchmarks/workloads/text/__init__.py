@@ -1,11 +1,12 @@
-"""Text: translation, question answering, sentiment, parts of speech, pairs of a question and a paragraph."""
+"""Text: translation, question answering, sentiment, parts of speech, case, pairs of a question and a paragraph."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from benchmarks.workloads.text import pairs, squad, sst2, tags, translation
-from benchmarks.workloads.text.recipes import BASE_WMT, PAIRS, SQUAD, SST2, SST2_LORA, TAGS, TINY_MULTI30K
+from benchmarks.workloads.text.recipes import BASE_WMT, CASES, PAIRS, SQUAD, SST2, SST2_LORA, TAGS, TINY_MULTI30K
+from benchmarks.workloads.text.schedules import linear
 from benchmarks.workloads.workload import Workload
 
 WORKLOADS: tuple[Workload, ...] = (
@@ -80,5 +81,15 @@ WORKLOADS: tuple[Workload, ...] = (
         is_held_out=True,
         tiers=tuple(PAIRS),
         build=partial(pairs.build, recipes=PAIRS),
+    ),
+    Workload(
+        name="bert-cases",
+        metric="accuracy",
+        higher_is_better=True,
+        is_relative=False,
+        paper="",
+        is_held_out=True,
+        tiers=tuple(CASES),
+        build=partial(tags.build, recipes=CASES, read=tags.read_cased, tags=tags.CASES, schedule=linear),
     ),
 )

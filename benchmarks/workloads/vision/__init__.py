@@ -29,7 +29,8 @@ def _workload(task: Task, schedule: Schedule, *, ending: str = "", is_held_out: 
 WORKLOADS: tuple[Workload, ...] = (
     *(_workload(task, schedule, ending=ending) for task in TASKS for ending, schedule in SCHEDULES.items()),
     _workload(transfer.CLASSES, cosine_schedule),
-    _workload(transfer.SCENES, linear_schedule, is_held_out=True),
+    _workload(transfer.SMALLER, linear_schedule, is_held_out=True),
+    _workload(transfer.SCENES, linear_schedule),
 )
 
 __all__ = ["WORKLOADS"]

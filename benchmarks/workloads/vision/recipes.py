@@ -125,15 +125,18 @@ _CAMVID_TRANSFER = Recipe(
     weight_decay=1e-4,
 )
 
+_CLASSES = {
+    "gpu": replace(_TINYIMAGENET20_TRANSFER, num_epochs=50),
+    "long": replace(_TINYIMAGENET20_TRANSFER, num_epochs=50),
+    "cpu": replace(_TINYIMAGENET20_TRANSFER, num_train=5_000, num_epochs=12),
+    "smoke": replace(
+        _TINYIMAGENET20_TRANSFER, num_train=160, num_held_out=40, num_judged=100, num_epochs=2, batch_size=40
+    ),
+}
+
 TRANSFER_RECIPES: dict[str, dict[str, Recipe]] = {
-    "resnet56-tinyimagenet20-transfer": {
-        "gpu": replace(_TINYIMAGENET20_TRANSFER, num_epochs=50),
-        "long": replace(_TINYIMAGENET20_TRANSFER, num_epochs=50),
-        "cpu": replace(_TINYIMAGENET20_TRANSFER, num_train=5_000, num_epochs=12),
-        "smoke": replace(
-            _TINYIMAGENET20_TRANSFER, num_train=160, num_held_out=40, num_judged=100, num_epochs=2, batch_size=40
-        ),
-    },
+    "resnet56-tinyimagenet20-transfer": _CLASSES,
+    "resnet20-tinyimagenet20-transfer": _CLASSES,
     "resnet20-camvid-transfer": {
         "gpu": replace(_CAMVID_TRANSFER, size=(360, 480), crop=(320, 416), num_epochs=100),
         "long": replace(_CAMVID_TRANSFER, size=(180, 240), crop=(144, 192), num_epochs=100),

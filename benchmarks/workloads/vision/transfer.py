@@ -63,6 +63,14 @@ CLASSES = Task(
     load_weights=partial(load_weights, 56),
     recipes=TRANSFER_RECIPES["resnet56-tinyimagenet20-transfer"],
 )
+SMALLER = replace(
+    CLASSES,
+    name="resnet20-tinyimagenet20-transfer",
+    network=partial(_classifier, 20, tinyimagenet20.NUM_CLASSES),
+    load_weights=partial(load_weights, 20),
+    recipes=TRANSFER_RECIPES["resnet20-tinyimagenet20-transfer"],
+)
+"""The same from a smaller network, for a workload that takes part in no tuning."""
 SCENES = Task(
     name="resnet20-camvid-transfer",
     measures=("miou", "accuracy"),

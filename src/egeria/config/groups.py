@@ -68,6 +68,8 @@ class PolicyConfig(SettingsGroup):
     """'worth': a layer module freezes once its share of what the steps of all but the last module bring, times the
     learning rate as a share of its largest, is less than this times the share of an iteration that its freeze saves.
     Ours, from the bench: seeds 0 and 1 of SST-2, tags, SQuAD, LoRA and the transfer of ResNet-56, seed 0 of CamVid."""
+    duty_cycle: bool = setting(True, FLAG)
+    """'worth': whether front modules that are worth too much to freeze are updated at some steps only."""
     patience: int = setting(2, count())
     """'forecast': readings in a row under the limit that freeze. Our choice."""
 

@@ -16,10 +16,15 @@ NOTHING = "nothing"
 MEASURED = frozenset({FORESIGHT})
 """What is measured once worth decides."""
 
+LEAST_SHARE = 0.05
+"""Share of the training, from its beginning, in which worth is measured; where uncertain, `MEASURED_SHARE`."""
 LEAST_INTERVALS = 3  # with a measure, to judge its error by
 NUM_ERRORS = 2.0
 """Standard errors by which what the steps of all but the last module brought must stand above nothing. It is not set
 against the fall of the loss: of clipped gradients it is a part of that only, the same for all modules."""
+RARER = ((4, 1.8), (2, 6.0))
+"""Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely. As if leaving
+out a share `s` of the updates lost `s ** 2.5` of what all of them bring: half of them bring most of it."""
 THAWS_AT = 2.0
 """Times the limit that a frozen front must be worth by now, because the rate rose, to thaw."""
 
@@ -32,7 +37,8 @@ class Worth(Forecast):
     fifth of the time, 1 to 2 % of what all but the last module bring. How much of it is still to come goes with the
     learning rate. So the next front modules freeze when their share of that, times the rate as a share of its
     largest, is under `policy.worth_per_time` times their share of an iteration: some at once, most while it falls.
-    Modules are taken together where those behind make a bargain of those in front.
+    Modules are taken together where those behind make a bargain of those in front. With `policy.duty_cycle`, what is
+    too dear to freeze is updated at every 4th or 2nd step only, where that is cheap enough.
 
     Nothing else is measured then, and no reference model made. Where worth is not known with certainty, or is below
     nothing as a whole, since steps are too long for it to mean anything, plasticity decides as in 'forecast'. The loss
@@ -68,7 +74,7 @@ class Worth(Forecast):
         decisions = super().observe_interval(interval)
         if self._decides != WORTH or self.stage == BOOTSTRAPPING:
             return decisions
-        return (*decisions, *self._freeze_bargains())
+        return (*decisions, *self._freeze_bargains(), *self._slow_bargains())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
@@ -94,10 +100,11 @@ class Worth(Forecast):
             self._times = interval.time_shares or self._times
             self._num_pretrained = interval.num_pretrained or 0
             self._decide_by(NOTHING)
-            return
+            if self._total_steps is not None and interval.step <= LEAST_SHARE * self._total_steps:
+                return
         rows = _complete(self._worths)
         if not self._times or self._num_pretrained == 0 or not _is_certain(rows):
-            self._decide_by(PLASTICITY)
+            self._decide_by(PLASTICITY if interval.worth is None else NOTHING)
             return
         sums = [None if None in column else math.fsum(column) for column in zip(*rows, strict=True)]
         total = _sum(sums[:-1])
@@ -162,6 +169,22 @@ class Worth(Forecast):
         if self._frozen > begin and self._guard.is_ready:
             self._guard = replace(self._guard, since=())
         return tuple(decisions)
+
+    def _slow_bargains(self) -> tuple[Decision, ...]:
+        """Return the decision that changes how often the front behind what is frozen is updated."""
+        if not self._config.policy.duty_cycle or self._rates.remaining_rate_sum is None:
+            return ()
+        rate_share = 1.0 if self._rates.rose else self._rate_share
+        periods = [1] * self._frozen
+        for period, factor in RARER:
+            while bargain := self._next_bargain(len(periods)):
+                if bargain[1] * rate_share >= factor * self._limit:
+                    break
+                periods += [period] * (bargain[0] - len(periods))
+        reason = (
+            f"what updates at every step would add is little for their time, at {rate_share:.0%} of the highest rate"
+        )
+        return self._update_every(periods, reason)
 
     def _reason_to_thaw(self) -> str | None:
         reason = super()._reason_to_thaw()

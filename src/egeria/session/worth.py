@@ -16,9 +16,10 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
 from egeria.session.optimizer_steps import MOST_ELEMENTS, ByParameter, by_module, some_rows, total_of
 
-MEASURED_SHARE = 0.05
-"""Share of the training, from its beginning, in which worth is measured. There all steps go one way, and the share of
-each layer module stands out from the noise of batches by two to eighteen standard errors; later none does."""
+MEASURED_SHARE = 0.2
+"""Share of the training, from its beginning, in which worth may be measured, while the policy needs it. In the first
+twentieth all steps go one way, and the share of each layer module stands out from the noise of batches by two to
+eighteen standard errors; later it does so less and less."""
 LEAST_COLUMNS = 8  # of a lookup table that are looked at
 PRECISION = 0.05
 """To which the optimizer's share of an iteration is rounded, so that a busy machine hardly changes a decision."""
