@@ -24,7 +24,7 @@ from egeria.layers import backward_times
 from egeria.layers.backward_times import BackwardTimes
 from egeria.layers.modules import parse_modules
 from egeria.layers.pretrained import count_pretrained, find_trained_norms
-from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
+from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, SetPeriods, Thaw, find_policy, find_rule
 from egeria.report import report
 from egeria.report.replay import replay
 from egeria.session.worth import StepWorth
@@ -371,7 +371,7 @@ def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
 
 
 def policy(num_modules=4, total_steps=1000, **settings):
-    config = Config.from_dict({"policy": {"name": "worth", "worth_per_time": 1.0, **settings}})
+    config = Config.from_dict({"policy": {"name": "worth", "worth_per_time": 1.0, "duty_cycle": False, **settings}})
     return find_policy("worth")(config, trainable=[True] * num_modules, rule=find_rule("step"), total_steps=total_steps)
 
 
@@ -424,6 +424,34 @@ def test_several_freeze_at_once_where_those_behind_make_it_a_bargain():
     made = policy(worth_per_time=3.0)
     measured(made, shares=(0.25, 0.05, 0.05, 0.65))  # 3.6 for the first alone, 2.5 with what follows
     assert [decision.module for decision in made.observe_interval(interval(11))] == [0, 1, 2]
+
+
+def test_what_is_too_dear_to_freeze_is_updated_rarely():
+    made = policy(duty_cycle=True)
+    measured(made)
+    first, rarer = made.observe_interval(interval(11))
+    assert isinstance(first, Freeze) and first.module == 0
+    assert isinstance(rarer, SetPeriods) and rarer.periods == (2, 2, 1, 1)  # 2 times the limit
+    (rarer,) = made.observe_interval(interval(12, rate=0.89))  # 1.78 and 5.9 times
+    assert rarer.periods == (4, 4, 2, 1) and "89%" in rarer.reason
+    assert made.observe_interval(interval(13, rate=0.88)) == ()
+    (oftener,) = made.observe_interval(interval(14, rate=1.0))
+    assert oftener.periods[1:] == (2, 1, 1)
+    frozen, rarer = made.observe_interval(interval(15, rate=0.3))  # 0.6 and 2 times
+    assert isinstance(frozen, Freeze) and frozen.module == 1 and rarer.periods[2:] == (2, 1)
+    assert made.observe_interval(replace(interval(16, rate=1.0), remaining_rate_sum=None)) == ()
+
+
+def test_what_is_uncertain_is_measured_for_longer():
+    made = policy()
+    measured(made, scatter=0.05)  # its error is larger than itself
+    clear = tuple(0.1 * share for share in SHARES)
+    for worth in (tuple(-share for share in clear), clear):
+        assert made.observe_interval(interval(11, worth=worth)) == ()
+        assert made.monitored is None and {"worth", "foresight"} == made.needs
+    found = [made.observe_interval(interval(evaluation, worth=clear)) for evaluation in range(12, 41)]
+    ((first,),) = filter(None, found)
+    assert isinstance(first, Freeze) and made.needs == {"foresight"}
 
 
 def test_nothing_but_the_rate_to_come_is_needed_once_worth_decides():
@@ -597,7 +625,7 @@ def test_a_fine_tuning_freezes_its_table_and_needs_no_reference(tmp_path):
     loop.run.close()
     assert [module.name for module in loop.run.modules][:2] == ["table", "blocks.0"]
     measured = [entry for entry in of(tmp_path, events.IntervalMeasured) if entry.worth is not None]
-    assert {entry.step for entry in measured} == set(range(2, STEPS // 20 + 1, 2))
+    assert {entry.step for entry in measured} == set(range(2, STEPS // 20 + 3, 2))  # up to the decision
     assert measured[-1].num_pretrained == len(loop.run.modules)
     assert 0 < sum(measured[-1].time_shares) <= 1
     assert loop.depths[STEPS // 20] == 0 and max(loop.depths) >= 1
