@@ -183,7 +183,9 @@ def noise(_age):
 
 
 def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.0149, **settings):
-    config = Config.from_dict({"policy": {"name": "forecast", "limit": 3e-5, "loss_limit": 0.015, **settings}})
+    config = Config.from_dict(
+        {"policy": {"name": "forecast", "limit": 3e-5, "loss_limit": 0.015, "watched_share": 1.0, **settings}}
+    )
     policy = find_policy("forecast")(
         config, trainable=trainable or [True] * num_modules, rule=find_rule("step"), total_steps=total_steps
     )
@@ -583,6 +585,24 @@ def test_after_a_rest_a_module_is_judged_against_a_new_snapshot(tmp_path):
 def test_a_run_of_few_evaluations_is_not_at_rest_for_much_of_it():
     wanted = watched(forecast(total_steps=500), range(3, 45))
     assert max(after - before for before, after in pairwise(wanted)) <= 4
+
+
+@pytest.mark.parametrize(("share", "begins"), [(0.15, 1 - math.sqrt(0.15)), (0.5, 1 - math.sqrt(0.5)), (1.0, 0.0)])
+def test_while_the_rate_has_more_ahead_than_a_share_and_will_fall_nothing_is_watched(share, begins):
+    def first_watched(rate_at, ahead_at):
+        policy = forecast(total_steps=1000, watched_share=share)
+        for evaluation in range(3, 95):
+            done = evaluation / 100
+            policy.observe_interval(
+                interval(evaluation, rate=rate_at(done), remaining=ahead_at(done), last_rate=rate_at(1.0))
+            )
+            if policy.monitored is not None:
+                return done
+        return None
+
+    assert first_watched(lambda done: 1 - done, lambda done: 500 * (1 - done) ** 2) == pytest.approx(begins, abs=0.03)
+    # A rate that stays is watched from the critical period on.
+    assert first_watched(lambda done: 1.0, lambda done: 1000 * (1 - done)) == 0.03
 
 
 def test_a_run_that_is_nearly_over_is_not_looked_at():

@@ -371,7 +371,7 @@ def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
 
 
 def policy(num_modules=4, total_steps=1000, **settings):
-    config = Config.from_dict({"policy": {"name": "worth", "worth_per_time": 1.0, "duty_cycle": False, **settings}})
+    config = Config.from_dict({"policy": {"name": "worth", "worth_per_time": 1.0, "watched_share": 1.0, **settings}})
     return find_policy("worth")(config, trainable=[True] * num_modules, rule=find_rule("step"), total_steps=total_steps)
 
 

@@ -95,18 +95,22 @@ class Forecast(BootstrappedPolicy):
 
     @property
     def monitored(self) -> int | None:
-        """The frontmost active module, or None: nothing can freeze any more, or nothing will for a while."""
+        """The frontmost active module, or None: nothing can freeze yet or any more, or nothing will for a while."""
         return None if self._rates.step < self._pause.until else self._candidate
 
     @property
     def _candidate(self) -> int | None:
         may_freeze = self.stage != BOOTSTRAPPING and self._is_early and self._frozen < self._deepest_freeze
-        return self._frozen if may_freeze else None
+        return self._frozen if may_freeze and not self._is_too_early else None
 
     @property
     def _is_early(self) -> bool:
         """Whether a freeze could still repay what it costs."""
         return self._total_steps is None or self._rates.step <= (1 - LAST_SHARE) * self._total_steps
+
+    @property
+    def _is_too_early(self) -> bool:
+        return self._rates.has_more_ahead(self._config.policy.watched_share)
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Update the loss, the noise and the rates, and thaw where they ask for it."""
