@@ -411,11 +411,11 @@ def test_the_front_that_brings_little_freezes_once_it_is_measured_and_the_rest_a
     (first,) = made.observe_interval(interval(11))
     assert isinstance(first, Freeze) and first.module == 0
     assert "13.3%" in first.reason and "20%" in first.reason
-    assert made.observe_interval(interval(12, rate=0.51)) == ()
-    (second,) = made.observe_interval(interval(13, rate=0.49))
+    assert made.observe_interval(interval(12, rate=0.71)) == ()
+    (second,) = made.observe_interval(interval(13, rate=0.70))  # the square of it is under a half
     assert second.module == 1
-    assert made.observe_interval(interval(14, rate=0.151)) == ()
-    (third,) = made.observe_interval(interval(15, rate=0.149))
+    assert made.observe_interval(interval(14, rate=0.39)) == ()
+    (third,) = made.observe_interval(interval(15, rate=0.38))
     assert third.module == 2 and made.frozen == 3
     assert made.observe_interval(interval(16, rate=0.001)) == ()  # the last never freezes
 
@@ -432,12 +432,12 @@ def test_what_is_too_dear_to_freeze_is_updated_rarely():
     first, rarer = made.observe_interval(interval(11))
     assert isinstance(first, Freeze) and first.module == 0
     assert isinstance(rarer, SetPeriods) and rarer.periods == (2, 2, 1, 1)  # 2 times the limit
-    (rarer,) = made.observe_interval(interval(12, rate=0.89))  # 1.78 and 5.9 times
-    assert rarer.periods == (4, 4, 2, 1) and "89%" in rarer.reason
-    assert made.observe_interval(interval(13, rate=0.88)) == ()
+    (rarer,) = made.observe_interval(interval(12, rate=0.94))  # 1.77 and 5.9 times
+    assert rarer.periods == (4, 4, 2, 1) and "94%" in rarer.reason
+    assert made.observe_interval(interval(13, rate=0.93)) == ()
     (oftener,) = made.observe_interval(interval(14, rate=1.0))
     assert oftener.periods[1:] == (2, 1, 1)
-    frozen, rarer = made.observe_interval(interval(15, rate=0.3))  # 0.6 and 2 times
+    frozen, rarer = made.observe_interval(interval(15, rate=0.6))  # 0.7 and 2.4 times
     assert isinstance(frozen, Freeze) and frozen.module == 1 and rarer.periods[2:] == (2, 1)
     assert made.observe_interval(replace(interval(16, rate=1.0), remaining_rate_sum=None)) == ()
 
@@ -565,13 +565,13 @@ def test_a_loss_that_leaves_its_trend_thaws_and_the_limit_is_stricter_then():
             break
     found = [
         made.observe_interval(
-            interval(evaluation, rate=0.49 if evaluation == 40 else 0.48, loss=0.9 if evaluation == 40 else 1.5)
+            interval(evaluation, rate=0.70 if evaluation == 40 else 0.69, loss=0.9 if evaluation == 40 else 1.5)
         )
         for evaluation in range(40, 50)
     ]
     decisions = list(itertools.chain(*found))
     assert any(isinstance(decision, Thaw) and "trend" in decision.reason for decision in decisions)
-    assert made.frozen == 0  # at a quarter of the limit nothing is a bargain at half of the rate
+    assert made.frozen == 0  # at a quarter of the limit nothing is a bargain at seven tenths of the rate
 
 
 @pytest.mark.parametrize("halt", [5, 10, 11, 13])

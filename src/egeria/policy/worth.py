@@ -26,9 +26,9 @@ RARER = ((4, 1.8), (2, 6.0))
 """Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely. As if leaving
 out a share `s` of the updates lost `s ** 2.5` of what all of them bring: half of them bring most of it."""
 FADING = 2.0
-"""Power of the learning rate by which what steps bring fades over a run: with the rate steps get shorter, and less is left
-to be learned. In trials on SST-2 and tags what a freeze at 1/2 cost was 0.10 to 0.17 of the same at 0.06; by the square of
-a rate that falls straight it is 0.15, by the rate itself 0.28."""
+"""Power of the learning rate by which what steps bring fades over a run: with the rate steps get shorter, and less is
+left to be learned. In trials on SST-2 and tags what a freeze at 1/2 cost was 0.10 to 0.17 of the same at 0.06; by the
+square of a rate that falls straight it is 0.15, by the rate itself 0.28."""
 THAWS_AT = 2.0
 """Times the limit that a frozen front must be worth by now, because the rate rose, to thaw."""
 
@@ -167,8 +167,8 @@ class Worth(Forecast):
             front = slice(self._frozen, bargain[0])
             worth, time = math.fsum(filter(None, self._shares[front])), math.fsum(self._times[front])
             reason = (
-                f"{worth:.1%} of what all but the last layer module bring, at {self._rate_share:.0%} of the highest learning "
-                f"rate, for {time:.0%} of an iteration"
+                f"{worth:.1%} of what all but the last layer module bring, at {self._rate_share:.0%} of the highest "
+                f"learning rate, for {time:.0%} of an iteration"
             )
             found = (*self._move_to(bargain[0], reason), *self._pass_over_untrainable())
             if not found:
@@ -188,9 +188,8 @@ class Worth(Forecast):
                 if bargain[1] * self._fading >= factor * self._limit:
                     break
                 periods += [period] * (bargain[0] - len(periods))
-        reason = (
-            f"what updates at every step would add is little for their time, at {self._rate_share:.0%} of the highest rate"
-        )
+        rate = f"at {self._rate_share:.0%} of the highest learning rate"
+        reason = f"what updates at every step would add is little for their time, {rate}"
         return self._update_every(periods, reason)
 
     def _reason_to_thaw(self) -> str | None:
@@ -199,7 +198,7 @@ class Worth(Forecast):
         if reason or not is_known or not self._frozen:
             return reason
         worth, time = math.fsum(filter(None, self._shares[: self._frozen])), math.fsum(self._times[: self._frozen])
-        if worth * self._fading > THAWS_AT * self._limit * time:
+        if worth * self._rate_share**FADING > THAWS_AT * self._limit * time:
             return f"the learning rate rose to {self._rate_share:.0%} of its highest"
         return None
 
