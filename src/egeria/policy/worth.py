@@ -27,8 +27,8 @@ RARER = ((4, 1.8), (2, 6.0))
 out a share `s` of the updates lost `s ** 2.5` of what all of them bring: half of them bring most of it."""
 FADING = 2.0
 """Power of the learning rate by which what steps bring fades over a run: with the rate steps get shorter, and less is
-left to be learned. In trials on SST-2 and tags what a freeze at 1/2 cost was 0.10 to 0.17 of the same at 0.06; by the
-square of a rate that falls straight it is 0.15, by the rate itself 0.28."""
+left to be learned. In trials what a freeze at 1/2 cost was 0.21 (SST-2) and 0.10 (SQuAD) of the same at 0.06; by the
+square of the rate it would be 0.15, by the rate itself 0.28."""
 THAWS_AT = 2.0
 """Times the limit that a frozen front must be worth by now, because the rate rose, to thaw."""
 
@@ -38,9 +38,9 @@ class Worth(Forecast):
 
     In the first steps of a fine-tuning all layer modules go one way, and by how much the steps of each lower the
     loss can be measured (`egeria.session.worth`). The front brings little: of MiniLM the embeddings, which take up to a
-    fifth of the time, 1 to 2 % of what all but the last module bring. How much of it is still to come goes with the
-    learning rate. So the next front modules freeze when their share of that, times the rate as a share of its
-    largest, is under `policy.worth_per_time` times their share of an iteration: some at once, most while it falls.
+    fifth of the time, 1 to 2 % of what all but the last module bring. What steps bring fades with the square of the
+    learning rate. So the next front modules freeze when their share of it, times the square of the rate as a share of
+    its largest, is under `policy.worth_per_time` times their share of an iteration: some at once, most while it falls.
     Modules are taken together where those behind make a bargain of those in front. With `policy.duty_cycle`, what is
     too dear to freeze is updated at every 4th or 2nd step only, where that is cheap enough.
 
