@@ -71,7 +71,7 @@ def train(options: argparse.Namespace) -> float:
         loader,
         scheduler=scheduler,
         total_steps=len(loader) * options.epochs,
-        config={"controller": {"budget_share": 0.1}},  # a run of a minute is too short for the default of 2 %
+        config={"controller": {"budget_share": 0.1}},  # a run of a minute is too short for the default of 0.75 %
         directory=options.directory,
     )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "run": run}

@@ -553,6 +553,7 @@ def steady_run(directory, value, steps=1500):
         scheduler=schedulers.CosineAnnealingLR(optimizer, 10 * steps),
         total_steps=10 * steps,
         config={
+            "policy": {"watched_share": 1.0},
             "modules": {"pattern": r"\d"},
             "plasticity": {"interval_steps": 5},
             "controller": {"budget_share": 100.0},
@@ -578,7 +579,7 @@ def test_after_a_rest_a_module_is_judged_against_a_new_snapshot(tmp_path):
     rested = [after for before, after in pairwise(read) if after.evaluation > before.evaluation + 1]
     assert len(rested) > 5 and all(event.age == 1 for event in rested)
     assert replay(tmp_path).agrees and replay(tmp_path).waiting_since is None
-    watchful = Config.from_dict({"policy": {"patience": 7}, "modules": {"pattern": r"\d"}})
+    watchful = Config.from_dict({"policy": {"patience": 7, "watched_share": 1.0}, "modules": {"pattern": r"\d"}})
     assert replay(tmp_path, watchful).waiting_since is not None, "it would have looked in the rests"
 
 
@@ -601,8 +602,39 @@ def test_while_the_rate_has_more_ahead_than_a_share_and_will_fall_nothing_is_wat
         return None
 
     assert first_watched(lambda done: 1 - done, lambda done: 500 * (1 - done) ** 2) == pytest.approx(begins, abs=0.03)
-    # A rate that stays is watched from the critical period on.
+    # A rate that stays, with a scheduler and without one, is watched from the critical period on.
     assert first_watched(lambda done: 1.0, lambda done: 1000 * (1 - done)) == 0.03
+    assert first_watched(lambda done: min(1.0, 1e9 * (1 - done)), lambda done: 1000 * (1 - done)) == 0.03
+
+
+def test_what_is_to_come_is_not_known_yet_before_a_scheduler_was_called_twice():
+    policy = forecast(total_steps=1000, watched_share=0.15)
+    policy.observe_interval(interval(3, remaining=None, last_rate=None))
+    assert policy.monitored is None
+    policy = forecast(total_steps=None, watched_share=0.15)  # it never will be
+    policy.observe_interval(interval(3, remaining=None, last_rate=None))
+    assert policy.monitored == 0
+
+
+def test_before_watching_no_noise_is_measured_and_where_it_begins_the_snapshot_is_renewed():
+    policy = forecast(total_steps=1000, watched_share=0.5)
+    policy.observe_interval(interval(3, remaining=60.0))
+    assert "noise" not in policy.needs and policy.steady_steps(30, 10) == 1 + 4 * 10
+    policy.observe_interval(interval(4, rate=0.1, remaining=1e-3))
+    assert policy.monitored == 0 and "noise" in policy.needs and policy.window == 1
+    policy.observe_interval(interval(5, rate=0.1, remaining=1e-3))
+    assert policy.window > 1
+
+
+def test_a_state_of_an_earlier_version_is_watched():
+    policy = forecast(total_steps=1000, watched_share=0.15)
+    policy.observe_interval(interval(3, remaining=60.0))
+    state = json.loads(json.dumps(policy.state_dict()))
+    del state["course"]["past_rate_sum"]
+    assert policy.monitored is None
+    policy.load_state_dict(state)
+    policy.observe_interval(interval(5, remaining=60.0))
+    assert policy.monitored == 0
 
 
 def test_a_run_that_is_nearly_over_is_not_looked_at():

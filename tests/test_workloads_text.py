@@ -186,13 +186,11 @@ def test_the_case_of_a_word_goes_by_its_letters(tmp_path):
 
 
 def test_the_network_does_not_see_the_case(weights):
-    tokenizer = load_tokenizer(weights)
-    small, large = (
-        tag_rows([[("nato", "lower"), ("NATO", "UPPER")]], tokenizer, 16, CASES).__getitems__([0]) for _ in "ab"
-    )
-    pieces = small["input_ids"][0].tolist()
-    assert pieces[1:-1][: len(pieces) // 2 - 1] == pieces[1:-1][len(pieces) // 2 - 1 :]
-    assert [CASES[label] for label in large["label"][0].tolist() if label >= 0] == ["lower", "UPPER"]
+    rows = tag_rows([[("nato", "lower"), ("NATO", "UPPER")]], load_tokenizer(weights), 16, CASES)
+    batch = rows.__getitems__([0])
+    pieces = batch["input_ids"][0].tolist()[1:-1]
+    assert pieces[: len(pieces) // 2] == pieces[len(pieces) // 2 :]
+    assert [CASES[label] for label in batch["label"][0].tolist() if label >= 0] == ["lower", "UPPER"]
 
 
 def test_pairs_are_of_one_article_and_half_of_them_answered():

@@ -26,6 +26,7 @@ from benchmarks.proving.runfile import ORACLE, RunFile
 from benchmarks.proving.statistics import Estimate, rank_correlations
 from egeria.events import IntervalMeasured, ModuleFrozen, ModulesOrdered, PlasticityRead, RunStarted
 from egeria.policy.evidence import Movement
+from egeria.policy.worth import FIRST_LOOK_SHARE
 from egeria.report.history import read_history
 
 OBSERVED = (
@@ -182,7 +183,8 @@ class Observed:
 
     def _worth_share(self, place: int, step: int) -> float | None:
         """Return the share of a layer module in what all steps brought, as the policy 'worth' has it."""
-        measured = [it.worth for it in self.intervals if it.worth and it.step <= step]
+        last = min(step, FIRST_LOOK_SHARE * self.total_steps)
+        measured = [it.worth for it in self.intervals if it.worth and it.step <= last]
         rows = [worth for worth in measured if any(part is not None for part in worth)]
         sums = [math.fsum(column) if None not in column else None for column in zip(*rows, strict=True)]
         total = math.fsum(part for part in sums if part is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.workloads.text import pairs, squad, sst2, tags, translation
-from benchmarks.workloads.text.recipes import BASE_WMT, CASES, PAIRS, SQUAD, SST2, SST2_LORA, TAGS, TINY_MULTI30K
+from benchmarks.workloads.text.recipes import BASE_WMT, PAIRS, SQUAD, SST2, SST2_LORA, TAGS, TINY_MULTI30K
 from benchmarks.workloads.text.schedules import linear
 from benchmarks.workloads.workload import Workload
 
@@ -89,7 +89,7 @@ WORKLOADS: tuple[Workload, ...] = (
         is_relative=False,
         paper="",
         is_held_out=True,
-        tiers=tuple(CASES),
-        build=partial(tags.build, recipes=CASES, read=tags.read_cased, tags=tags.CASES, schedule=linear),
+        tiers=tuple(TAGS),
+        build=partial(tags.build, recipes=TAGS, read=tags.read_cased, tags=tags.CASES, schedule=linear),
     ),
 )

@@ -231,9 +231,6 @@ TAGS = {
     ),
 }
 
-CASES = TAGS
-"""There are 10,000 sentences to train on; the rest is as for tags."""
-
 PAIRS = {
     "smoke": PairRecipe(
         longest=96,

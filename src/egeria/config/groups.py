@@ -64,7 +64,7 @@ class PolicyConfig(SettingsGroup):
     watched_share: float = setting(0.15, SHARE)
     """'forecast': where the learning rate falls far by the end, share of its sum over the run that is still to come
     when layer modules begin to be watched; 1 watches from the critical period on. With steps by ten at 1/2 and 3/4 that
-    is at 0.47 of the run, with a cosine at 0.53. Ours, from the bench: in 42 runs from scratch nothing froze in the
+    is at 0.45 of the run, with a cosine at 0.53. Ours, from the bench: in 42 runs from scratch nothing froze in the
     first half."""
     pretrained: bool | str = setting("auto", flag_or("auto"))
     """'worth': whether the model came trained, so that worth decides. 'auto' looks at its normalisation layers, whose

@@ -100,8 +100,11 @@ class Forecast(BootstrappedPolicy):
 
     @property
     def _candidate(self) -> int | None:
-        may_freeze = self.stage != BOOTSTRAPPING and self._is_early and self._frozen < self._deepest_freeze
-        return self._frozen if may_freeze and not self._is_too_early else None
+        return self._frozen if self._may_freeze and not self._is_too_early else None
+
+    @property
+    def _may_freeze(self) -> bool:
+        return self.stage != BOOTSTRAPPING and self._is_early and self._frozen < self._deepest_freeze
 
     @property
     def _is_early(self) -> bool:
@@ -112,11 +115,17 @@ class Forecast(BootstrappedPolicy):
     def _is_too_early(self) -> bool:
         return self._rates.has_more_ahead(self._config.policy.watched_share)
 
+    def _needed(self) -> frozenset[str]:
+        return Forecast.needs - {NOISE} if self._is_too_early else Forecast.needs
+
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Update the loss, the noise and the rates, and thaw where they ask for it."""
         era_begins = self._rates.update(interval)
         if era_begins:
             self._restart_readings()
+        if self._is_too_early:  # a pause, behind which the snapshot is renewed
+            self._pause = EvaluationPause(until=self._rates.step + 1)
+        self.needs = self._needed()
         self._noise = NoiseHistory() if self._rates.settling else self._noise.observe(interval.noise, interval.loss)
         if era_begins or self._rates.rose:  # both move the loss by themselves
             self._guard = LossGuard()
@@ -163,11 +172,14 @@ class Forecast(BootstrappedPolicy):
         """Return the least number of steps until the next freeze."""
         paused = max(0.0, self._pause.until - step)
         least = max(LEAST_READINGS, self._config.policy.patience)
-        return None if self._candidate is None else paused + least * interval_steps
+        return paused + least * interval_steps if self._may_freeze else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         super().load_state_dict(state)
+        if "past_rate_sum" not in state["course"]:  # of an earlier version
+            self._rates.past_rate_sum = None
+        self.needs = self._needed()
         laws = [(dict(law), limit) for law, limit in state["laws"]]
         self._laws = tuple((PowerLaw(rate_sum=law.pop("way"), **law), limit) for law, limit in laws)
 

@@ -9,28 +9,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from egeria.policy.forecast import Forecast
+from egeria.policy.evidence import LossGuard
+from egeria.policy.forecast import STRICTER, Forecast
 from egeria.policy.protocol import BOOTSTRAPPING, FORESIGHT, PLASTICITY, WORTH, Decision, Interval
 
 NOTHING = "nothing"
 MEASURED = frozenset({FORESIGHT})
 """What is measured once worth decides."""
 
-LEAST_SHARE = 0.05
-"""Share of the training, from its beginning, in which worth is measured; where uncertain, `MEASURED_SHARE`."""
+FIRST_LOOK_SHARE = 0.05
+"""Share of the training, from its beginning, in which worth is measured; where it is not certain then, the session goes
+on (`egeria.session.worth.MEASURED_SHARE`)."""
 LEAST_INTERVALS = 3  # with a measure, to judge its error by
-NUM_ERRORS = 2.0
-"""Standard errors by which what the steps of all but the last module brought must stand above nothing. It is not set
-against the fall of the loss: of clipped gradients it is a part of that only, the same for all modules."""
+NUM_ERRORS, LATER_ERRORS = 2.0, 3.0
+"""Standard errors by which what the steps of all but the last module brought must stand above nothing, at the first
+look and at those after it, of which one may pass by chance. It is not set against the fall of the loss: of clipped
+gradients it is a part of that only, the same for all modules."""
 RARER = ((4, 1.8), (2, 6.0))
-"""Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely. As if leaving
-out a share `s` of the updates lost `s ** 2.5` of what all of them bring: half of them bring most of it."""
+"""Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely: about as if
+leaving out a share `s` of the updates lost `s ** 2.5` of what all of them bring. Where it was tried they lost more."""
 FADING = 2.0
 """Power of the learning rate by which what steps bring fades over a run: with the rate steps get shorter, and less is
-left to be learned. In trials what a freeze at 1/2 cost was 0.21 (SST-2) and 0.10 (SQuAD) of the same at 0.06; by the
-square of the rate it would be 0.15, by the rate itself 0.28."""
-THAWS_AT = 2.0
-"""Times the limit that a frozen front must be worth by now, because the rate rose, to thaw."""
+left to be learned. In trials with one seed what a freeze at 1/2 cost was 0.21 (SST-2) and 0.10 (SQuAD) of the same at
+0.06, where the rates to come add up to 0.28 and their squares to 0.15; 0.14 on tags, where that is 0.22 and 0.09."""
+THAWS_AT = 2.0**FADING
+"""Times the limit that a frozen front must be worth by now, because the rate rose to twice what it was, to thaw."""
 
 
 class Worth(Forecast):
@@ -104,16 +107,22 @@ class Worth(Forecast):
             self._times = interval.time_shares or self._times
             self._num_pretrained = interval.num_pretrained or 0
             self._decide_by(NOTHING)
-            if self._total_steps is not None and interval.step <= LEAST_SHARE * self._total_steps:
+            if self._is_before_first_look(interval.step):
                 return
         rows = _complete(self._worths)
-        if not self._times or self._num_pretrained == 0 or not _is_certain(rows):
-            self._decide_by(PLASTICITY if interval.worth is None else NOTHING)
+        is_possible = bool(rows and self._times and self._num_pretrained)
+        # Nothing of this interval was given to `super()` yet: its step is that of the one before.
+        num_errors = NUM_ERRORS if self._is_before_first_look(self._rates.step) else LATER_ERRORS
+        if not is_possible or not _is_certain(rows, num_errors):
+            self._decide_by(NOTHING if is_possible and interval.worth is not None else PLASTICITY)
             return
         sums = [None if None in column else math.fsum(column) for column in zip(*rows, strict=True)]
         total = _sum(sums[:-1])
         self._shares = tuple(self._share(place, part, total) for place, part in enumerate(sums))
         self._decide_by(WORTH)
+
+    def _is_before_first_look(self, step: int) -> bool:
+        return self._total_steps is not None and step <= FIRST_LOOK_SHARE * self._total_steps
 
     def _share(self, place: int, worth: float | None, total: float) -> float | None:
         if worth is None or not self._trainable[place]:
@@ -122,9 +131,11 @@ class Worth(Forecast):
 
     def _decide_by(self, what: str) -> None:
         self._decides = what
-        self.needs = {WORTH: MEASURED, NOTHING: MEASURED | {WORTH}, PLASTICITY: Forecast.needs}.get(
-            what, type(self).needs
-        )
+        self.needs = self._needed()
+
+    def _needed(self) -> frozenset[str]:
+        found = {WORTH: MEASURED, NOTHING: MEASURED | {WORTH}, PLASTICITY: super()._needed()}
+        return found.get(self._decides, Worth.needs)
 
     @property
     def _limit(self) -> float:
@@ -167,7 +178,7 @@ class Worth(Forecast):
             front = slice(self._frozen, bargain[0])
             worth, time = math.fsum(filter(None, self._shares[front])), math.fsum(self._times[front])
             reason = (
-                f"{worth:.1%} of what all but the last layer module bring, at {self._rate_share:.0%} of the highest "
+                f"{worth:.1%} of what all but the last layer module bring, faded to {self._fading:.0%} with the "
                 f"learning rate, for {time:.0%} of an iteration"
             )
             found = (*self._move_to(bargain[0], reason), *self._pass_over_untrainable())
@@ -182,15 +193,20 @@ class Worth(Forecast):
         """Return the decision that changes how often the front behind what is frozen is updated."""
         if not self._config.policy.duty_cycle or self._rates.remaining_rate_sum is None:
             return ()
+        if not self._frozen and self._guard.excess is not None:
+            self._strictness, self._guard = STRICTER * self._strictness, LossGuard()
         periods = [1] * self._frozen
         for period, factor in RARER:
             while bargain := self._next_bargain(len(periods)):
                 if bargain[1] * self._fading >= factor * self._limit:
                     break
                 periods += [period] * (bargain[0] - len(periods))
-        rate = f"at {self._rate_share:.0%} of the highest learning rate"
-        reason = f"what updates at every step would add is little for their time, {rate}"
-        return self._update_every(periods, reason)
+        found = self._update_every(
+            periods, f"what they bring for their time, faded to {self._fading:.0%} with the rate"
+        )
+        if found and self._guard.is_ready:
+            self._guard = replace(self._guard, since=())
+        return found
 
     def _reason_to_thaw(self) -> str | None:
         reason = super()._reason_to_thaw()
@@ -214,7 +230,7 @@ def _complete(worths: Sequence[Sequence[float | None]]) -> list[Sequence[float |
     return [row for row in worths if known == [part is not None for part in row]]
 
 
-def _is_certain(rows: Sequence[Sequence[float | None]]) -> bool:
+def _is_certain(rows: Sequence[Sequence[float | None]], num_errors: float) -> bool:
     """Return whether what may freeze brought something for certain, and all together did not harm."""
     fronts = [_sum(row[:-1]) for row in rows]
     if len(fronts) < LEAST_INTERVALS:
@@ -222,4 +238,4 @@ def _is_certain(rows: Sequence[Sequence[float | None]]) -> bool:
     # From one interval to the next, so that what merely grows or fades over the intervals is no error.
     steps = [(after - before) ** 2 for before, after in itertools.pairwise(fronts)]
     error = math.sqrt(statistics.fmean(steps) / 2 * len(fronts))
-    return math.fsum(fronts) > NUM_ERRORS * error and math.fsum(map(_sum, rows)) > 0
+    return math.fsum(fronts) > num_errors * error and math.fsum(map(_sum, rows)) > 0

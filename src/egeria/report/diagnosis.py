@@ -93,7 +93,10 @@ def _own_reason(history: History, start: events.RunStarted) -> str | None:
         return _forecast_reason(readings, start)
     if any(interval.worth for interval in history.of(events.IntervalMeasured)):
         limit = setting(start, "policy", "worth_per_time")
-        return f"no layer module was worth little enough for its time (limit: {limit}): all of the model was learning."
+        return (
+            f"no layer module was worth little enough for its time (limit: {limit}): all of the model was learning, or "
+            f"what its steps are worth was never certain."
+        )
     return None
 
 

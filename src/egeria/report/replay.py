@@ -144,7 +144,8 @@ def _policy(
 def _settings_of(started: events.RunStarted) -> Config:
     """Return the settings of a run, without a metric object: a replay computes nothing. It misses a rule object."""
     plasticity = {key: value for key, value in started.config["plasticity"].items() if key != "metric"}
-    return Config.from_dict({**started.config, "plasticity": plasticity}, warns=False)
+    policy = {"watched_share": 1.0, **started.config["policy"]}  # earlier versions had none, and watched all along
+    return Config.from_dict({**started.config, "plasticity": plasticity, "policy": policy}, warns=False)
 
 
 def _measured(history: History, started: events.RunStarted) -> frozenset[str]:

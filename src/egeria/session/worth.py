@@ -37,7 +37,7 @@ class StepWorth(ByParameter):
     clipped where the loop clips them, by a factor that is the same for all modules where it goes by their norm.
 
     Of a large parameter a part is looked at: evenly spaced rows, but of a lookup table, of which a batch uses
-    few rows, the first columns. Takes memory for one copy of that, for `MEASURED_SHARE` of the training.
+    few rows, the first columns. Takes memory for one copy of that, for `MEASURED_SHARE` of the training at most.
 
     Source: our own.
     """
