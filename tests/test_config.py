@@ -38,7 +38,7 @@ DEFAULTS = {
         "loss_limit": 0.0025,
         "pretrained": "auto",
         "watched_share": 0.15,
-        "worth_per_time": 0.25,
+        "worth_per_time": 0.15,
         "duty_cycle": False,
         "patience": 2,
     },

@@ -69,7 +69,7 @@ class PolicyConfig(SettingsGroup):
     pretrained: bool | str = setting("auto", flag_or("auto"))
     """'worth': whether the model came trained, so that worth decides. 'auto' looks at its normalisation layers, whose
     weights and statistics are all alike before any training. Only where it has none this must be said."""
-    worth_per_time: float = setting(0.25, POSITIVE)
+    worth_per_time: float = setting(0.15, POSITIVE)
     """'worth': a layer module freezes once its share of what the steps of all but the last module bring, times the
     square of the learning rate as a share of its largest, is less than this times the share of an iteration that its
     freeze saves. Ours, from the bench: by trials on seed 0 of SST-2, tags and SQuAD, and by what it would have saved on
