@@ -49,7 +49,7 @@ FRAMEWORK = (
 )
 pytestmark = [pytest.mark.filterwarnings(entry) for entry in FRAMEWORK]
 EPOCHS, BATCHES, BATCH = 4, 5, 6
-WATCH = {"freezing": {"enabled": False}, "plasticity": {"interval_steps": 3}}
+WATCH = {"freezing": {"enabled": False}, "plasticity": {"interval_steps": 3}, "controller": {"budget_share": 10}}
 FREEZE = {"policy": {"name": "static", "schedule": "0.3:1 0.6:2"}, "plasticity": {"interval_steps": 1}}
 """Of 20 steps: one layer module is frozen from the 6th on, two from the 12th."""
 

@@ -22,7 +22,8 @@ from egeria.events import Declined, IntervalMeasured, RunClosed, RunStarted
 from loops import FAST
 from ranks import run_ranks
 
-FORECAST = {**FAST, "policy": {"name": "forecast"}, "reference": {"precision": "fp32"}, "freezing": {"enabled": False}}
+FORECAST = {**FAST, "reference": {"precision": "fp32"}, "freezing": {"enabled": False}}
+FORECAST["policy"] = {"name": "forecast", "watched_share": 1.0}  # noise is measured from the beginning on
 STEPS, WIDTH = 24, 4
 
 
