@@ -168,7 +168,11 @@ def measured(policy, folder):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, MEASURED_STEPS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = {"plasticity": {"interval_steps": 2, "mode": "train"}, "controller": FAST["controller"]}
+        config = {
+            "plasticity": {"interval_steps": 2, "mode": "train"},
+            "controller": FAST["controller"],
+            "policy": {"watched_share": 1.0},
+        }
         run = attach(
             model,
             optimizer,
