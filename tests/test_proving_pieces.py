@@ -27,7 +27,7 @@ EAGER = {
     "policy": {"name": "egeria"},
     "plasticity": {"interval_steps": 2, "window": 2},
     "bootstrapping": {"change_threshold": 0.99},
-    "controller": {"kind": "inline"},
+    "controller": {"kind": "inline", "budget_share": 1.0},
     "freezing": {"tolerance_share": 0.9},
 }
 POLICIES = {
