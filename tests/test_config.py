@@ -37,7 +37,7 @@ DEFAULTS = {
         "limit": 0.01,
         "loss_limit": 0.0025,
         "pretrained": "auto",
-        "watched_share": 0.15,
+        "watched_share": 0.6,
         "worth_per_time": 0.15,
         "duty_cycle": False,
         "patience": 2,
