@@ -64,7 +64,7 @@ class PolicyConfig(SettingsGroup):
     watched_share: float = setting(0.6, SHARE)
     """'forecast': where the learning rate falls far by the end, share of its sum over the run that is still to come
     when layer modules begin to be watched; 1 watches from the critical period on. At 0.6 that is after a fifth of the
-    run. Ours: in 42 runs of the bench from scratch nothing froze in the first half, on handwritten digits from 0.3 on."""
+    run. Ours: in 42 runs of the bench from scratch nothing froze in the first half, on handwritten digits from 0.3."""
     pretrained: bool | str = setting("auto", flag_or("auto"))
     """'worth': whether the model came trained, so that worth decides. 'auto' looks at its normalisation layers, whose
     weights and statistics are all alike before any training. Only where it has none this must be said."""
