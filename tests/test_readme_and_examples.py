@@ -67,7 +67,9 @@ def test_an_iteration_with_a_frozen_front_is_cheaper():
     assert frozen_iteration.measure(depth=8, rounds=9, batch=16).cpu_ratio() < 0.9
 
 
-def test_the_overhead_benchmark_evaluates_once_an_interval():
+def test_the_overhead_benchmark_evaluates_once_an_interval(monkeypatch):
+    for name in ("expect", "review"):  # so small a model leaves no budget for evaluations
+        monkeypatch.setattr(f"egeria.session.timing.Budget.{name}", lambda *_: None)
     made = []
 
     def make():
@@ -76,7 +78,7 @@ def test_the_overhead_benchmark_evaluates_once_an_interval():
 
     result = attach_overhead.measure("small", make, "inline", total_steps=300)
     assert result.controller == "inline" and result.intervals[0] == round(300 / 20 / 3 / 1.75)
-    assert len(made) == 2 and len(result.ratios) == attach_overhead.ROUNDS and result.readings > 0
+    assert len(made) == 2 and len(result.ratios) == attach_overhead.ROUNDS and result.readings > 10
     parts = result.watched_s + result.attach_s + result.close_s + result.controller_s
     assert result.share == pytest.approx(parts / result.plain_s - 1) and "300 steps" in result.in_words()
     plain, watched = (dict(training.model.named_parameters()) for training in made)
