@@ -370,15 +370,30 @@ def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
 # What is decided
 
 
-def policy(num_modules=4, total_steps=1000, **settings):
-    config = Config.from_dict({"policy": {"name": "worth", "worth_per_time": 1.0, "watched_share": 1.0, **settings}})
+TIMES = (0.2, 0.1, 0.1, 0.1)
+SHARES = (0.04, 0.06, 0.2, 0.7)  # 2/15, 1/5 and 2/3 without the last, for 0.2, 0.1, 0.1 of an iteration: 2/3, 2, 20/3
+
+
+def cost_at(price, shares=SHARES):
+    """Return what freezing costs at a limit on the price, where the rate falls straight to nothing.
+
+    A module of price `p` freezes at the rate whose square is `price / p`, and what it brings from there on is the cube.
+    """
+    total = sum(shares[:-1])
+    parts = [(share / total, share / total / time) for share, time in zip(shares[:-1], TIMES, strict=False)]
+    return sum(worth * min(1.0, price / own) ** 1.5 for worth, own in parts)
+
+
+def policy(num_modules=4, total_steps=1000, price=1.0, shares=SHARES, **settings):
+    settings = {"worth_limit": cost_at(price, shares), "watched_share": 1.0, **settings}
+    config = Config.from_dict({"policy": {"name": "worth", **settings}})
     return find_policy("worth")(config, trainable=[True] * num_modules, rule=find_rule("step"), total_steps=total_steps)
 
 
 def interval(evaluation, rate=1.0, loss=None, worth=None, to_come=None, **measured):
     step = 5 * evaluation
     if worth is not None:
-        measured = {"time_shares": (0.2, 0.1, 0.1, 0.1), "num_pretrained": 4, **measured}
+        measured = {"time_shares": TIMES, "num_pretrained": 4, **measured}
     return Interval(
         step=step,
         evaluation=evaluation,
@@ -389,9 +404,6 @@ def interval(evaluation, rate=1.0, loss=None, worth=None, to_come=None, **measur
         worth=worth,
         **measured,
     )
-
-
-SHARES = (0.04, 0.06, 0.2, 0.7)  # 2/15, 1/5 and 2/3 without the last, for 0.2, 0.1, 0.1 of an iteration: 2/3, 2, 20/3
 
 
 def measured(made, shares=SHARES, count=10, scatter=0.0, **more):
@@ -420,10 +432,28 @@ def test_the_front_that_brings_little_freezes_once_it_is_measured_and_the_rest_a
     assert made.observe_interval(interval(16, rate=0.001)) == ()  # the last never freezes
 
 
+@pytest.mark.parametrize("limit", [0.01, 0.025, 0.1, 0.3])
+@pytest.mark.parametrize("shares", [SHARES, (0.25, 0.05, 0.05, 0.65), (0.0, 0.3, 0.01, 0.69)])
+def test_in_a_straight_decay_all_freezes_together_cost_what_the_setting_says(limit, shares):
+    made = policy(worth_limit=limit)
+    part = [share / sum(shares[:-1]) for share in shares]
+    cost, frozen = 0.0, 0
+    for evaluation in range(1, 200):
+        to_come = 1 - evaluation / 200
+        worth = tuple(0.01 * share for share in shares) if evaluation <= 10 else None
+        for decision in made.observe_interval(interval(evaluation, rate=to_come, worth=worth)):
+            if isinstance(decision, Freeze):
+                cost += part[decision.module] * to_come**3  # what its steps bring falls with the square of the rate
+                frozen += 1
+    assert 0.8 * limit < cost <= limit
+    assert frozen == 3
+
+
 def test_several_freeze_at_once_where_those_behind_make_it_a_bargain():
-    made = policy(worth_per_time=3.0)
+    made = policy(worth_limit=0.99)
     measured(made, shares=(0.25, 0.05, 0.05, 0.65))  # 3.6 for the first alone, 2.5 with what follows
-    assert [decision.module for decision in made.observe_interval(interval(11))] == [0, 1, 2]
+    assert made.observe_interval(interval(11)) == ()
+    assert [decision.module for decision in made.observe_interval(interval(12, rate=0.99))] == [0, 1, 2]
 
 
 def test_what_is_too_dear_to_freeze_is_updated_rarely():
@@ -443,8 +473,9 @@ def test_what_is_too_dear_to_freeze_is_updated_rarely():
 
 
 def test_a_loss_that_leaves_its_trend_has_what_was_updated_rarely_updated_oftener():
-    made = policy(duty_cycle=True)
-    measured(made, shares=(0.3, 0.3, 0.3, 0.1))  # 1.7, 3.3, 3.3 times the limit
+    shares = (0.3, 0.3, 0.3, 0.1)
+    made = policy(duty_cycle=True, shares=shares)
+    measured(made, shares=shares)  # 1.7, 3.3, 3.3 times the limit
     (rarer,) = made.observe_interval(interval(11))
     assert rarer.periods == (4, 2, 2, 1)
     found = [made.observe_interval(interval(evaluation, loss=1.5)) for evaluation in range(12, 20)]
@@ -571,7 +602,7 @@ def test_while_the_rate_to_come_is_unknown_nothing_freezes():
 
 
 def test_a_rate_that_rises_to_more_than_twice_what_it_was_thaws():
-    made = policy(worth_per_time=0.5)
+    made = policy(price=0.5)
     measured(made)
     made.observe_interval(interval(12, rate=0.2, to_come=40.0))
     assert made.frozen == 3  # 6.7 times the square is 0.27
@@ -582,7 +613,7 @@ def test_a_rate_that_rises_to_more_than_twice_what_it_was_thaws():
 
 
 def test_warm_restarts_do_not_thaw_in_every_cycle():
-    made = policy(worth_per_time=0.25)
+    made = policy(price=0.25)
     rates = [(1 + math.cos(math.pi * (step % 250) / 250)) / 2 for step in range(0, 1000, 5)]
     decisions = []
     for evaluation, rate in enumerate(rates[1:], start=1):
@@ -670,7 +701,7 @@ def test_of_a_model_that_begins_untrained_it_decides_as_forecast():
 
 
 def test_a_fine_tuning_freezes_its_table_and_needs_no_reference(tmp_path):
-    loop = FineTuning(tmp_path, policy={"worth_per_time": 0.3}).go(STEPS)
+    loop = FineTuning(tmp_path, policy={"worth_limit": 0.1}).go(STEPS)
     loop.run.close()
     assert [module.name for module in loop.run.modules][:2] == ["table", "blocks.0"]
     measured = [entry for entry in of(tmp_path, events.IntervalMeasured) if entry.worth is not None]
@@ -682,7 +713,7 @@ def test_a_fine_tuning_freezes_its_table_and_needs_no_reference(tmp_path):
     assert not of(tmp_path, events.FaultCaught)
     assert not any(part._forward_hooks for part in loop.model.modules())
     assert replay(tmp_path).agrees
-    stricter = replay(tmp_path, Config.from_dict({"policy": {"worth_per_time": 1e-6}}))
+    stricter = replay(tmp_path, Config.from_dict({"policy": {"worth_limit": 1e-6}}))
     assert {decision.kind for decision in stricter.replayed} == {"knowledge-guided"}
 
 
@@ -696,7 +727,7 @@ def test_a_run_from_scratch_measures_no_worth(tmp_path):
 
 @pytest.mark.parametrize("halt", [5, 9, 60])
 def test_a_resumed_run_measures_and_freezes_as_one_that_never_stopped(tmp_path, halt):
-    settings = {"policy": {"worth_per_time": 1e9}}  # all at once, whatever the times are
+    settings = {"policy": {"worth_limit": 1.0}}  # all at once, whatever the times are
     whole = FineTuning(tmp_path / "whole", **settings).go(100)
     first = FineTuning(tmp_path / "first", **settings).go(halt)
     saved = first.save()
@@ -749,10 +780,10 @@ def test_a_fault_in_measuring_leaves_the_training_as_it_is(tmp_path, monkeypatch
 
 
 def test_the_report_says_how_rough_it_is_where_little_ran_unfrozen(tmp_path):
-    FineTuning(tmp_path, policy={"worth_per_time": 1e9}).go(STEPS).run.close()  # all at once, once it is measured
+    FineTuning(tmp_path, policy={"worth_limit": 1.0}).go(STEPS).run.close()  # all at once, once it is measured
     assert "The time saved is a rough estimate: only 1" in report(tmp_path).path.read_text(encoding="utf8")
 
 
 def test_the_report_says_why_nothing_froze(tmp_path):
-    FineTuning(tmp_path, policy={"worth_per_time": 1e-6}).go(STEPS).run.close()
+    FineTuning(tmp_path, policy={"worth_limit": 1e-6}).go(STEPS).run.close()
     assert "worth little enough for its time" in report(tmp_path).path.read_text(encoding="utf8")

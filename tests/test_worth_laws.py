@@ -26,7 +26,7 @@ def decides(monkeypatch):
 
 def attached(directory=None, **groups):
     config = {
-        "policy": {"name": "worth", "pretrained": True, "worth_per_time": 1e9},  # all at once, whatever the times are
+        "policy": {"name": "worth", "pretrained": True, "worth_limit": 1.0},  # all at once, whatever the times are
         "plasticity": {"interval_steps": 2},
         "bootstrapping": {"change_threshold": 1.0},
         **groups,

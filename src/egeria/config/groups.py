@@ -68,11 +68,10 @@ class PolicyConfig(SettingsGroup):
     pretrained: bool | str = setting("auto", flag_or("auto"))
     """'worth': whether the model came trained, so that worth decides. 'auto' looks at its normalisation layers, whose
     weights and statistics are all alike before any training. Only where it has none this must be said."""
-    worth_per_time: float = setting(0.15, POSITIVE)
-    """'worth': a layer module freezes once its share of what the steps of all but the last module bring, times the
-    square of the learning rate as a share of its largest, is less than this times the share of an iteration that its
-    freeze saves. Ours, from the bench: by trials on SST-2, tags and SQuAD, and as 0.25 lost more on SST-2 and
-    ResNet-56."""
+    worth_limit: float = setting(0.025, SHARE)
+    """'worth': share of what the steps of all but the last module bring that all freezes together may cost, as far as
+    it can be foretold. A layer module freezes once its share, times the square of the learning rate as a share of its
+    largest, is little enough for the share of an iteration that its freeze saves; how little follows from this."""
     duty_cycle: bool = setting(False, FLAG)
     """'worth': whether front modules that are worth too much to freeze are updated at some steps only."""
     patience: int = setting(2, count())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,9 @@ FADING = 2.0
 """Power of the learning rate by which what steps bring fades over a run: with the rate steps get shorter, and less is
 left to be learned. In trials with one seed what a freeze at 1/2 cost was 0.21 (SST-2) and 0.10 (SQuAD) of the same at
 0.06, where the rates to come add up to 0.28 and their squares to 0.15; 0.14 on tags, where that is 0.22 and 0.09."""
+COST_POWER = (FADING + 1) / FADING
+"""Power by which what a freeze costs falls with the limit on its price, where the rate falls straight to nothing: at a
+rate `r` it costs `r ** (FADING + 1)` of what it would cost at the largest, and `r ** FADING` is limit / price."""
 THAWS_AT = 2.0**FADING
 """Times the limit that a frozen front must be worth by now, because the rate rose to twice what it was, to thaw."""
 
@@ -43,7 +46,8 @@ class Worth(Forecast):
     loss can be measured (`egeria.session.worth`). The front brings little: of MiniLM the embeddings, which take up to a
     fifth of the time, 1 to 2 % of what all but the last module bring. What steps bring fades with the square of the
     learning rate. So the next front modules freeze when their share of it, times the square of the rate as a share of
-    its largest, is under `policy.worth_per_time` times their share of an iteration: some at once, most while it falls.
+    its largest, is under a limit times their share of an iteration: some at once, most while it falls. The limit is the
+    one at which all that freezes costs `policy.worth_limit` of what is brought, if the rate falls straight to nothing.
     Modules are taken together where those behind make a bargain of those in front. With `policy.duty_cycle`, what is
     too dear to freeze is updated at every 4th or 2nd step only, where that is cheap enough.
 
@@ -139,7 +143,8 @@ class Worth(Forecast):
 
     @property
     def _limit(self) -> float:
-        return self._config.policy.worth_per_time * self._strictness
+        """Worth for its time, as shares, under which the front freezes."""
+        return self._strictness * _price_limit(self._bargains(0), self._config.policy.worth_limit)
 
     @property
     def _rate_share(self) -> float:
@@ -168,6 +173,12 @@ class Worth(Forecast):
             if best is None or price <= best[1]:
                 best = place + 1, price
         return best
+
+    def _bargains(self, depth: int) -> Iterator[tuple[float, float]]:
+        """Yield the worth, and the worth for its time, of what goes together from a depth on, in ever dearer parts."""
+        while bargain := self._next_bargain(depth):
+            yield _sum(self._shares[depth : bargain[0]]), bargain[1]
+            depth = bargain[0]
 
     def _freeze_bargains(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze all that is worth little enough by now."""
@@ -217,6 +228,30 @@ class Worth(Forecast):
         if worth * self._rate_share**FADING > THAWS_AT * self._limit * time:
             return f"the learning rate rose to {self._rate_share:.0%} of its highest"
         return None
+
+
+def _price_limit(bargains: Iterable[tuple[float, float]], worth_limit: float) -> float:
+    """Return the limit on the price at which all freezes together cost `worth_limit`.
+
+    Args:
+        bargains: worth and price of what freezes together, in ever dearer parts.
+        worth_limit: share of what all but the last layer module bring.
+
+    Returns:
+        Infinity where freezing all of it from the beginning would cost no more.
+    """
+    parts = list(bargains)
+    spent = 0.0
+    for begin, (worth, price) in enumerate(parts):
+        if price > 0:
+            if math.isinf(price):
+                break
+            at_this_price = math.fsum(part * (price / dear) ** COST_POWER for part, dear in parts[begin:])
+            if spent + at_this_price >= worth_limit:
+                share = (worth_limit - spent) / at_this_price
+                return price * math.pow(share, 1 / COST_POWER)
+        spent += worth  # it freezes at once
+    return math.inf
 
 
 def _sum(parts: Sequence[float | None]) -> float:

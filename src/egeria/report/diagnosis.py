@@ -92,10 +92,10 @@ def _own_reason(history: History, start: events.RunStarted) -> str | None:
     if readings := history.of(events.PlasticityRead):
         return _forecast_reason(readings, start)
     if any(interval.worth for interval in history.of(events.IntervalMeasured)):
-        limit = setting(start, "policy", "worth_per_time")
+        limit = setting(start, "policy", "worth_limit")
         return (
-            f"no layer module was worth little enough for its time (limit: {limit}): all of the model was learning, or "
-            f"what its steps are worth was never certain."
+            f"no layer module was worth little enough for its time (what all freezes together may cost: {limit} of "
+            f"what steps bring): all of the model was learning, or what its steps are worth was never certain."
         )
     return None
 
