@@ -564,6 +564,14 @@ def test_clipped_gradients_that_account_for_little_of_the_fall_of_the_loss_decid
     assert made.frozen == 1
 
 
+def test_what_the_front_brings_while_the_head_is_fresh_does_not_count():
+    made = policy()
+    for evaluation in range(1, 11):
+        shares = (0.0, 0.0, 0.3, 0.7) if evaluation <= 5 else (0.2, 0.02, 0.02, 0.06)
+        made.observe_interval(interval(evaluation, worth=tuple(0.01 * share for share in shares)))
+    assert made.observe_interval(interval(11)) == ()  # 83 % for a fifth of the time, though 42 % over all
+
+
 def test_an_interval_that_lacks_a_module_is_left_out():
     made = policy()
     for evaluation in range(1, 11):
