@@ -50,14 +50,25 @@ def test_folders_are_names_that_any_file_system_takes():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "none:a=1", "head-only:a=1", "static:schedule", "../away", "egeria:a.b.c=1", "absent.toml"]
+    "text",
+    [
+        *("", "none:a=1", "head-only:a=1", "static:schedule", "../away", "egeria:a.b.c=1", "absent.toml"),
+        *(
+            "short",
+            "short:share=1.0",
+            "short:share=0",
+            "short:share=half",
+            "short:cache.share=0.5",
+            "short:share=0.5,a.b=1",
+        ),
+    ],
 )
 def test_what_is_no_policy_is_refused(text):
     with pytest.raises(RefusedError):
         parse_policy(text)
 
 
-@pytest.mark.parametrize("name", ["none", "default", "hft"])
+@pytest.mark.parametrize("name", ["none", "default", "hft", "short"])
 def test_a_file_must_not_pass_for_what_has_a_meaning(tmp_path, name):
     path = tmp_path / f"{name}.toml"
     path.write_text("[plasticity]\nwindow = 20\n")

@@ -11,6 +11,7 @@ from benchmarks.proving.course import Course
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.recipe import describe
 from benchmarks.proving.results import read_outcome
+from benchmarks.proving.shortening import shortened
 from benchmarks.proving.training import train
 from tests.pieces import CPU, new_training, wanted_run
 
@@ -113,3 +114,55 @@ def test_a_run_that_rests_ends_like_any_other(policy, tmp_path):
         assert train(training, parse_policy(policy), tmp_path / place, CPU)
         found.append(read_outcome(tmp_path / place, wanted_run(policy, recipe=describe(training))).quality)
     assert found[0] == found[1] > 10
+
+
+def course_of_rates(training):
+    """The learning rate of each step of an epoch-wise loop, and the batches of the first epoch."""
+    rates, batches = [], []
+    for epoch in range(training.num_epochs):
+        for batch in training.loader:
+            rates.append(training.optimizer.param_groups[0]["lr"])
+            training.optimizer.step()
+            training.scheduler.step()
+            if epoch == 0:
+                batches.append(batch[1].tolist())
+    return rates, batches
+
+
+@pytest.mark.parametrize("share", [0.75, 0.4, 0.01])
+def test_a_shorter_training_goes_through_the_whole_schedule_in_a_share_of_the_steps(share):
+    (plain, batches), (short, fewer) = (
+        course_of_rates(shortened(new_training(), parse_policy(text))) for text in ("none", f"short:share={share}")
+    )
+    kept = max(1, round(share * 32))
+    assert len(plain) == 5 * 32 and len(short) == 5 * kept
+    assert fewer == batches[:kept]
+    assert short == [plain[step * 32 // kept] for step in range(5 * kept)]
+    assert set(short) == set(plain)  # it falls at the end of the fourth of five epochs
+
+
+def test_a_shorter_training_ends_like_any_other_and_takes_less_time(tmp_path):
+    found = {}
+    for text in ("none", "short:share=0.5"):
+        policy, training = parse_policy(text), new_training()
+        run = wanted_run(text, recipe=describe(training))
+        assert train(shortened(training, policy), policy, tmp_path / policy.folder, CPU)
+        found[text] = read_outcome(tmp_path / policy.folder, run)
+    (comparison,) = compare(list(found.values()), "none")
+    short = comparison.find("short:share=0.5")
+    assert found["short:share=0.5"].skipped.total is None and short.saved["cpu"].mean > 20
+    assert found["short:share=0.5"].final.step == 5 * 16
+
+
+def test_a_scheduler_that_goes_faster_goes_on_from_its_state():
+    whole, first, second = (shortened(new_training(), parse_policy("short:share=0.6")) for _ in range(3))
+    for training, count in ((whole, 70), (first, 37)):
+        for _ in range(count):
+            training.optimizer.step()
+            training.scheduler.step()
+    second.scheduler.load_state_dict(first.scheduler.state_dict())
+    for _ in range(33):
+        second.optimizer.step()
+        second.scheduler.step()
+    rates = [training.scheduler.state_dict()["scheduler"]["last_epoch"] for training in (whole, second)]
+    assert rates[0] == rates[1] == 70 * 32 // round(0.6 * 32)

@@ -30,6 +30,7 @@ from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.limit import UNLIMITED, Limit
 from benchmarks.proving.piece import Piece
 from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.shortening import shortened
 from benchmarks.proving.training import train
 from benchmarks.workloads.workload import MissingDataError, Setting, Training, Workload
 
@@ -95,6 +96,7 @@ def _train(running: RunFile, directory: Path, data: Path, say: Say, limit: Limit
     made_with = recipe.describe_circumstances(device)
     running = dataclasses.replace(running, recipe=recipe.describe(training), made_with=made_with, epoch=0)
     identity = checkpoint.identify(running)
+    training = shortened(training, running.policy)
     piece = Piece(
         training,
         device,

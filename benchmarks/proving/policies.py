@@ -29,6 +29,8 @@ DEFAULT = "default"
 HEAD_ONLY, HALF = "head-only", "hft"
 """Rivals that the bench itself makes, without egeria, by `resting`."""
 RESTING = (HEAD_ONLY, HALF)
+SHORT = "short"
+"""Another: plain training, but shorter, by `shortening`."""
 OBSERVER = "observer"
 """The bench's own policy for egeria: `benchmarks.proving.observer.Observer`, which measures and freezes nothing."""
 LONGEST_FOLDER = 100
@@ -44,8 +46,8 @@ class Policy:
     text: str
     """As it is written on the command line; of a file, its name without the ending."""
     name: str
-    """'none' trains without egeria at all, as do those of `RESTING`; 'default' gives `attach` no policy; else a policy
-    of the library, or `OBSERVER`."""
+    """'none' trains without egeria at all, as do those of `RESTING`, and 'short'; 'default' gives `attach` no policy;
+    else a policy of the library, or `OBSERVER`."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Groups of settings beside the name, as `egeria.Config.from_dict` takes them."""
 
@@ -60,9 +62,14 @@ class Policy:
         return self.name in RESTING
 
     @property
+    def shortens(self) -> bool:
+        """Whether training ends sooner, and egeria has no part in that."""
+        return self.name == SHORT
+
+    @property
     def is_watched(self) -> bool:
         """Whether egeria is attached."""
-        return not self.is_plain and not self.rests
+        return not self.is_plain and not self.rests and not self.shortens
 
     @property
     def folder(self) -> str:
@@ -116,6 +123,11 @@ def parse_policy(text: str) -> Policy:
         settings.setdefault(group or "policy", {})[entry] = _value(value)
     if name in (PLAIN, *RESTING) and settings:
         raise RefusedError(f"{name!r} trains without egeria and has no settings; found {text!r}. Leave them out.")
+    share = settings.get("policy", {}).get("share") if list(settings) == ["policy"] else None
+    if name == SHORT and not (isinstance(share, float) and 0 < share < 1):
+        raise RefusedError(
+            f"{SHORT!r} has the share of the steps that are left, as in 'short:share=0.75'; found {text!r}."
+        )
     return Policy(text=text, name=name, settings=settings)
 
 
@@ -158,7 +170,7 @@ def _from_file(path: Path) -> Policy:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RefusedError(f"A policy's file must be readable TOML: {path}: {error}. Check the path.") from error
-    if path.stem in (PLAIN, DEFAULT, *RESTING):
+    if path.stem in (PLAIN, DEFAULT, SHORT, *RESTING):
         raise RefusedError(f"{path.stem!r} has a meaning of its own. Name {path} otherwise.")
     outside = [name for name, values in table.items() if not isinstance(values, dict)]
     if outside:

@@ -58,6 +58,9 @@ class Outcome:
         return self.final.value if self.judged is None else self.judged
 
 
+UNKNOWN = Skipped(backward=None, forward=None)
+
+
 def read_results(results: Path, workloads: Sequence[str] = (), tier: str | None = None) -> list[Outcome]:
     """Return the finished runs below a directory, in a steady order.
 
@@ -114,8 +117,8 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
         run=run,
         directory=directory,
         evaluations=evaluations,
-        # What rests without egeria is in no journal.
-        skipped=Skipped(backward=None, forward=None) if run.policy.rests else measure_skipped(history),
+        # What rests, or is left out, without egeria is in no journal.
+        skipped=measure_skipped(history) if run.policy.is_plain or run.policy.is_watched else UNKNOWN,
         spans=found,
         num_modules=max([len(getattr(event, "modules", ())) for event in history.events], default=0),
         remarks=_remarks(history),
