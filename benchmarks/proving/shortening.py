@@ -17,8 +17,8 @@ from benchmarks.workloads.workload import Training
 def shortened(training: Training, policy: Policy) -> Training:
     """Return the training as a policy shortens it: 'short' to a `share` of its steps, others not at all.
 
-    Each epoch ends after that share of its batches, drawn in the same order, and the whole schedule of the learning rate
-    is gone through in the steps that are left.
+    Each epoch ends after that share of its batches, drawn in the same order, and the whole schedule of the learning
+    rate is gone through in the steps that are left.
     """
     if not policy.shortens:
         return training
