@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from egeria import tree
 from egeria.config import Config
-from egeria.config.checks import read_timetable
+from egeria.config.checks import check, read_timetable, timetable
 from egeria.errors import ConfigError
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
+from egeria.layers.copies import copies_of_computed
 from egeria.layers.modules import LayerModule
 from egeria.layers.undisturbed import kept_random_state
 from egeria.report.wording import duration, mebibytes, percent
@@ -109,6 +110,7 @@ class Advice:
         Raises:
             ConfigError: the schedule is none.
         """
+        check("schedule", schedule, timetable)
         moves = [(share, front.frozen) for share, front in read_timetable(schedule)]
         ends = [*(share for share, _ in moves[1:]), 1.0]
         spans = [(end - begin, depth) for (begin, depth), end in zip(moves, ends, strict=True)]
@@ -298,7 +300,7 @@ class _Rehearsal:
             for _ in range(TIMED + SETTLING):  # the order in which layers run is known, and everything is warm
                 self._iterate(run)
             modules = run.modules
-        depths = _spread(len(modules) - 1)
+        depths = _spread(max(0, len(modules) - 1))
         each = SETTLING + TIMED
         total = rounds * len(depths) * each
         moves = (f"{place * each / total!r}:{depth}" for place, depth in enumerate(depths * rounds))
@@ -565,7 +567,7 @@ def _check(
 def _copied(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
     """Return copies, the optimizers for the parameters of the model's copy."""
     try:
-        twin, twins = copy.deepcopy((model, list(optimizers)))
+        twin, twins = copy.deepcopy((model, list(optimizers)), copies_of_computed(model))
     except Exception as error:
         raise ConfigError(
             f"model and optimizer must be such as copy.deepcopy copies, found {type(error).__name__}: {error}. "
