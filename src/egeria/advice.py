@@ -42,6 +42,10 @@ SETTLING, TIMED = 1, 3
 NUM_ROUNDS = 4
 MOST_DEPTHS = 8
 """Depths that are measured; of a model with more layer modules the others lie between these."""
+BAR = 20
+"""Length of the longest bar of the table, in characters."""
+TEXT_COLUMNS = ("up to", "")
+"""Those of the table that are no numbers; the one without a name has the bars."""
 LEAST_SAVING = 0.03
 """Share of the training time that freezing half of the model for half of the training must save to be worth a try."""
 
@@ -156,19 +160,20 @@ class Advice:
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table: a row for each depth, below the names of the columns."""
         plain = self.costs[0]
-        names = ("frozen", "up to", "forward", "backward", "optimizer", "iteration", "saved", "memory", "with a cache")
-        found: list[tuple[str, ...]] = [names]
+        times = ("forward", "backward", "optimizer", "iteration")
+        found: list[tuple[str, ...]] = [("frozen", "up to", *times, "", "saved", "memory", "with a cache")]
         for cost in self.costs:
-            cached = None if cost.prefix_s is None else cost.iteration_s - cost.prefix_s
+            prefix_s = None if self.repeats is False or not cost.depth else cost.prefix_s
             found.append(
                 (
                     f"{cost.depth}",
                     self.modules[cost.depth - 1] if cost.depth else "-",
                     *(f"{1000 * part:.1f} ms" for part in (cost.forward_s, cost.backward_s, cost.optimizer_s)),
                     f"{1000 * cost.iteration_s:.1f} ms",
+                    "█" * round(BAR * cost.iteration_s / plain.iteration_s),
                     percent(1 - cost.iteration_s / plain.iteration_s),
                     mebibytes(cost.peak_bytes or cost.memory_bytes),
-                    "-" if cached is None or not cost.depth else percent(1 - cached / plain.iteration_s),
+                    "-" if prefix_s is None else percent(1 - (cost.iteration_s - prefix_s) / plain.iteration_s),
                 )
             )
         return found
@@ -189,7 +194,7 @@ class Advice:
         """Return the table and the advice as text."""
         rows = self.rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = ["  ".join(_aligned(*cell) for cell in zip(rows[0], row, widths, strict=True)) for row in rows]
         return "\n".join([*lines, "", *self.notes()])
 
     def _repr_html_(self) -> str:
@@ -217,6 +222,10 @@ def _between(points: Sequence[tuple[int, float]], depth: int) -> float:
         if depth <= after:
             return low + (high - low) * (depth - before) / (after - before)
     return points[-1][1]
+
+
+def _aligned(column: str, cell: str, width: int) -> str:
+    return cell.ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
 
 
 def _lower(text: str) -> str:
