@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -118,6 +119,36 @@ def test_random_numbers_and_the_order_of_the_loader_stay(generator, dataset):
         return first, [batch[0].tolist() for batch in loader], random_numbers()
 
     assert course(asks=True) == course(asks=False)
+
+
+def test_what_a_scheduler_made_of_the_optimizer_steps_the_copy_alone():
+    model = blocks().eval()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces `step` of its optimizer
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    advice = advise(model, optimizer, DataLoader(samples(), batch_size=4), loss=loss, rounds=1)
+    assert len(advice.costs) == NUM_BLOCKS + 1 and not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state and scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_where_it_fails_everything_stays_as_well(place):
+    calls = itertools.count()
+
+    def failing(model, batch):
+        torch.rand(1), random.random(), np.random.rand()
+        if next(calls) == place:
+            raise ValueError("a fault of the loop")
+        return loss(model, batch)
+
+    model = blocks()
+    before, numbers = outside(model), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    with pytest.raises(ConfigError, match="a fault of the loop"):
+        ask(model, loss=failing)
+    assert outside(model) == before
+    assert torch.equal(torch.get_rng_state(), numbers[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == numbers[1:]
 
 
 # What it foretells

@@ -249,7 +249,7 @@ def advise(
     state and the order of the loader are afterwards what they were.
 
     Args:
-        model: as the loop would train it, on its device and in training mode; no wrapper of several processes.
+        model: as the loop would train it, on its device; no wrapper of several processes.
         optimizer: the optimizer, or all of them. Memory for a second model and a second optimizer state is needed.
         loader: a `DataLoader`, or a list of batches. Samples are read in this process.
         loss: called with the model and a batch, returns the loss; autocast and the way to the device belong in it.
@@ -293,7 +293,7 @@ class _Rehearsal:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], batches: Sequence[Any], loss: Loss, held_bytes: int
     ) -> None:
-        self._model, self._optimizers, self._loss, self._held_bytes = model, optimizers, loss, held_bytes
+        self._model, self._optimizers, self._loss, self._held_bytes = model.train(), optimizers, loss, held_bytes
         self._batches = itertools.cycle(batches)
         self._own = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._seen: dict[int, list[_Iteration]] = {}
