@@ -3,8 +3,9 @@
     python -m benchmarks run WORKLOAD --policy none,static:schedule=0.5:4 --seeds 0,1,2 --data DIR --results RESULTS
     python -m benchmarks.advice_record --data DIR --results RESULTS --record benchmarks/records/NAME
 
-Reads the finished runs of 'none' and of every schedule of 'static', and asks for advice on each of their workloads, with
-one thread as they had. What it foretells is a share of the time of iterations, as the runs' times are without evaluations.
+Reads the finished runs of 'none' and of every schedule of 'static', and asks for advice on each of their workloads,
+with one thread as they had. What it foretells is a share of the time of iterations, as the runs' times are without
+evaluations.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def describe(rows: list[Row], advices: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {row.workload} | {row.schedule} | {row.foretold:.1f} % | {row.measured_cpu:.1f} ± {row.scatter_cpu:.1f} % | "
-        f"{row.measured_wall:.1f} % | {100 * row.error:+.0f} % | {row.seeds} |"
+        f"| {row.workload} | {row.schedule} | {row.foretold:.1f} % | {row.measured_cpu:.1f} ± {row.scatter_cpu:.1f} "
+        f"% | {row.measured_wall:.1f} % | {100 * row.error:+.0f} % | {row.seeds} |"
         for row in rows
     ]
     lines += ["", "## What was said of each workload", ""]
