@@ -71,3 +71,21 @@ def fails():
 
 
 not_callable = 3
+
+
+def training():
+    model = named()
+    data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(3)]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), data, named_loss
+
+
+def named_loss(model, batch):
+    return nn.functional.cross_entropy(model(x=batch[0]), batch[1])
+
+
+def training_by_name():
+    return dict(zip(("model", "optimizer", "loader", "loss"), training(), strict=True), rounds=1)
+
+
+def training_without_optimizer():
+    return {"model": named(), "data": []}

@@ -18,7 +18,7 @@ from egeria import attach, events
 from egeria.cli import demo, doctor, main
 from egeria.testing import ScriptedController
 
-VERBS = ("demo", "modules", "report", "replay", "cache", "doctor")
+VERBS = ("demo", "advise", "modules", "report", "replay", "cache", "doctor")
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +109,30 @@ def test_the_package_runs_as_a_module(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         runpy.run_module("egeria.cli", run_name="__main__")
     assert end.value.code == 2 and "egeria report:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("made", ["training", "training_by_name"])
+def test_advise_measures_a_training_and_tells_what_a_schedule_would_save(made, command, tmp_path):
+    out = tmp_path / "advice.json"
+    status, output, errors = command("advise", f"cli_models:{made}", "--schedule", "0.5:1", "--json", str(out))
+    assert status == 0 and not errors
+    assert "stem" in output and "orth" in output and "'0.5:1' would save" in output
+    assert len(json.loads(out.read_text(encoding="utf8"))["costs"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("cli_models:named", "found Named"),
+        ("cli_models:training_without_optimizer", "found ['data', 'model']"),
+        ("cli_models", "package.module:callable"),
+        ("cli_models:nothing_here", "AttributeError"),
+    ],
+)
+def test_advise_refuses_what_is_no_training_with_status_2(path, said, command):
+    status, output, errors = command("advise", path)
+    assert status == 2 and not output
+    assert errors.startswith("egeria advise: ") and said in errors
 
 
 def test_modules_prints_the_cut_with_parameters_and_reasons(command):

@@ -9,6 +9,7 @@ Two lines around an ordinary loop::
 Everything else (`Config`, `read_journal`, `report`) is there for when you want to know more.
 """
 
+from egeria.advice import Advice, advise
 from egeria.cache import ShardSampler
 from egeria.config import Config
 from egeria.errors import ConfigError, EgeriaError, JournalError, StateError, UnsupportedModelError
@@ -19,6 +20,7 @@ from egeria.session import EgeriaWarning, Run, attach
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "Config",
     "ConfigError",
     "EgeriaError",
@@ -29,6 +31,7 @@ __all__ = [
     "ShardSampler",
     "StateError",
     "UnsupportedModelError",
+    "advise",
     "attach",
     "read_journal",
     "report",

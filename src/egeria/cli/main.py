@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 
 import egeria
-from egeria.cli import cache, demo, doctor, modules, runs
+from egeria.cli import advise, cache, demo, doctor, modules, runs
 from egeria.errors import EgeriaError
 
 VERBS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "demo": demo.run,
+    "advise": advise.run,
     "modules": modules.run,
     "report": runs.report,
     "replay": runs.replay,
@@ -45,6 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
     verb.add_argument("--epochs", type=int, help="epochs of a run (default 30)")
     verb.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="where journals and reports go")
+
+    verb = verbs.add_parser("advise", help="measure what freezing could save in a training, on a copy of it")
+    verb.add_argument("training", help=f"package.module:callable that returns {advise.RETURNS}")
+    verb.add_argument("--schedule", help='such as "0.5:2 0.75:3": also tell what freezing by it would save')
+    verb.add_argument("--rounds", type=int, help="how often each depth is measured")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
 
     verb = verbs.add_parser("modules", help="print how a model is cut into layer modules, and why")
     verb.add_argument("model", help="package.module:callable that returns the model, or (model, example arguments)")

@@ -42,19 +42,30 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _build(path: str) -> tuple[nn.Module, Any]:
-    """Import and call what the path names; return the model and example arguments, or None without them."""
+def call_named(path: str, what: str, returns: str) -> Any:
+    """Import and call what the path names, without arguments.
+
+    Args:
+        path: package.module:callable, found from the working directory too.
+        what: it stands for, such as 'model'.
+        returns: what it must return.
+    """
     package, colon, name = path.partition(":")
     if not (package and colon and name):
-        raise ConfigError(f"The model is named as package.module:callable, found {path!r}. Write it like that.")
+        raise ConfigError(f"The {what} is named as package.module:callable, found {path!r}. Write it like that.")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        made = getattr(importlib.import_module(package), name)()
+        return getattr(importlib.import_module(package), name)()
     except Exception as error:
         raise ConfigError(
-            f"{path} must be a callable without required arguments that returns a model; "
+            f"{path} must be a callable without required arguments that returns {returns}; "
             f"{type(error).__name__}: {error}. Write a small function that builds it."
         ) from error
+
+
+def _build(path: str) -> tuple[nn.Module, Any]:
+    """Return the model that the path names, and example arguments or None without them."""
+    made = call_named(path, "model", "a model")
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -15,10 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from egeria import tree
+
 COPYING = ("__reduce_ex__", "__deepcopy__")
 """How Python asks an object for a copy. It asks the instance first."""
 INSTANCE = ("forward", *COPYING)
 """Attributes of an instance that may be ours."""
+
+
+def copies_of_computed(model: nn.Module) -> dict[int, Any]:
+    """Return what `copy.deepcopy` of a model needs as its memo: the tensors that modules hold from a forward pass.
+
+    Old-style weight_norm keeps one, for example; such tensors only copy once detached.
+    """
+    computed = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)) if not tensor.is_leaf)
+    return {id(tensor): tensor.detach().clone() for tensor in computed}
 
 
 def is_ours(hook: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from egeria import tree
 from egeria.errors import ReferenceModelError
 from egeria.layers.batch import Autocast, Batch
-from egeria.layers.copies import remove_ours, take_off_wrappers
+from egeria.layers.copies import copies_of_computed, remove_ours, take_off_wrappers
 from egeria.layers.taps import TapReachedError, capture
 from egeria.layers.undisturbed import kept_random_state, undisturbed
 from egeria.reference.machine import Workload
@@ -47,12 +47,9 @@ def refresh_snapshot(snapshot: nn.Module | None, model: nn.Module, device: torch
             for mine, theirs in zip(tensors_of(snapshot), tensors_of(model), strict=True):
                 mine.copy_(theirs)
         return snapshot
-    # Tensors computed in a forward pass (old-style weight_norm keeps one) only copy once detached.
-    computed = (tensor for module in model.modules() for tensor in tree.leaves(vars(module)) if not tensor.is_leaf)
-    memo = {id(tensor): tensor.detach().clone() for tensor in computed}
     try:
         with kept_random_state(model):  # a model's own `__deepcopy__` may rebuild itself
-            copied = copy.deepcopy(model, memo).requires_grad_(False)
+            copied = copy.deepcopy(model, copies_of_computed(model)).requires_grad_(False)
     except Exception as error:
         raise ReferenceModelError(
             f"The reference is a deep copy of the model, which {type(model).__name__} does not allow: {error}. "

@@ -1,0 +1,135 @@
+"""A record of advice: what `egeria.advise` foretells that a schedule saves, beside what runs by that schedule saved.
+
+    python -m benchmarks run WORKLOAD --policy none,static:schedule=0.5:4 --seeds 0,1,2 --data DIR --results RESULTS
+    python -m benchmarks.advice_record --data DIR --results RESULTS --record benchmarks/records/NAME
+
+Reads the finished runs of 'none' and of every schedule of 'static', and asks for advice on each of their workloads,
+with one thread as they had. What it foretells is a share of the time of iterations, as the runs' times are without
+evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import egeria
+from benchmarks.proving.catalogue import find_workloads
+from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, compare
+from benchmarks.proving.execution import build
+from benchmarks.proving.policies import PLAIN
+from benchmarks.proving.recipe import describe_circumstances
+from benchmarks.proving.results import read_results
+from benchmarks.workloads.workload import Training
+
+ALLOWED = 0.1
+"""Relative error that counts as foretold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One schedule on one workload; savings are per cent of the training time."""
+
+    workload: str
+    schedule: str
+    foretold: float
+    measured_cpu: float
+    measured_wall: float
+    scatter_cpu: float
+    """Standard deviation over seeds; 0 for one seed."""
+    seeds: int
+    verdict: str
+
+    @property
+    def error(self) -> float:
+        """Relative, of the CPU time."""
+        return (self.foretold - self.measured_cpu) / self.measured_cpu if self.measured_cpu else float("inf")
+
+
+def main() -> None:
+    """Ask for advice on each workload, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--tier", default="cpu")
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    advices: dict[str, Any] = {}
+    for comparison in compare(read_results(options.results, tier=options.tier), PLAIN):
+        schedules = [policy for policy in comparison.policies if _schedule(policy)]
+        if not schedules:
+            continue
+        advice = ask(options, comparison)
+        advices[comparison.workload.name] = advice.to_dict()
+        print(f"{comparison.workload.name}\n{advice}\n", flush=True)
+        rows += [_row(comparison, policy, advice) for policy in schedules]
+    options.record.mkdir(parents=True, exist_ok=True)
+    found = {"rows": [asdict(row) for row in rows], "advice": advices, "made_with": describe_circumstances(_CPU)}
+    (options.record / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (options.record / "README.md").write_text(describe(rows, advices), encoding="utf-8")
+
+
+_CPU = torch.device("cpu")
+
+
+def ask(options: argparse.Namespace, comparison: WorkloadComparison) -> egeria.Advice:
+    """Return the advice on a workload, as a run of its first seed begins."""
+    run = comparison.policies[0].outcomes[0].run
+    (_, workload), *_ = find_workloads([run.workload.name], [run.module])
+    training: Training = build(workload, options.data, options.tier, run.seed, _CPU)
+    return egeria.advise(training.model, training.optimizer, training.loader, loss=training.loss, rounds=options.rounds)
+
+
+def _schedule(policy: PolicyComparison) -> str | None:
+    """Return the schedule of a policy 'static' without other settings."""
+    run = policy.outcomes[0].run.policy
+    return run.settings["policy"]["schedule"] if run.name == "static" and list(run.settings) == ["policy"] else None
+
+
+def _row(comparison: WorkloadComparison, policy: PolicyComparison, advice: egeria.Advice) -> Row:
+    schedule = _schedule(policy)
+    cpu, wall = policy.saved["cpu"], policy.saved["wall"]
+    assert schedule is not None and cpu is not None and wall is not None, "there are plain runs"
+    return Row(
+        workload=comparison.workload.name,
+        schedule=schedule,
+        foretold=100 * advice.saving(schedule),
+        measured_cpu=cpu.mean,
+        measured_wall=wall.mean,
+        scatter_cpu=cpu.sd or 0.0,
+        seeds=len(policy.seeds),
+        verdict=advice.verdict,
+    )
+
+
+def describe(rows: list[Row], advices: dict[str, Any]) -> str:
+    """Return the README of the record."""
+    good = sum(abs(row.error) <= ALLOWED for row in rows)
+    lines = [
+        "# Advice: what is foretold, and what was saved",
+        "",
+        f"{good} of {len(rows)} savings were foretold within {ALLOWED:.0%} of what was measured.",
+        "",
+        "| workload | schedule | foretold | CPU time saved | wall clock saved | relative error | seeds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row.workload} | {row.schedule} | {row.foretold:.1f} % | {row.measured_cpu:.1f} ± {row.scatter_cpu:.1f} "
+        f"% | {row.measured_wall:.1f} % | {100 * row.error:+.0f} % | {row.seeds} |"
+        for row in rows
+    ]
+    lines += ["", "## What was said of each workload", ""]
+    lines += [f"- {name}: {advice['verdict']}" for name, advice in advices.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
