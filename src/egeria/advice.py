@@ -270,15 +270,15 @@ def advise(
         batches, repeats = source.take(NUM_BATCHES), source.repeats()
         held_bytes = _accelerator_bytes(model)
         twin, twins = _copied(model, optimizers)
-        rehearsal = _Rehearsal(twin, twins, batches, loss or _own_loss, held_bytes)
+        training = _CopyInTraining(twin, twins, batches, loss or _own_loss, held_bytes)
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            modules, costs, obstacles = rehearsal.measure(settings, Path(folder), rounds)
+            modules, costs, obstacles = training.measure(settings, Path(folder), rounds)
         evaluation_s = None if evaluate is None else _timed(lambda: evaluate(twin), twin)
     return Advice(
         modules=modules,
         costs=costs,
-        num_iterations=rehearsal.num_iterations,
+        num_iterations=training.num_iterations,
         evaluation_s=evaluation_s,
         iterations_per_evaluation=iterations_per_evaluation,
         num_samples=source.num_samples,
@@ -287,7 +287,7 @@ def advise(
     )
 
 
-class _Rehearsal:
+class _CopyInTraining:
     """Trains a copy while its front freezes and thaws, and notes what each iteration takes."""
 
     def __init__(
