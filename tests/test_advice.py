@@ -200,6 +200,9 @@ def test_memory_is_that_of_gradients_optimizer_state_and_what_is_kept_for_the_ba
     assert first.gradient_bytes == NUM_BLOCKS * per_block + head and last.gradient_bytes == head
     assert first.optimizer_bytes == first.gradient_bytes and last.optimizer_bytes == last.gradient_bytes  # momentum
     assert first.activation_bytes > last.activation_bytes > 0
+    batches = [(torch.randn(size, 8), torch.arange(size) % 2) for size in (4, 40, 8)]  # counted on the same, each
+    kept = [cost.activation_bytes for cost in ask(loader=batches).costs]
+    assert kept == sorted(kept, reverse=True)
 
 
 def test_a_model_of_hugging_face_needs_no_loss():
@@ -272,6 +275,37 @@ def test_a_stream_is_read_on_a_copy():
     stream = Stream()
     advice = ask(loader=DataLoader(stream, batch_size=4))
     assert stream.place == 0 and advice.num_samples is None and advice.repeats is None
+
+
+class Whole(Dataset):
+    """Gives samples only in batches, and has no length; `as_batches` gives batches that are put together already."""
+
+    def __init__(self, as_batches=False):
+        self.data, self.as_batches = samples(), as_batches
+
+    def __getitems__(self, places):
+        return [self.data[place] for place in places]
+
+    def __getitem__(self, places):
+        if not self.as_batches:
+            raise NotImplementedError
+        return torch.stack([self.data[place][0] for place in places]), torch.tensor([place % 2 for place in places])
+
+
+class Measured(Whole):
+    def __len__(self):
+        return len(self.data)
+
+
+@pytest.mark.parametrize(("dataset", "repeats"), [(Whole, None), (Measured, True)])
+def test_a_data_set_may_give_samples_in_batches_only_and_need_not_know_its_length(dataset, repeats):
+    advice = ask(loader=DataLoader(dataset(), batch_sampler=[[0, 1], [2, 3], [4, 5]]))
+    assert advice.repeats is repeats and advice.num_samples == (40 if repeats else None)
+
+
+def test_a_data_set_may_put_batches_together_itself():
+    advice = ask(loader=DataLoader(Whole(as_batches=True), batch_size=None, sampler=[[0, 1], [2, 3]]))
+    assert advice.repeats is None and len(advice.costs) == NUM_BLOCKS + 1
 
 
 # Bad input

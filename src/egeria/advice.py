@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -294,7 +294,7 @@ class _CopyInTraining:
         self, model: nn.Module, optimizers: Sequence[Optimizer], batches: Sequence[Any], loss: Loss, held_bytes: int
     ) -> None:
         self._model, self._optimizers, self._loss, self._held_bytes = model.train(), optimizers, loss, held_bytes
-        self._batches = itertools.cycle(batches)
+        self._first, self._batches = batches[0], itertools.cycle(batches)
         self._own = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._seen: dict[int, list[_Iteration]] = {}
         self._kept: dict[int, int | None] = {}
@@ -337,7 +337,8 @@ class _CopyInTraining:
 
     def _iterate(self, run: Run, *, counts_memory: bool = False) -> _Iteration:
         """Make one iteration as a loop would."""
-        batch, depth = next(self._batches), run.frozen
+        depth = run.frozen
+        batch = self._first if counts_memory else next(self._batches)  # batches may differ in size
         kept = _Kept(self._own) if counts_memory else None
         if self._marks is not None:
             self._marks.begin()
@@ -503,9 +504,12 @@ class _Source:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._dataset = loader.dataset if isinstance(loader, DataLoader) else None
-        is_listed = self._dataset is not None and not isinstance(self._dataset, IterableDataset)
-        self.num_samples: int | None = len(cast(Any, self._dataset)) if is_listed else None
+        self._dataset: Any = loader.dataset if isinstance(loader, DataLoader) else None
+        self._is_stream = isinstance(self._dataset, IterableDataset)
+        self.num_samples: int | None = None
+        if self._dataset is not None and not self._is_stream:
+            with suppress(TypeError, NotImplementedError):  # a data set need not know its length
+                self.num_samples = len(cast(Any, self._dataset))
 
     def take(self, count: int) -> list[Any]:
         """Return the first batches."""
@@ -522,10 +526,10 @@ class _Source:
 
     def repeats(self) -> bool | None:
         """Return whether a sample is the same each time; None where it cannot be drawn by itself."""
-        if self.num_samples is None:
+        if self._loader_draws_batches or self.num_samples is None:
             return None
-        dataset = cast(Any, self._dataset)
-        return all(_same(dataset[place], dataset[place]) for place in range(min(3, self.num_samples)))
+        places = range(min(3, self.num_samples))
+        return all(_same(self._fetch([place]), self._fetch([place])) for place in places)
 
     def _batches(self) -> Iterable[Any]:
         loader = self._loader
@@ -534,18 +538,22 @@ class _Source:
                 raise TypeError(f"{type(loader).__name__}, which reading would use up")
             return cast(Iterable[Any], loader)
         kept = {id(self._dataset): self._dataset}  # a copy of the sampler refers to the data set itself
-        if self.num_samples is None:
+        if self._is_stream:
             dataset = copy.deepcopy(self._dataset)
-            return DataLoader(dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)  # type: ignore[arg-type]
+            return DataLoader(dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
         sampler = copy.deepcopy(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, kept)
         return (loader.collate_fn(self._fetch(drawn)) for drawn in cast(Iterable[Any], sampler))
 
+    @property
+    def _loader_draws_batches(self) -> bool:
+        """Whether the data set puts batches together, so that there is no single sample."""
+        return isinstance(self._loader, DataLoader) and self._loader.batch_sampler is None
+
     def _fetch(self, drawn: Any) -> Any:
-        dataset = cast(Any, self._dataset)
-        if self._loader.batch_sampler is None:
-            return dataset[drawn]
-        fetch = getattr(dataset, "__getitems__", None)
-        return fetch(drawn) if callable(fetch) else [dataset[place] for place in drawn]
+        if self._loader_draws_batches:
+            return self._dataset[drawn]
+        fetch = getattr(self._dataset, "__getitems__", None)
+        return fetch(drawn) if callable(fetch) else [self._dataset[place] for place in drawn]
 
 
 def _check(
