@@ -182,7 +182,10 @@ class Observed:
         }
 
     def _worth_share(self, place: int, step: int) -> float | None:
-        """Return the share of a layer module in what all steps brought, as the policy 'worth' has it."""
+        """Return the share of a layer module in what all steps of the first look brought, those of the last included.
+
+        The policy 'worth' leaves out the last module and the first half of the look.
+        """
         last = min(step, FIRST_LOOK_SHARE * self.total_steps)
         measured = [it.worth for it in self.intervals if it.worth and it.step <= last]
         rows = [worth for worth in measured if any(part is not None for part in worth)]

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from egeria.advice import TEXT_COLUMNS, Advice, advise
+from egeria.advice import Advice, advise
+from egeria.advice.advice import TEXT_COLUMNS
 from egeria.cli.modules import call_named
 from egeria.errors import ConfigError
 from egeria.report.wording import percent

@@ -124,12 +124,13 @@ class Worth(Forecast):
         is_possible = bool(rows and self._times and self._num_pretrained)
         # Nothing of this interval was given to `super()` yet: its step is that of the one before.
         num_errors = NUM_ERRORS if self._is_within(FIRST_LOOK_SHARE, self._rates.step) else LATER_ERRORS
-        if not is_possible or not _is_certain(rows, num_errors):
+        if is_possible and _is_certain(rows, num_errors):
+            settled = _complete(self._worths[self._num_unsettled :])
+            self._shares = self._find_shares(settled) or self._find_shares(rows)
+        if self._shares:
+            self._decide_by(WORTH)
+        else:
             self._decide_by(NOTHING if is_possible and interval.worth is not None else PLASTICITY)
-            return
-        settled = _complete(self._worths[self._num_unsettled :])
-        self._shares = self._find_shares(settled) or self._find_shares(rows) or (0.0,) * len(rows[0])
-        self._decide_by(WORTH)
 
     def _is_within(self, share: float, step: int) -> bool:
         return self._total_steps is not None and step <= share * self._total_steps
