@@ -89,9 +89,12 @@ def ask(options: argparse.Namespace, comparison: WorkloadComparison) -> egeria.A
 
 
 def _schedule(policy: PolicyComparison) -> str | None:
-    """Return the schedule of a policy 'static' without other settings."""
+    """Return the schedule of a policy 'static' without periods or other settings."""
     run = policy.outcomes[0].run.policy
-    return run.settings["policy"]["schedule"] if run.name == "static" and list(run.settings) == ["policy"] else None
+    if run.name != "static" or list(run.settings) != ["policy"]:
+        return None
+    schedule: str = run.settings["policy"]["schedule"]
+    return None if "/" in schedule else schedule
 
 
 def _row(comparison: WorkloadComparison, policy: PolicyComparison, advice: egeria.Advice) -> Row:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import json
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -41,6 +44,7 @@ CLOCK = Clock()
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     monkeypatch.setattr("egeria.advice.instruments.time", CLOCK)
+    monkeypatch.setattr("egeria.advice.source.time", CLOCK)
 
 
 # It changes nothing
@@ -195,7 +199,7 @@ def test_what_a_schedule_would_save_is_the_time_that_its_frozen_modules_take():
     assert advice.costs[0].iteration_s == pytest.approx(PLAIN_S)
     for schedule, num_skipped in (("0.5:2", 1.0), ("0:4", 4.0), ("0.25:1 0.5:3 0.75:0", 0.25 + 0.75)):
         assert advice.saving(schedule) == pytest.approx(num_skipped * BACKWARD_S / PLAIN_S)
-    assert advice.saving("0.5:2", cached=True) == pytest.approx((BACKWARD_S + BLOCK_S + FORWARD_S / 2) / PLAIN_S)
+    assert advice.saving("0.5:2", cached=True) == pytest.approx((BACKWARD_S + BLOCK_S) / PLAIN_S)
     assert [cost.depth for cost in advice.costs] == list(range(NUM_BLOCKS + 1))
     assert advice.is_worth_it and "Worth a try" in repr(advice)
 
@@ -206,6 +210,7 @@ def test_evaluations_make_the_share_that_is_saved_smaller():
 
     advice = ask(evaluate=evaluate, iterations_per_evaluation=10)
     assert advice.saving("0:4") == pytest.approx(ask().saving("0:4") / 2)
+    assert advice.verdict.split("iteration takes")[1].split("less")[0] in ask().verdict
 
 
 def test_memory_is_that_of_gradients_optimizer_state_and_what_is_kept_for_the_backward_pass():
@@ -213,7 +218,9 @@ def test_memory_is_that_of_gradients_optimizer_state_and_what_is_kept_for_the_ba
     first, last = advice.costs[0], advice.costs[-1]
     per_block, head = (8 * 8 + 8) * 4, (8 * 2 + 2) * 4
     assert first.gradient_bytes == NUM_BLOCKS * per_block + head and last.gradient_bytes == head
-    assert first.optimizer_bytes == first.gradient_bytes and last.optimizer_bytes == last.gradient_bytes  # momentum
+    assert first.optimizer_bytes == last.optimizer_bytes == first.gradient_bytes  # momentum, which a freeze keeps
+    released = ask(config={"freezing": {"release_optimizer_state": "drop"}}).costs[-1]
+    assert released.optimizer_bytes == released.gradient_bytes == head
     assert first.activation_bytes > last.activation_bytes > 0
     batches = [(torch.randn(size, 8), torch.arange(size) % 2) for size in (4, 40, 8)]  # counted on the same, each
     kept = [cost.activation_bytes for cost in ask(loader=batches).costs]
@@ -221,19 +228,332 @@ def test_memory_is_that_of_gradients_optimizer_state_and_what_is_kept_for_the_ba
 
 
 def test_a_tied_weight_that_trains_on_keeps_its_gradient_and_state():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places = nn.Embedding(40, 8), nn.Embedding(8, 8)
+
+        def forward(self, x):
+            return self.words(x) + self.places(torch.arange(len(x)))
+
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.words, self.blocks = nn.Embedding(40, 8), nn.Sequential(Block(), Block())
+            self.front, self.blocks = Words(), nn.Sequential(Block(), Block())
             self.head = nn.Linear(8, 40, bias=False)
-            self.head.weight = self.words.weight
+            self.head.weight = self.front.words.weight
 
         def forward(self, x):
-            return self.head(self.blocks(self.words(x)))
+            return self.head(self.blocks(self.front(x)))
 
     words = torch.arange(8)
     advice = ask(Tied(), [(words, words)] * 2)
-    assert all(cost.gradient_bytes >= 40 * 8 * 4 for cost in advice.costs)
+    tied, places, block = 40 * 8 * 4, 8 * 8 * 4, (8 * 8 + 8) * 4
+    by_depth = {cost.depth: cost.gradient_bytes for cost in advice.costs}
+    assert by_depth[0] == tied + places + 2 * block
+    assert by_depth[1] == tied + 2 * block
+    assert min(by_depth.values()) >= tied
+
+
+def test_each_depth_is_timed_with_the_same_batches():
+    """Batches may differ in size: what is dear about a batch must not pass for what is dear about a depth."""
+
+    class Light(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    costs = itertools.cycle([1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0])
+    batches = [(torch.randn(4, 8), torch.arange(4) % 2, cost) for cost, _ in zip(costs, range(8), strict=False)]
+
+    def dear(model, batch):
+        CLOCK.now_s += batch[2]
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    advice = ask(nn.Sequential(*(Light() for _ in range(9)), nn.Linear(8, 2)), batches, loss=dear)
+    assert len(advice.costs) >= 6
+    assert len({round(cost.iteration_s, 9) for cost in advice.costs}) == 1
+
+
+def test_the_frozen_forward_pass_is_that_of_the_model_in_each_call_of_an_iteration():
+    def twice(model, batch):
+        CLOCK.now_s += FORWARD_S  # no part of the model: a cache would not save it
+        first, second = model(batch[0]), model(batch[0])
+        CLOCK.now_s += FORWARD_S
+        return nn.functional.cross_entropy(first + second, batch[1])
+
+    prefixes = {cost.depth: cost.prefix_s for cost in ask(loss=twice).costs}
+    assert prefixes == {depth: pytest.approx(2 * depth * BLOCK_S) for depth in range(NUM_BLOCKS + 1)}
+
+
+def test_what_a_checkpoint_computes_again_is_no_second_forward_pass():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.head = nn.ModuleList(Block() for _ in range(NUM_BLOCKS)), nn.Linear(8, 2)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    advice = ask(Checkpointed())
+    prefixes = {cost.depth: cost.prefix_s for cost in advice.costs}
+    assert prefixes == {depth: pytest.approx(depth * BLOCK_S) for depth in range(NUM_BLOCKS + 1)}
+    kept = [cost.activation_bytes for cost in advice.costs]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_nothing_of_the_copy_is_left_behind():
+    copies = []
+
+    def remembering(model, batch):
+        copies.append(weakref.ref(model))
+        output = torch.sigmoid(model(batch[0]))
+        copies.append(weakref.ref(output))
+        return loss(model, batch)  # without that output: no backward pass goes through it
+
+    gc.disable()
+    try:
+        ask(loss=remembering)
+    finally:
+        gc.enable()
+    assert copies
+    assert not any(reference() is not None for reference in copies)
+
+
+def test_a_loss_may_take_its_batch_apart():
+    batches = [{"x": torch.randn(4, 8), "labels": torch.arange(4) % 2} for _ in range(2)]
+
+    def popping(model, batch):
+        labels = batch.pop("labels")
+        return nn.functional.cross_entropy(model(batch["x"]), labels)
+
+    assert len(ask(loader=batches, loss=popping).costs) == NUM_BLOCKS + 1
+    assert all("labels" in batch for batch in batches)
+
+
+class TestTheOriginal:
+    def test_a_criterion_with_parameters_of_its_own_is_refused_and_stays_as_it_was(self):
+        model, criterion = blocks(), nn.Linear(2, 2)
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+        criterion.weight.grad = gradient = torch.ones(2, 2)
+        with pytest.raises(ConfigError, match="part of the model"):
+            advise(
+                model,
+                optimizer,
+                DataLoader(samples(), batch_size=4),
+                loss=lambda model, batch: nn.functional.cross_entropy(criterion(model(batch[0])), batch[1]),
+            )
+        assert criterion.weight.grad is gradient
+        assert torch.equal(gradient, torch.ones(2, 2))
+        assert criterion.bias.grad is None
+
+    def test_a_loss_that_calls_the_original_is_refused_and_the_original_stays_as_it_was(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ConfigError, match="Use the model that loss is given"):
+            ask(model, loss=lambda _, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_parts_in_inference_mode_stay_so_on_the_copy(self):
+        model, modes = blocks(), set()
+        model.insert(1, nn.BatchNorm1d(8).eval())
+
+        def looking(twin, batch):
+            modes.add(twin[1].training)
+            return loss(twin, batch)
+
+        ask(model, loss=looking)
+        assert modes == {False}
+
+
+class Clever(torch.optim.SGD):
+    """Has an attribute that torch's own way of copying optimizers leaves out."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        self.factor = 0.5
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] *= self.factor
+        return super().step(closure)
+
+
+def test_attributes_of_an_optimizer_are_copied_too():
+    model = blocks()
+    advice = advise(model, Clever(model.parameters()), DataLoader(samples(), batch_size=4), loss=loss, rounds=1)
+    assert len(advice.costs) == NUM_BLOCKS + 1
+
+
+def test_settings_may_be_objects():
+    settings = egeria.Config.from_dict({"plasticity": {"metric": lambda one, other: 0.0}})
+    assert len(ask(config=settings).costs) == NUM_BLOCKS + 1
+
+
+def test_what_cannot_be_counted_is_not_known_but_timed():
+    def functional(model, batch):
+        gradient = torch.func.grad(lambda x: model(x).sum())(batch[0])
+        return nn.functional.cross_entropy(model(batch[0] + gradient), batch[1])
+
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 2))
+    CLOCK.now_s += 1.0
+
+    def timed(model, batch):
+        CLOCK.now_s += FORWARD_S
+        return functional(model, batch)
+
+    advice = ask(model, loss=timed)
+    assert {cost.activation_bytes for cost in advice.costs} == {None}
+    assert repr(advice)
+
+
+def test_a_sparse_buffer_is_no_trouble():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(4).to_sparse())
+            self.blocks, self.head = nn.Sequential(*(Block() for _ in range(3))), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(self.blocks(torch.sparse.mm(self.adjacency, x)))
+
+    assert ask(Graph()).costs[0].activation_bytes > 0
+
+
+def test_a_cache_takes_as_much_as_the_largest_of_what_fronts_put_out():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow, self.head = nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(self.narrow(self.wide(x)))
+
+    def timed(model, batch):
+        CLOCK.now_s += FORWARD_S
+        return loss(model, batch)
+
+    (note,) = [note for note in ask(Wide(), loss=timed).notes() if "cache can work" in note]
+    assert f"{40 * 64 * 4 / 2**20:,.1f} MiB" in note
+
+
+def test_a_loader_that_takes_long_is_told():
+    class SlowToRead(Noisy):
+        def __getitem__(self, place):
+            CLOCK.now_s += PLAIN_S
+            return super().__getitem__(place)
+
+    assert any("Reading a batch" in note for note in ask(loader=DataLoader(SlowToRead(), batch_size=4)).notes())
+    assert not any("Reading a batch" in note for note in ask().notes())
+
+
+class Bound:
+    """Puts batches together with a generator of its own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def collate(self, drawn):
+        noise = self.rng.random()
+        return torch.stack([entry[0] + noise for entry in drawn]), torch.tensor([entry[1] for entry in drawn])
+
+
+def collate_with(drawn, rng):
+    noise = rng.random()
+    return torch.stack([entry[0] + noise for entry in drawn]), torch.tensor([entry[1] for entry in drawn])
+
+
+class Slotted:
+    __slots__ = ("rng",)
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __call__(self, drawn):
+        return collate_with(drawn, self.rng)
+
+
+def closure_over(rng):
+    def collate(drawn):
+        return collate_with(drawn, rng)
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rng: functools.partial(collate_with, rng=rng),
+        closure_over,
+        Slotted,
+        lambda rng: (bound := Bound(), setattr(bound, "rng", rng))[0].collate,
+    ],
+    ids=["partial", "closure", "slots", "method"],
+)
+def test_generators_of_what_puts_batches_together_stay(make):
+    rng = np.random.default_rng(0)
+    ask(loader=DataLoader(samples(), batch_size=4, collate_fn=make(rng)))
+    assert rng.random() == np.random.default_rng(0).random()
+
+
+def test_generators_deep_in_a_data_set_and_in_the_loss_stay():
+    own, mixing = torch.Generator().manual_seed(3), random.Random(3)
+    before = own.get_state(), mixing.getstate()
+    drawing = Drawing()
+    drawing.own, drawing.transforms[0] = own, mixing
+    subset = torch.utils.data.Subset(
+        torch.utils.data.Subset(torch.utils.data.Subset(drawing, range(40)), range(40)), range(40)
+    )
+
+    def mixed(model, batch):
+        mixing.random()
+        return loss(model, batch)
+
+    ask(loader=DataLoader(subset, batch_size=4), loss=mixed)
+    assert torch.equal(own.get_state(), before[0])
+    assert mixing.getstate() == before[1]
+
+
+class Given(Dataset):
+    """Gives whatever a function makes of a place."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, place):
+        return self.make(place)
+
+
+def collate_zeros(drawn):
+    return torch.zeros(len(drawn), 8), torch.zeros(len(drawn), dtype=torch.long)
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "repeats"),
+    [
+        (lambda place: torch.tensor([float("nan"), place]), True),
+        (lambda place: {"a": [np.arange(place), "text"], "b": float("nan")}, True),
+        (lambda place: np.random.rand(np.random.randint(1, 90)), False),
+        (lambda place: torch.ones(2).flip(0) * (1 if random.random() < 0.5 else -1), False),
+        (lambda place: Opaque(), None),
+    ],
+    ids=["nan", "nested", "ragged", "flips", "opaque"],
+)
+def test_samples_of_any_kind_are_compared(make, repeats):
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    assert ask(loader=DataLoader(Given(make), batch_size=4, collate_fn=collate_zeros)).repeats is repeats
 
 
 def test_batches_that_the_model_overwrites_stay_as_they_were():
@@ -359,6 +679,11 @@ def test_a_data_set_may_put_batches_together_itself():
 # Bad input
 
 
+class OfItsOwn(DataLoader):
+    def __iter__(self):
+        return iter([])
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -369,6 +694,10 @@ def test_a_data_set_may_put_batches_together_itself():
         ({"loss": lambda model, batch: None}, "An iteration on the copy"),
         ({"loss": None}, "Pass loss="),
         ({"config": {"modules": {"target_share": 3}}}, "target_share"),
+        ({"evaluate": lambda _: None, "iterations_per_evaluation": 0}, "iterations_per_evaluation must be"),
+        ({"evaluate": lambda _: 1 / 0, "iterations_per_evaluation": 3}, "leave it out"),
+        ({"loader": {1, 2}}, "a list of a few batches"),
+        ({"loader": OfItsOwn(samples(), batch_size=4)}, "a list of a few batches"),
     ],
 )
 def test_bad_input_is_refused_with_the_next_step(wrong, said):
@@ -384,7 +713,42 @@ def test_a_model_that_several_processes_train_is_refused():
         ask(Wrapper(blocks()))
 
 
-def test_a_schedule_that_is_none_is_refused():
+def test_a_compiled_model_is_refused():
+    in_place, in_part = blocks(), blocks()
+    in_place.compile(backend="eager")
+    in_part[1] = torch.compile(in_part[1], backend="eager")
+    for model in (in_place, in_part, torch.compile(blocks(), backend="eager")):
+        with pytest.raises(ConfigError, match="must not be compiled"):
+            ask(model)
+
+
+def test_a_model_without_memory_of_its_own_is_refused():
+    with torch.device("meta"):
+        model = blocks()
+    with pytest.raises(ConfigError, match="meta"):
+        ask(model)
+
+
+def test_optimizers_that_cannot_be_watched_are_refused():
+    model, loader = blocks(), DataLoader(samples(), batch_size=4)
+    for wrong, said in ((None, "torch.optim.Optimizer"), (torch.optim.LBFGS(model.parameters()), "LBFGS")):
+        with pytest.raises(ConfigError, match=said):
+            advise(model, wrong, loader, loss=loss)
+
+
+def test_a_call_without_gradients_is_refused():
+    with torch.no_grad(), pytest.raises(ConfigError, match="switched off"):
+        ask()
+
+
+def test_a_job_of_several_processes_is_refused(monkeypatch):
+    monkeypatch.setattr("egeria.dist.world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="a job of 2 processes"):
+        ask()
+
+
+@pytest.mark.parametrize("schedule", ["half:2", "0:4/4"])
+def test_a_schedule_that_is_none_or_has_periods_is_refused(schedule):
     advice = ask(rounds=1)
-    with pytest.raises(ConfigError):
-        advice.saving("half:2")
+    with pytest.raises(ConfigError, match="schedule"):
+        advice.saving(schedule)

@@ -135,6 +135,16 @@ def test_advise_refuses_what_is_no_training_with_status_2(path, said, command):
     assert errors.startswith("egeria advise: ") and said in errors
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--schedule", "half:2"), "schedule must be"), (("--json", "no/such/folder/a.json"), "a folder that exists")],
+)
+def test_advise_refuses_wrong_options_before_it_measures(options, said, command):
+    status, output, errors = command("advise", "cli_models:nothing_here", *options)
+    assert status == 2 and not output
+    assert errors.startswith("egeria advise: ") and said in errors
+
+
 def test_modules_prints_the_cut_with_parameters_and_reasons(command):
     status, output, errors = command("modules", "cli_models:resnet_with_example")
     assert status == 0 and errors == ""

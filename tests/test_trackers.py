@@ -25,7 +25,7 @@ from menagerie import MENAGERIE
 
 PARTS = next(specimen for specimen in MENAGERIE if specimen.name == "PartsByName")
 KEYS = {f"egeria/{name}" for name in ("frozen", "params_frozen", "time_saved_s", "plasticity", "overhead")}
-ALL_KEYS = KEYS | {"egeria/compute_skipped"}
+ALL_KEYS = KEYS | {"egeria/compute_skipped", "egeria/memory_freed_bytes"}
 
 
 def trained(tmp_path, log_to, num_steps=20, **attach):

@@ -66,6 +66,27 @@ class ComputeProfiled(Event, kind="compute_profiled"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryProfiled(Event, kind="memory_profiled"):
+    """Bytes that an iteration keeps for each layer module beside its weights, while it is in training."""
+
+    activations: list[int]
+    """For the backward pass, of one call of the model with a whole mini-batch."""
+    gradients: list[int]
+    optimizer_state: list[int]
+    """On the device of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerStateReleased(Event, kind="optimizer_state"):
+    """The optimizer's state of what froze was moved or dropped, or is back since a thaw."""
+
+    outcome: str
+    """Either 'cpu', 'dropped' or 'restored'."""
+    num_bytes: int
+    """That are away from the weights' device from now on, in all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLogged(Event, kind="metric"):
     """Numbers the user logged, such as the validation accuracy."""
 
@@ -125,6 +146,10 @@ class IntervalMeasured(Event, kind="interval"):
     time_shares: list[float] | None = None
     num_pretrained: int | None = None
     """As in `egeria.policy.Interval`, where the policy needs them; None where they were not measured."""
+    peak_bytes: int | None = None
+    """Most memory in use in the interval, with `accounts.peak_memory`."""
+    energy_j: float | None = None
+    """Joules that the interval took, with `accounts.energy`; our own work is in them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from egeria.config.checks import check, read_timetable, timetable
+from egeria.errors import ConfigError
 from egeria.report.wording import duration, mebibytes, percent
 
 BAR = 20
 """Length of the longest bar of the table, in characters."""
 TEXT_COLUMNS = ("up to", "")
 """Those of the table that are no numbers; the one without a name has the bars."""
+SLOW_READING = 0.2
+"""Of an iteration: a batch that takes longer to be read is worth a word."""
 LEAST_SAVING = 0.03
 """Share of the training time that freezing half of the model for half of the training must save to be worth a try."""
 
@@ -36,8 +39,9 @@ class DepthCost:
     activation_bytes: int | None
     """What the forward pass keeps for the backward pass, without parameters; None where it cannot be counted."""
     gradient_bytes: int
-    optimizer_bytes: int
     """Of the parameters that still train."""
+    optimizer_bytes: int
+    """Of all parameters; of those that still train where `freezing.release_optimizer_state` releases the others."""
     peak_bytes: int | None
     """Most memory in use on the accelerator during an iteration, parameters as well, less what was in use before the
     copy was made. None on the CPU."""
@@ -57,7 +61,11 @@ class DepthCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What freezing could save in a training. Shares are of its time, evaluations left out unless they were timed."""
+    """What freezing could save in a training.
+
+    Shares are of the time of its iterations: forward pass, backward pass and optimizer; of evaluations too where they
+    were timed. Reading batches is not in them, and what else the loop does between steps neither.
+    """
 
     modules: tuple[str, ...]
     """The layer modules, front to back; the last never freezes."""
@@ -69,6 +77,8 @@ class Advice:
     iterations_per_evaluation: int | None
     num_samples: int | None
     """Of an epoch; None where nobody knows."""
+    reading_s: float
+    """Seconds that a batch took to be read in this process. Workers of a loader hide it, or divide it among them."""
     repeats: bool | None
     """Whether a sample is the same each time it is drawn, as a cache needs; None where that cannot be tried."""
     obstacles: tuple[str, ...]
@@ -84,9 +94,14 @@ class Advice:
                 and reading it take time, and in its first epoch there is nothing in it.
 
         Raises:
-            ConfigError: the schedule is none.
+            ConfigError: the schedule is none, or has periods.
         """
         check("schedule", schedule, timetable)
+        if any(max(front.periods, default=1) > 1 for _, front in read_timetable(schedule)):
+            raise ConfigError(
+                f"schedule must be without periods, found {schedule!r}. Their saving is at most that of a freeze of "
+                f"the same layer modules, times 1 - 1 / period."
+            )
         moves = [(share, front.frozen) for share, front in read_timetable(schedule)]
         ends = [*(share for share, _ in moves[1:]), 1.0]
         plain_s, saved_s = self._iteration_s(0), 0.0
@@ -112,7 +127,7 @@ class Advice:
         """The advice in one or two sentences."""
         if not self.costs[-1].depth:
             return "Not worth it: nothing can freeze."
-        most = self.saving(f"0:{self.costs[-1].depth}")
+        most = 1 - self.costs[-1].iteration_s / self.costs[0].iteration_s
         told = (
             f"With all that may freeze frozen an iteration takes {percent(most)} less time, and with the front half of "
             f"that from half of the training on, training takes {percent(self.half_saving)} less"
@@ -154,7 +169,12 @@ class Advice:
         found = [self.verdict]
         if self.evaluation_s is not None:
             found.append(f"One evaluation takes {duration(self.evaluation_s)}, which freezing does not change.")
-        stored = self.costs[-1].stored_bytes
+        if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
+            found.append(
+                f"Reading a batch takes {duration(self.reading_s)} in this process. Where the loader's workers do not "
+                f"hide that, training waits for it, and freezing saves less than is told here."
+            )
+        stored = max((cost.stored_bytes or 0 for cost in self.costs), default=0)
         if self.repeats and stored and self.num_samples:
             found.append(f"A cache can work: samples repeat, and take {mebibytes(stored * self.num_samples)} at most.")
         elif self.repeats is False:

@@ -1,4 +1,4 @@
-"""What an iteration is measured with: time by laps, memory for the backward pass, and where the frozen front ends."""
+"""What an iteration is measured with: time by laps, and where the frozen front ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from egeria import tree
 from egeria.layers.modules import LayerModule
@@ -16,7 +16,7 @@ from egeria.layers.modules import LayerModule
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What one iteration took, in wall-laps seconds, CPU seconds and bytes."""
+    """What one iteration took, in wall-clock seconds, CPU seconds and bytes."""
 
     depth: int
     forward_s: float
@@ -29,64 +29,67 @@ class Iteration:
 
 
 class Laps:
-    """Times the laps of an iteration; waits for the accelerator at the end of each."""
+    """Times the laps of an iteration; waits for the accelerators at the end of each.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._is_cuda = is_cuda(model)
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+    Sets the peak of `torch.cuda.max_memory_allocated` back.
+
+    Args:
+        devices: the CUDA devices that the model is on.
+    """
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        self._devices = devices
+        self._wait()
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
         self.seconds: list[float] = []
-        self._cpu_s, self._last = time.process_time(), time.perf_counter()
+        self.cpu_s = 0.0
+        """CPU seconds to the end of the last lap."""
+        self._cpu_began, self._last = time.process_time(), time.perf_counter()
 
     def lap(self) -> None:
         """End a lap."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        self._wait()
         now = time.perf_counter()
         self.seconds.append(now - self._last)
-        self._last = now
-
-    @property
-    def cpu_s(self) -> float:
-        """CPU seconds since the beginning."""
-        return time.process_time() - self._cpu_s
+        self._last, self.cpu_s = now, time.process_time() - self._cpu_began
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most memory in use on the accelerator since the beginning; None on the CPU."""
-        return torch.cuda.max_memory_allocated() if self._is_cuda else None
+        """Most memory in use on the accelerators since the beginning; None on the CPU."""
+        return sum(map(torch.cuda.max_memory_allocated, self._devices)) if self._devices else None
 
-
-class Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what a forward pass keeps for the backward pass; a storage that several tensors share counts once."""
-
-    def __init__(self, own: set[int]) -> None:
-        self._found: dict[int, int] = {}
-        self._own = own
-        super().__init__(self._note, lambda tensor: tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes so far, without those of the model's own tensors."""
-        return sum(self._found.values())
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        key = storage_of(tensor)
-        if key not in self._own:
-            self._found[key] = tensor.untyped_storage().nbytes()
-        return tensor
+    def _wait(self) -> None:
+        for device in self._devices:
+            torch.cuda.synchronize(device)
 
 
 class Marks:
-    """Notes when each layer module has put out its activation in a forward pass, and how large that is."""
+    """Notes when each layer module has put out its activation in a forward pass, and how large that is.
 
-    def __init__(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
-        self._is_cuda = is_cuda(model)
-        self._stamps: dict[int, Any] = {}
+    A model that is called several times in an iteration is timed in all of these calls; what a checkpoint computes
+    again in the backward pass is not.
+
+    Args:
+        model: that is called.
+        modules: its layer modules, front to back.
+        devices: the CUDA devices that it is on; of several nothing is timed.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], devices: Sequence[int]) -> None:
+        self._devices = devices
+        self._began: Any = None
+        """When the call under way began; None outside of one."""
+        self._ends: dict[int, Any] = {}
+        """In this call, by place."""
+        self._spans: dict[int, list[tuple[Any, Any]]] = {}
         self._bytes: dict[int, int] = {}
         taps = [model.get_submodule(module.tap) for module in modules]
-        self._handles = [tap.register_forward_hook(self._make_note(place)) for place, tap in enumerate(taps)]
+        self._handles = [
+            model.register_forward_pre_hook(self._enter, prepend=True),
+            *(tap.register_forward_hook(self._make_note(place)) for place, tap in enumerate(taps)),
+            model.register_forward_hook(self._leave),
+        ]
 
     def __enter__(self) -> Marks:
         return self
@@ -96,27 +99,40 @@ class Marks:
             handle.remove()
 
     def begin(self) -> None:
-        """A forward pass begins."""
-        self._stamps = {-1: self._now()}
+        """An iteration begins."""
+        self._spans, self._began = {}, None
 
     def prefix(self, depth: int) -> tuple[float | None, int | None]:
-        """Return the seconds to the output of the front `depth` layer modules, and its bytes for one sample."""
-        begin, end = self._stamps.get(-1), self._stamps.get(depth - 1)
-        if not depth or begin is None or end is None:
+        """Return the seconds that the front `depth` layer modules took, and the bytes they put out for one sample."""
+        spans = self._spans.get(depth - 1)
+        if not depth or not spans or len(self._devices) > 1:
             return (None if depth else 0.0), None
-        seconds = begin.elapsed_time(end) / 1000 if self._is_cuda else end - begin
-        return seconds, self._bytes.get(depth - 1)
+        return sum(self._seconds(begin, end) for begin, end in spans), self._bytes.get(depth - 1)
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) / 1000 if self._devices else end - begin)
 
     def _now(self) -> Any:
-        if not self._is_cuda:
+        if not self._devices:
             return time.perf_counter()
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        with torch.cuda.device(self._devices[0]):
+            event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
         return event
+
+    def _enter(self, _model: nn.Module, _args: Any) -> None:
+        self._began, self._ends = self._now(), {}
+
+    def _leave(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        for place, end in self._ends.items():
+            self._spans.setdefault(place, []).append((self._began, end))
+        self._began = None
 
     def _make_note(self, place: int) -> Callable[..., None]:
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._stamps[place] = self._now()
+            if self._began is None:
+                return
+            self._ends[place] = self._now()
             rows = tree.num_rows(output)
             if rows:
                 self._bytes[place] = sum(part.numel() * part.element_size() for part in tree.leaves(output)) // rows
@@ -124,11 +140,6 @@ class Marks:
         return note
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Return what tells storages apart."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def is_cuda(model: nn.Module) -> bool:
-    """Return whether the model is on a CUDA device."""
-    return any(parameter.is_cuda for parameter in model.parameters())
+def devices_of(model: nn.Module) -> list[int]:
+    """Return the CUDA devices that a model is on."""
+    return sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})

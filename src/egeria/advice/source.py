@@ -1,24 +1,30 @@
-"""The batches of a loader, without using it up: random states and order are afterwards what they were."""
+"""The batches of a loader, without using it up; the generators and the state of a training, kept as they were."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from egeria.errors import ConfigError
 
-LONGEST, DEEPEST = 100, 6
+LONGEST, DEEPEST = 100, 12
 """Containers and nested objects in which generators are looked for; a longer list holds samples."""
+NUM_DRAWN_TWICE = 16
+"""Samples that are drawn twice: what is random at every second time, as a flip is, goes unseen once in 65,000 times."""
 
 
 class Source:
@@ -29,14 +35,19 @@ class Source:
         self._dataset: Any = loader.dataset if isinstance(loader, DataLoader) else None
         self._is_stream = isinstance(self._dataset, IterableDataset)
         self.num_samples: int | None = None
+        self.reading_s = 0.0
+        """Seconds that a batch took to be read, in this process."""
         if self._dataset is not None and not self._is_stream:
             with suppress(TypeError, NotImplementedError):  # a data set need not know its length
                 self.num_samples = len(cast(Any, self._dataset))
 
     def take(self, count: int) -> list[Any]:
-        """Return the first batches."""
+        """Return copies of the first batches."""
+        began = time.perf_counter()
         try:
-            found = copy.deepcopy(list(itertools.islice(self._batches(), count)))  # a model may overwrite its input
+            given = list(itertools.islice(self._batches(), count))
+            self.reading_s = (time.perf_counter() - began) / max(1, len(given))
+            found = copy.deepcopy(given)
         except Exception as error:
             raise ConfigError(
                 f"loader is a DataLoader whose samples can be read in this process, or a list of batches; found "
@@ -47,24 +58,35 @@ class Source:
         return found
 
     def repeats(self) -> bool | None:
-        """Return whether a sample is the same each time; None where it cannot be drawn by itself."""
+        """Return whether a sample is the same each time it is drawn; None where that cannot be told."""
         if self._loader_draws_batches or self.num_samples is None:
             return None
-        places = range(min(3, self.num_samples))
-        return all(_same(self._fetch([place]), self._fetch([place])) for place in places)
+        try:
+            drawn = itertools.chain.from_iterable(self._sampler())
+            return all(
+                _same(self._fetch([place]), self._fetch([place])) for place in itertools.islice(drawn, NUM_DRAWN_TWICE)
+            )
+        except Exception:  # samples may be anything, and need not be comparable
+            return None
 
     def _batches(self) -> Iterable[Any]:
         loader = self._loader
         if not isinstance(loader, DataLoader):
-            if loader is None or iter(loader) is loader:
-                raise TypeError(f"{type(loader).__name__}, which reading would use up")
-            return cast(Iterable[Any], loader)
-        kept = {id(self._dataset): self._dataset}  # a copy of the sampler refers to the data set itself
+            if not isinstance(loader, Sequence):
+                raise TypeError(f"{type(loader).__name__}, which reading might use up")
+            return loader
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise TypeError(f"{type(loader).__name__}, whose own way of giving batches reading might use up")
         if self._is_stream:
             dataset = copy.deepcopy(self._dataset)
             return DataLoader(dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
-        sampler = copy.deepcopy(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler, kept)
-        return (loader.collate_fn(self._fetch(drawn)) for drawn in cast(Iterable[Any], sampler))
+        return (loader.collate_fn(self._fetch(drawn)) for drawn in self._sampler())
+
+    def _sampler(self) -> Iterable[Any]:
+        """Return a copy of what the loader draws by: lists of places, or what its data set makes batches of."""
+        loader, kept = self._loader, {id(self._dataset): self._dataset}  # the sampler refers to the data set itself
+        given = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        return cast(Iterable[Any], copy.deepcopy(given, kept))
 
     @property
     def _loader_draws_batches(self) -> bool:
@@ -77,15 +99,50 @@ class Source:
         fetch = getattr(self._dataset, "__getitems__", None)
         return fetch(drawn) if callable(fetch) else [self._dataset[place] for place in drawn]
 
-    @contextmanager
-    def kept_generators(self) -> Iterator[None]:
-        """Restore the random generators that the loader and its data set hold, as augmentation has them."""
-        restoring = [*_states(self._loader, DEEPEST, set())]
-        try:
-            yield
-        finally:
-            for restore in restoring:
-                restore()
+
+class Witness:
+    """Tells whether the user's own model was touched while a copy of it trained, and puts it right.
+
+    Args:
+        model: of the user.
+        optimizers: of the user; they may hold parameters beside the model's, as a criterion has them.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        held = (entry for optimizer in optimizers for group in optimizer.param_groups for entry in group["params"])
+        self._gradients = [
+            (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
+            for parameter in dict.fromkeys([*model.parameters(), *held])
+        ]
+        self._buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether a gradient or a buffer is another one."""
+        others = any(parameter.grad is not gradient for parameter, gradient, _ in self._gradients)
+        return others or any(buffer._version != version for buffer, version, _ in self._buffers)
+
+    @torch.no_grad()
+    def put_right(self) -> None:
+        """Give the model back as it was."""
+        for parameter, gradient, values in self._gradients:
+            parameter.grad = gradient
+            if gradient is not None and values is not None:
+                gradient.copy_(values)
+        for buffer, _, values in self._buffers:
+            buffer.copy_(values)
+
+
+@contextmanager
+def kept_generators(*holders: Any) -> Iterator[None]:
+    """Restore the random generators that objects lead to, such as a loader, its data set and its augmentation."""
+    seen: set[int] = set()
+    restoring = [restore for holder in holders for restore in _states(holder, DEEPEST, seen)]
+    try:
+        yield
+    finally:
+        for restore in restoring:
+            restore()
 
 
 def _states(holder: Any, deepest: int, seen: set[int]) -> Iterator[Callable[[], object]]:
@@ -107,21 +164,37 @@ def _states(holder: Any, deepest: int, seen: set[int]) -> Iterator[Callable[[], 
 
 def _parts(holder: Any) -> list[Any]:
     """Return what an object holds, as far as that may be, or lead to, a generator."""
-    if isinstance(holder, (Tensor, np.ndarray, type, str, bytes)):
+    if isinstance(holder, (Tensor, np.ndarray, nn.Module, type, str, bytes, int, float)):
         return []
-    found = holder.values() if isinstance(holder, Mapping) else holder
-    if not isinstance(holder, (Mapping, list, tuple)):
-        found = getattr(holder, "__dict__", {}).values()
-    return list(found) if len(found) <= LONGEST else []
+    if isinstance(holder, (Mapping, list, tuple)):
+        return list(holder.values() if isinstance(holder, Mapping) else holder) if len(holder) <= LONGEST else []
+    found = list(getattr(holder, "__dict__", {}).values())
+    slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
+    found += [getattr(holder, name) for name in slots if hasattr(holder, name)]
+    if isinstance(holder, functools.partial):
+        found += [holder.func, holder.args, holder.keywords]
+    found.append(getattr(holder, "__self__", None))
+    for cell in getattr(holder, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty one
+            found.append(cell.cell_contents)
+    return found if len(found) <= LONGEST else []
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two samples are equal: all tensors and arrays, and whatever else is compared by value."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
+    """Return whether two samples are equal: all tensors and arrays, and whatever else is compared by value.
+
+    Raises:
+        TypeError: they have no values to compare.
+    """
+    if isinstance(one, (Tensor, np.ndarray)):
+        first, second = torch.as_tensor(one), torch.as_tensor(other)
+        return first.shape == second.shape and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
     if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
-    equal = one == other
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+    if isinstance(one, float) and math.isnan(one):
+        return isinstance(other, float) and math.isnan(other)
+    if "__eq__" not in vars(type(one)) and one is not other:
+        raise TypeError(f"{type(one).__name__} has no values to compare")
+    return bool(one == other)

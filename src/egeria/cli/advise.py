@@ -14,6 +14,7 @@ from rich.table import Table
 from egeria.advice import Advice, advise
 from egeria.advice.advice import TEXT_COLUMNS
 from egeria.cli.modules import call_named
+from egeria.config.checks import check, timetable
 from egeria.errors import ConfigError
 from egeria.report.wording import percent
 
@@ -23,6 +24,12 @@ RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Build the training, measure it, print the advice; write it where that is asked for."""
+    if arguments.schedule is not None:
+        check("schedule", arguments.schedule, timetable)
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise ConfigError(
+            f"--json takes a file in a folder that exists, found {arguments.json}. Make the folder first."
+        )
     given = _arguments(arguments.training)
     with console.status("measuring on a copy"):
         advice = advise(**{**given, **({} if arguments.rounds is None else {"rounds": arguments.rounds})})

@@ -2,6 +2,7 @@
 
 from egeria.config.config import Config
 from egeria.config.groups import (
+    AccountsConfig,
     BootstrappingConfig,
     CacheConfig,
     ControllerConfig,
@@ -14,6 +15,7 @@ from egeria.config.groups import (
 )
 
 __all__ = [
+    "AccountsConfig",
     "BootstrappingConfig",
     "CacheConfig",
     "Config",

@@ -57,12 +57,17 @@ class Freezer:
     @property
     def num_frozen(self) -> int:
         """Elements of the parameters that are frozen: without tied weights that train on through an active module."""
-        return sum(parameter.numel() for record in self._records for parameter in record.parameters)
+        return sum(map(nn.Parameter.numel, self.frozen))
+
+    @property
+    def frozen(self) -> list[nn.Parameter]:
+        """The parameters that are frozen, likewise."""
+        return [parameter for record in self._records for parameter in record.parameters]
 
     @property
     def is_undone(self) -> bool:
         """Whether somebody else switched gradients of a frozen parameter on again."""
-        return any(parameter.requires_grad for record in self._records for parameter in record.parameters)
+        return any(parameter.requires_grad for parameter in self.frozen)
 
     def freeze_to(self, depth: int, *, input_needs_grad: bool = False) -> None:
         """Freeze the first `depth` layer modules; those frozen already stay as they are.

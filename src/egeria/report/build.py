@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from egeria.report.history import read_history
 from egeria.report.summary import Clock, Summary, summarize
 from egeria.report.wording import (
+    beside_time,
     cautions,
     duration,
     frozen_when,
@@ -125,6 +126,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("progress", f"{progress(summary)}, {summary.stage}"),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
+        *beside_time(summary),
         ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
         (f"frozen {frozen_when(summary)}", f"{summary.frozen_now}{of_modules} ({now} of parameters)"),
         *([("behind them", rare)] if (rare := rarely_updated(summary.periods_now, summary.frozen_now)) else []),

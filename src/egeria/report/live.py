@@ -10,13 +10,13 @@ from egeria.errors import JournalError
 from egeria.journal import Journal, read_journal
 from egeria.report import freezing
 from egeria.report.history import History, course_of, setting
-from egeria.report.summary import stage_of, wall_clock
+from egeria.report.summary import beside_time, stage_of, wall_clock
 
 COUNTING = (
     *(events.RunStarted, events.ModulesOrdered, events.ComputeProfiled, events.Resumed, events.RunClosed),
     *(events.IntervalMeasured, events.PlasticityRead, events.ReferenceRefreshed),
     *(events.StageChanged, events.ModuleFrozen, events.PeriodsChanged, events.Thawed, events.Declined),
-    *(events.LandingBegan, events.LandingEnded),
+    *(events.LandingBegan, events.LandingEnded, events.MemoryProfiled, events.OptimizerStateReleased),
 )
 """Events that a `RunSummary` is computed from; others are not kept in memory."""
 
@@ -52,6 +52,12 @@ class RunSummary:
     """Seconds that egeria itself took: of evaluations while the run is open, everything once it is closed."""
     overhead_share: float | None
     """The overhead as a share of the training time."""
+    memory_freed_bytes: int | None
+    """That an iteration no longer keeps beside the weights, as counted."""
+    energy_saved_j: float | None
+    """Estimated joules saved so far, by what the machine's counters show; with `accounts.energy`."""
+    money_saved: float | None
+    """By `accounts.price_per_hour` and the wall time saved."""
     plasticity: float | None
     """The newest reading."""
     closed: bool
@@ -107,6 +113,7 @@ class LiveHistory:
         started, clock = history.last(events.RunStarted), wall_clock(history)
         depths = freezing.depth_points(history)
         reading = history.last(events.PlasticityRead)
+        beside = beside_time(history, depths[-1].frozen, clock.saved_s)
         lands = started is not None and setting(started, "freezing", "landing") not in (None, "none")
         return RunSummary(
             step=max(step, history.last_step),
@@ -121,6 +128,9 @@ class LiveHistory:
             time_saved_s=clock.saved_s,
             overhead_s=clock.overhead_s,
             overhead_share=clock.overhead_share,
+            memory_freed_bytes=beside.freed.num_bytes if beside.freed else None,
+            energy_saved_j=beside.energy.saved if beside.energy else None,
+            money_saved=beside.money,
             plasticity=reading.value if reading else None,
             closed=history.closed,
         )

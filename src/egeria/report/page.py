@@ -35,6 +35,7 @@ def render_page(summary: Summary) -> str:
         front=wording.front,
         ordinal=ordinal,
         frozen_when=wording.frozen_when(summary),
+        beside_time=wording.beside_time(summary) + wording.not_measured(summary),
         pictures=draw_pictures(summary),
         events=[
             (wording.count(event.step), *line(event))
@@ -69,6 +70,11 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
         "reduced",
         wording.mebibytes(event.reduced_bytes),
         f"of gradients between the processes from here on; laid out anew in {wording.duration(event.wall_s)}",
+    ),
+    events.OptimizerStateReleased: lambda event: (
+        "optimizer state",
+        event.outcome,
+        f"{wording.mebibytes(event.num_bytes)} are not on the device of the weights",
     ),
     events.Thawed: lambda event: (
         "thawed",

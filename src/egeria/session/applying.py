@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.events import FreezeWaits, ModuleFrozen, PeriodsChanged, Rewrapped, Thawed
+from egeria.events import FreezeWaits, ModuleFrozen, OptimizerStateReleased, PeriodsChanged, Rewrapped, Thawed
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.gradients import InputGradients
 from egeria.layers.modules import LayerModule, count_trainable
+from egeria.layers.optimizer_state import ReleasedState
 from egeria.layers.resting import DutyCycle
 from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
@@ -57,6 +58,7 @@ class Applier:
         self._num_trainable = sum(count_trainable(self.training.model, module) for module in self.modules)
         self._gradients = InputGradients(self._decline_saving)
         self._has_declined = False
+        self._state = self._find_state()
         self.waiting: list[int] = []
         """Layer modules that were decided to freeze, and train on until compiling again repays itself."""
         self._depth_in_force = 0
@@ -192,6 +194,7 @@ class Applier:
         hooks.call_before(self._check_before_forward if is_watched else None)
         if not has_changed:
             return
+        self._release_state()
         # Hooks do not fire in compiled code; units of shards have hooks of their own on what crosses.
         looks = not (hooks.is_compiled or self.training.is_sharded or self._has_declined)
         frozen_modules = self.modules[: self.depth] if looks else ()
@@ -208,6 +211,8 @@ class Applier:
         self.landing.cancel(None)
         self._duty.end()
         self._freezer.thaw()
+        if self._state is not None:
+            self._state.follow(())
         self.put_in_force()
 
     def prepare_step(self, step: int) -> None:
@@ -221,6 +226,28 @@ class Applier:
         """Return what is frozen and what trains, as text that is the same wherever that is the same."""
         names = (name for name, parameter in self.training.model.named_parameters() if parameter.requires_grad)
         return f"{self.depth} {self.periods} {self.landing.describe()} {' '.join(names)}"
+
+    def _find_state(self) -> ReleasedState | None:
+        """Return what releases the optimizer's state of what is frozen; None where it stays."""
+        wish, model = self.training.config.freezing.release_optimizer_state, self.training.model
+        refusal = ""
+        if wish != "keep" and self.training.is_sharded:
+            refusal = "each process holds a part of it"
+        elif wish == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+            refusal = "it is in main memory already"
+        if refusal:
+            self.recorder.decline("releasing the optimizer's state", refusal)
+        return None if refusal or wish == "keep" else ReleasedState(self.training.optimizers, drops=wish == "drop")
+
+    def _release_state(self) -> None:
+        state = self._state
+        if state is None or not state.follow(self._freezer.frozen):
+            return
+        outcome = {"drop": "dropped"}.get(kind := self.training.config.freezing.release_optimizer_state, kind)
+        event = OptimizerStateReleased(
+            step=self.recorder.step, outcome=outcome if self.depth else "restored", num_bytes=state.num_bytes
+        )
+        self.recorder.write(event)
 
     def _reason_to_wait(self, saved_s: float | None, num_graphs: int = 1) -> str:
         """Return why a freeze has to wait: compiling the model again would take longer than it saves; else nothing."""

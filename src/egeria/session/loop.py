@@ -340,6 +340,7 @@ class Session:
     def _release(self) -> None:
         """Leave the model as it was found, for good."""
         self.meter.measures.close()
+        self.meter.accounts.close()
         self.compiling.close()
         if self._rates is not None:
             self._rates.close()

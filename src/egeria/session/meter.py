@@ -15,6 +15,7 @@ from egeria.events import IntervalMeasured
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.report.wording import plural
+from egeria.session.accounts import Accounts
 from egeria.session.following import Training
 from egeria.session.measuring import Measures
 from egeria.session.optimizer_steps import to_numbers
@@ -33,6 +34,7 @@ class IntervalMeter:
 
     def __post_init__(self) -> None:
         self.ranks, self.recorder = self.training.ranks, self.training.recorder
+        self.accounts = Accounts(self.training)
         self._losses: list[float | Tensor] = []
         """One for each step, on its device: that is asked once, when the interval ends."""
         self._held: list[float | Tensor] = []
@@ -114,6 +116,7 @@ class IntervalMeter:
             iteration_cpu_s=cpu_s,
             periods=list(periods) if max(periods, default=1) > 1 else None,
             **measured,
+            **self.accounts.take(),
         )
         self.recorder.write(event)
         if loss is None:
