@@ -21,11 +21,16 @@ import egeria
 from egeria.events import ModuleFrozen, Resumed, RunStarted, StageChanged
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCKS = [
+    pytest.param(code, id=f"{page.stem}-{place}")
+    for page in PAGES
+    for place, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+]
 
 
 class Chain(nn.Module):
-    """Three layers, named as in the README's pattern."""
+    """Three layers, named as in the pattern that is shown."""
 
     def __init__(self):
         super().__init__()
@@ -35,8 +40,40 @@ class Chain(nn.Module):
         return self.layer3(torch.relu(self.layer2(torch.relu(self.layer1(x)))))
 
 
-@pytest.mark.parametrize("code", PYTHON_BLOCKS, ids=range(len(PYTHON_BLOCKS)))
-def test_readme_code_runs(code):
+def trainer_names(folder):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1, "intermediate_size": 8}
+    row = {"input_ids": torch.ones(4, dtype=torch.long), "labels": torch.tensor(0)}
+    options = {"max_steps": 3, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    return {
+        "bert": transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=9, **sizes)),
+        "arguments": transformers.TrainingArguments(output_dir=str(folder), **options),
+        "sentences": [row] * 12,
+    }
+
+
+def lightning_names(model):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, _place):
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return {"lightning_module": Module(), "quiet": quiet | {"enable_model_summary": False}}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the frameworks
+@pytest.mark.parametrize("code", BLOCKS)
+def test_what_the_pages_show_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {
@@ -48,10 +85,32 @@ def test_readme_code_runs(code):
         "steps": 12,
         "epochs": 3,
         "criterion": nn.functional.cross_entropy,
+        "folder": tmp_path / "run",
     }
+    if "from transformers" in code:
+        names |= trainer_names(tmp_path)
+    elif "from lightning" in code:
+        names |= lightning_names(model)
+    elif "from accelerate" in code:
+        pytest.importorskip("accelerate")
     exec(code, names)
-    assert names["run"].modules
-    names["run"].close()
+    if run := names.get("run"):
+        assert run.modules
+        run.close()
+    else:
+        assert "advice" in names or "trainer" in names
+
+
+def test_the_pages_have_code():
+    assert len(BLOCKS) > 12
+
+
+def test_links_between_the_pages_lead_somewhere():
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if "://" not in target and not (page.parent / target).exists():
+                made = {"troubleshooting.md", "settings.md", "events.md"}  # when the site is built
+                assert Path(target).name in made, f"{page.name} leads to {target}, which is not there"
 
 
 def test_interleaved_rounds_take_turns_and_ratios_are_per_round():

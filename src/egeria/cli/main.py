@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    verb = verbs.add_parser("demo", help="train on handwritten digits, plainly and with egeria, and compare")
+    verb = verbs.add_parser("demo", help="fine-tune on handwritten digits, plainly and with egeria, and compare")
     verb.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
     verb.add_argument("--epochs", type=int, help="epochs of a run (default 30)")
     verb.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="where journals and reports go")
