@@ -538,3 +538,19 @@ def test_the_page_tells_of_the_controller_and_the_reference(tmp_path):
     page = report(tmp_path).path.read_text(encoding="utf-8")
     told = ("14 of 16 cores are spare", "replaced, 1 so far", "10 to 25 steps", "too coarse", 'id="reference"', "30.0")
     assert [text for text in told if text not in page] == []
+
+
+def test_a_report_is_titled_by_what_was_trained_on_what(tmp_path):
+    torch = pytest.importorskip("torch")
+    from egeria import attach  # noqa: PLC0415
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    data = torch.utils.data.TensorDataset(torch.ones(12, 4))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader, total_steps=3, directory=tmp_path / "run1"
+    ).close()
+    found = report(tmp_path / "run1")
+    assert found.summary.title == "Sequential on TensorDataset"
+    assert str(found).startswith("egeria report: Sequential on TensorDataset, run1\n")
+    assert "<h1>Sequential on TensorDataset</h1>" in found.path.read_text(encoding="utf-8")

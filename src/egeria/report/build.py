@@ -43,7 +43,7 @@ class Report:
         width = max(len(label) for label, _ in rows)
         return "\n".join(
             [
-                f"egeria report: {printable(self.summary.name)}",
+                f"egeria report: {printable(self.summary.title)}, {printable(self.summary.name)}",
                 printable(verdict(self.summary)),
                 *(f"  {label:<{width}}  {value}" for label, value in rows),
                 *(f"  note: {printable(caution)}" for caution in cautions(self.summary)),
@@ -65,7 +65,7 @@ class Report:
         found = Text(printable(verdict(self.summary)), style="bold")
         return Panel(
             Group(found, Text(), table, *notes, Text(self.message, style="dim")),
-            title=Text(f"egeria: {printable(self.summary.name)}"),
+            title=Text(f"egeria: {printable(self.summary.title)}, {printable(self.summary.name)}"),
             title_align="left",
             expand=False,
         )

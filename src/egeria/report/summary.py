@@ -139,6 +139,7 @@ class Summary:
     started: events.RunStarted
     """How the run began; empty where the journal lacks its first lines."""
     name: str
+    """Of the directory."""
     modules: tuple[freezing.Module, ...]
     deepest_freeze: int
     steps_done: int
@@ -168,6 +169,12 @@ class Summary:
     metrics: tuple[Metric, ...]
     formats: tuple[FormatUse, ...]
     cache: tuple[CacheUse, ...]
+
+    @property
+    def title(self) -> str:
+        """What was trained on what; the name of the directory where the journal does not tell."""
+        model, data = (self.started.environment.get(name) for name in ("model", "data"))
+        return f"{model} on {data}" if model and data else str(model or self.name)
 
     @property
     def frozen_now(self) -> int:

@@ -251,9 +251,23 @@ def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
         steps_per_epoch = None
     return {
         "model": type(model).__name__,
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **_describe_data(getattr(loader, "dataset", None)),
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "steps_per_epoch": steps_per_epoch,
     }
+
+
+def _describe_data(dataset: Any) -> dict[str, Any]:
+    """Return the name of a data set, its own where it has one, and its number of samples; nothing without one."""
+    if dataset is None:
+        return {}
+    name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face's datasets
+    try:
+        num_samples = len(dataset)
+    except (TypeError, NotImplementedError):
+        num_samples = None
+    return {"data": str(name or type(dataset).__name__), "num_samples": num_samples}
