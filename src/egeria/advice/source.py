@@ -164,7 +164,7 @@ def _states(holder: Any, deepest: int, seen: set[int]) -> Iterator[Callable[[], 
 
 def _parts(holder: Any) -> list[Any]:
     """Return what an object holds, as far as that may be, or lead to, a generator."""
-    if isinstance(holder, (Tensor, np.ndarray, nn.Module, type, str, bytes, int, float)):
+    if isinstance(holder, (Tensor, np.ndarray, type, str, bytes, int, float)):
         return []
     if isinstance(holder, (Mapping, list, tuple)):
         return list(holder.values() if isinstance(holder, Mapping) else holder) if len(holder) <= LONGEST else []

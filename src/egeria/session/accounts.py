@@ -12,6 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from egeria.events import MemoryProfiled
+from egeria.layers.batch import Batch
+from egeria.layers.memory import kept_bytes
+from egeria.layers.modules import LayerModule
 from egeria.report.accounts import ENERGY, PEAK
 from egeria.session.following import Training
 
@@ -75,6 +79,26 @@ class Accounts:
             self._counters.pop(name, None)
             self._recorder.decline({"peak_bytes": PEAK, "energy_j": ENERGY}[name], str(error) or type(error).__name__)
             return None
+
+
+def count_memory(training: Training, modules: Sequence[LayerModule], batch: Batch, scale: float) -> None:
+    """Journal what an iteration keeps for each layer module while all train; not where its passes cannot be seen.
+
+    Args:
+        training: what is trained.
+        modules: front to back.
+        batch: a training batch, or a part of one.
+        scale: how many times as many samples an iteration has.
+    """
+    if training.is_sharded or training.hooks.is_compiled:
+        return
+    ties = training.config.freezing.tied == "freeze"
+    try:
+        found = kept_bytes(training.model, modules, training.optimizers, batch, ties=ties)
+        found["activations"] = [round(scale * size) for size in found["activations"]]
+        training.recorder.write(MemoryProfiled(step=training.recorder.step, **found))
+    except Exception as error:
+        training.recorder.fault("counting memory", error)
 
 
 class _AllocatorPeak:

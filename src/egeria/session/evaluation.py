@@ -19,19 +19,18 @@ from egeria.events import (
     Event,
     FaultCaught,
     IntervalChanged,
-    MemoryProfiled,
     PlasticityRead,
     ReadingDropped,
     ReferenceRefreshed,
     RungTaken,
 )
 from egeria.layers.batch import Batch
-from egeria.layers.memory import kept_bytes
-from egeria.layers.modules import LayerModule, count_trainable
+from egeria.layers.modules import LayerModule
 from egeria.layers.shards import gather, outline
 from egeria.layers.taps import TrainingTap, capture, forward_shares
 from egeria.layers.undisturbed import undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
+from egeria.session.accounts import count_memory
 from egeria.session.applying import BACKWARD_SHARE
 from egeria.session.following import Training
 from egeria.session.ranks import Subject
@@ -66,7 +65,7 @@ class Evaluation:
         """Share of the forward pass' operations that each layer module takes; None where they cannot be counted."""
         self._num_samples = self.training.config.plasticity.num_samples
         self._reads_training = self.training.config.plasticity.mode == "train"
-        self._is_profiled = self._needs_whole_batch = self._has_read = False
+        self._is_profiled = self._is_counted = self._needs_whole_batch = self._has_read = False
         self._samples, self._most_samples, self._num_failures = 0, [0, 0], 0
         self._armed: int | None = None
         self._tap: TrainingTap | None = None
@@ -223,27 +222,22 @@ class Evaluation:
         if self._is_profiled or self.batch is None:
             return self._work_shares
         self._is_profiled = True
-        for what, count in {"operations": self._count_operations, "memory": self._count_memory}.items():
-            try:
-                count(self.batch)
-            except Exception as error:
-                self.recorder.fault(f"counting {what}", error)
+        try:
+            model, batch = outline(self.training.model, self.batch)
+            self._work_shares = forward_shares(model, self.modules, batch)
+        except Exception as error:
+            self.recorder.fault("counting operations", error)
+        if self._work_shares is not None:
+            self.recorder.write(ComputeProfiled(step=self.recorder.step, forward_shares=list(self._work_shares)))
         return self._work_shares
 
-    def _count_operations(self, batch: Batch) -> None:
-        model, outlined = outline(self.training.model, batch)
-        self._work_shares = shares = forward_shares(model, self.modules, outlined)
-        if shares is not None:
-            self.recorder.write(ComputeProfiled(step=self.recorder.step, forward_shares=list(shares)))
-
-    def _count_memory(self, batch: Batch) -> None:
-        """Count what an iteration keeps for each layer module, unless some are frozen already or it cannot be seen."""
-        training, frozen = self.training, self.policy.frozen
-        trained = [count_trainable(training.model, module) for module in self.modules[:frozen]]
-        if not ((frozen and not any(trained)) or training.is_sharded or training.hooks.is_compiled):
-            ties = training.config.freezing.tied == "freeze"
-            found = kept_bytes(training.model, self.modules, training.optimizers, batch, ties=ties)
-            self.recorder.write(MemoryProfiled(step=self.recorder.step, **found))
+    def count_memory(self, batch: Batch | None, *, is_first: bool) -> None:
+        """Count, once, what an iteration keeps: before the first freeze, with a training batch or its first rows."""
+        whole = self.batch or batch
+        if whole is not None and is_first and not self._is_counted:
+            self._is_counted = True
+            scale = 1.0 if whole is self.batch else max(1.0, self._most_samples[1] / (whole.num_rows or 1))
+            count_memory(self.training, self.modules, whole, scale)
 
     def close(self, *, keeps_controller: bool = False) -> None:
         """Release everything held, but for a controller that is used on."""

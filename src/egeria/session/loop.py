@@ -255,6 +255,7 @@ class Session:
             if self.parts is not parts:  # a callback for events has closed the run
                 return
             if isinstance(decision, Freeze):
+                parts.evaluation.count_memory(batch, is_first=not parts.applier.depth)
                 together = [*parts.applier.waiting, decision.module]
                 parts.applier.freeze(decision, batch, parts.evaluation.saved_s(dict.fromkeys(together, 1.0)))
             elif isinstance(decision, SetPeriods):
@@ -339,8 +340,7 @@ class Session:
 
     def _release(self) -> None:
         """Leave the model as it was found, for good."""
-        self.meter.measures.close()
-        self.meter.accounts.close()
+        self.meter.close()
         self.compiling.close()
         if self._rates is not None:
             self._rates.close()

@@ -124,6 +124,11 @@ class IntervalMeter:
             self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval.of(event)
 
+    def close(self) -> None:
+        """Measure nothing more, and leave the optimizers as they were found."""
+        self.measures.close()
+        self.accounts.close()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
         return {
