@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tomllib
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "egeria"

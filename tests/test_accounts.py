@@ -28,10 +28,7 @@ FROZEN_AT = {"policy": {"name": "static", "schedule": "0.5:2"}, "plasticity": {"
 def network():
     torch.manual_seed(0)
     sizes = [8, WIDTH, WIDTH, WIDTH]
-    blocks = [
-        nn.Sequential(nn.Linear(before, after), nn.ReLU(), nn.Dropout(0.1))
-        for before, after in itertools.pairwise(sizes)
-    ]
+    blocks = [nn.Sequential(nn.Linear(before, after), nn.ReLU()) for before, after in itertools.pairwise(sizes)]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 3))
 
 
@@ -105,6 +102,28 @@ def test_counting_leaves_nothing_behind():
     given = [reference for block in model for reference in block.given]
     assert len(given) == 3
     assert not any(reference() is not None for reference in given)
+
+
+def test_a_lazy_model_or_a_data_set_that_raises_keeps_nothing_from_beginning(tmp_path):
+    class Raising(torch.utils.data.TensorDataset):
+        def __len__(self):
+            raise RuntimeError("no length today")
+
+    class Loader:
+        dataset = Raising(torch.ones(4, 8))
+
+        def __iter__(self):
+            return iter([])
+
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4), nn.Linear(4, 2))
+    with pytest.warns(EgeriaWarning, match="lazy"):
+        attach(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1), directory=tmp_path / "lazy").close()
+    model = network()
+    run = attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Loader(), total_steps=4, directory=tmp_path / "raising"
+    )
+    run.close()
+    assert report(tmp_path / "raising").summary.title == "Sequential on Raising"
 
 
 def test_gradients_and_adam_state_are_counted_by_layer_module(tmp_path):
@@ -224,6 +243,27 @@ class TestReleasedState:
             for name, value in optimizer.state[parameter].items():
                 assert value.device == before[parameter][name].device
                 assert torch.equal(value, before[parameter][name])
+
+    def test_state_that_is_away_is_back_before_a_step_of_what_the_loop_trains_nevertheless(self, monkeypatch):
+        monkeypatch.setattr("egeria.layers.optimizer_state.CPU", torch.device("meta"))  # away: it cannot be used there
+        moved = []
+        monkeypatch.setattr(ReleasedState, "_return", lambda _self, entries: moved.extend(entries))
+        parameters = [nn.Parameter(torch.randn(5)) for _ in range(2)]
+        optimizer = torch.optim.Adam(parameters)
+        torch.stack(parameters).sum().backward()
+        optimizer.step()
+        state = ReleasedState([optimizer], drops=False)
+        state.follow(parameters[:1])
+        assert optimizer.state[parameters[0]]["exp_avg"].is_meta
+        parameters[0].grad = None
+        optimizer.step()
+        assert not moved
+        parameters[0].grad = torch.ones(5)
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            hook(optimizer, (), {})
+        assert {parameter for _, parameter, _ in moved} == {parameters[0]}
+        state.follow(())
+        assert not optimizer._optimizer_step_pre_hooks
 
     def test_a_loop_that_loads_a_checkpoint_while_frozen_is_no_trouble(self):
         parameters = [nn.Parameter(torch.randn(5)) for _ in range(2)]

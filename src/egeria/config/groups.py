@@ -243,7 +243,8 @@ class AccountsConfig(SettingsGroup):
     counters are set back for that, `torch.cuda.max_memory_allocated` among them, so that nobody else may use them."""
     energy: bool = setting(False, FLAG)
     """Measures energy by Zeus (`pip install "egeria[energy]"`): of the GPUs that the model is on, and of the CPU and
-    its memory, all processes on them included, where RAPL can be read."""
+    its memory, all processes on them included, where RAPL can be read. Zeus starts a process for RAPL: keep the script
+    under `if __name__ == "__main__":`, or it runs a second time."""
     price_per_hour: float | None = setting(None, optional(POSITIVE))
     """What an hour of the machine costs, so that the report can tell what was saved."""
     currency: str = setting("", satisfies(lambda value: isinstance(value, str), "text, such as EUR"))

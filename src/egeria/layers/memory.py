@@ -73,6 +73,8 @@ def storage_of(tensor: Tensor) -> int | None:
 def activation_bytes(model: nn.Module, modules: Sequence[LayerModule], batch: Batch) -> list[int]:
     """Return the bytes that each layer module's forward pass keeps for its backward pass, by one undisturbed pass.
 
+    In inference mode, as all passes of ours before a freeze: what dropout keeps is not in them.
+
     With the first `d` layer modules frozen the first `d` entries are not kept.
     """
     copied = batch.first_rows(None)
@@ -81,7 +83,7 @@ def activation_bytes(model: nn.Module, modules: Sequence[LayerModule], batch: Ba
     def pass_on(_module: nn.Module, _args: Any, _output: Any) -> None:
         kept.place += 1
 
-    with undisturbed(model, gradients=True, keeps_modes=True), batch.autocast.context(), kept:
+    with undisturbed(model, gradients=True), batch.autocast.context(), kept:
         handles = [model.get_submodule(module.tap).register_forward_hook(pass_on) for module in modules]
         try:
             output = model(*copied.args, **copied.kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 CPU = torch.device("cpu")
 
@@ -15,8 +16,9 @@ CPU = torch.device("cpu")
 class ReleasedState:
     """The optimizer's state of parameters that are frozen, in main memory or dropped.
 
-    An optimizer steps what has a gradient, so that it never meets what was moved; what it saves is complete, but for
-    what was dropped. State that somebody loads meanwhile is moved with the next freeze.
+    An optimizer steps what has a gradient, so that it does not meet what was moved; where the loop trains a frozen
+    parameter nevertheless, a hook on its step brings the state back first. What it saves is complete, but for what was
+    dropped. State that somebody loads meanwhile stays where it is loaded.
 
     Args:
         optimizers: of the user.
@@ -28,6 +30,7 @@ class ReleasedState:
         self._released: dict[nn.Parameter, int] = {}
         """Bytes that are away."""
         self._moved: list[tuple[Optimizer, nn.Parameter, str]] = []
+        self._handles: list[RemovableHandle] = []
 
     @property
     def num_bytes(self) -> int:
@@ -41,6 +44,8 @@ class ReleasedState:
             self._bring_back()
         for parameter in frozen:
             if parameter not in self._released:
+                if not (self._handles or self._drops):
+                    self._handles = [entry.register_step_pre_hook(self._before_step) for entry in self._optimizers]
                 self._released[parameter] = sum(self._release(optimizer, parameter) for optimizer in self._optimizers)
         return before != self._released
 
@@ -59,9 +64,21 @@ class ReleasedState:
         return sum(value.numel() * value.element_size() for value in held.values())
 
     def _bring_back(self) -> None:
-        for optimizer, parameter, name in self._moved:
-            state = optimizer.state.get(parameter, {})
-            if isinstance(state.get(name), Tensor):
-                state[name] = state[name].to(parameter.device)
-        self._moved.clear()
+        moved, self._moved = self._moved, []
         self._released.clear()
+        while self._handles:
+            self._handles.pop().remove()
+        self._return(moved)
+
+    def _before_step(self, *_args: Any) -> None:
+        self._return([entry for entry in self._moved if entry[1].grad is not None])
+
+    def _return(self, entries: Sequence[tuple[Optimizer, nn.Parameter, str]]) -> None:
+        """Move state back; where there is no room the optimizer begins anew for the parameter, rather than fail."""
+        for optimizer, parameter, name in entries:
+            state = optimizer.state.get(parameter, {})
+            try:
+                if isinstance(state.get(name), Tensor):
+                    state[name] = state[name].to(parameter.device)
+            except RuntimeError:  # out of memory
+                optimizer.state.pop(parameter, None)

@@ -111,10 +111,11 @@ def _freed(history: History, frozen: int) -> FreedMemory | None:
     profile = history.last(events.MemoryProfiled)
     if profile is None:
         return None
-    released = history.last(events.OptimizerStateReleased)
+    released = history.last(events.OptimizerStateReleased) if frozen else None
+    runs_through = any(event.what.startswith("the full saving behind") for event in history.of(events.Declined))
     kept = (profile.activations, profile.gradients, profile.optimizer_state)
     return FreedMemory(
-        activations=sum(profile.activations[:frozen]),
+        activations=0 if runs_through else sum(profile.activations[:frozen]),
         gradients=sum(profile.gradients[:frozen]),
         optimizer_state=released.num_bytes if released is not None else 0,
         kept_before=sum(map(sum, kept)),

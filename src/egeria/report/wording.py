@@ -57,10 +57,10 @@ def joules(amount: float | None) -> str:
     if amount is None or not math.isfinite(amount):
         return UNKNOWN
     size, sign = abs(amount), _MINUS if amount < 0 else ""
-    for limit, factor, unit in ((1e3, 1.0, "J"), (3.6e6, 1e-3, "kJ")):
+    for limit, factor, unit in ((999.5, 1.0, "J"), (999.5e3, 1e-3, "kJ"), (999.5e6, 1e-6, "MJ")):
         if size < limit:
             return f"{sign}{size * factor:.3g}{_SPACE}{unit}"
-    return f"{sign}{size / 3.6e6:,.3g}{_SPACE}kWh"
+    return f"{sign}{size / 3.6e6:,.0f}{_SPACE}kWh"
 
 
 def plural(amount: int, singular: str) -> str:

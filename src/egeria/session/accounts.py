@@ -82,7 +82,7 @@ class Accounts:
 
 
 def count_memory(training: Training, modules: Sequence[LayerModule], batch: Batch, scale: float) -> None:
-    """Journal what an iteration keeps for each layer module while all train; not where its passes cannot be seen.
+    """Journal what an iteration keeps for each layer module while all train; not in compiled code or among several.
 
     Args:
         training: what is trained.
@@ -90,7 +90,8 @@ def count_memory(training: Training, modules: Sequence[LayerModule], batch: Batc
         batch: a training batch, or a part of one.
         scale: how many times as many samples an iteration has.
     """
-    if training.is_sharded or training.hooks.is_compiled:
+    # Of several processes only one has a batch, and a pass of it alone would wait for the others in a collective.
+    if not training.ranks.is_alone or training.hooks.is_compiled:
         return
     ties = training.config.freezing.tied == "freeze"
     try:

@@ -194,7 +194,6 @@ class Applier:
         hooks.call_before(self._check_before_forward if is_watched else None)
         if not has_changed:
             return
-        self._release_state()
         # Hooks do not fire in compiled code; units of shards have hooks of their own on what crosses.
         looks = not (hooks.is_compiled or self.training.is_sharded or self._has_declined)
         frozen_modules = self.modules[: self.depth] if looks else ()
@@ -204,6 +203,7 @@ class Applier:
             trained = [parameter for parameter in self.training.model.parameters() if parameter.requires_grad]
             size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
             self.recorder.write(Rewrapped(step=self.recorder.step, wall_s=watch.read()[0], reduced_bytes=size_bytes))
+        self._release_state()
 
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
@@ -317,6 +317,8 @@ class Applier:
         if _is_branch(before, after.outputs):
             self._duty.end()
             self._freezer.thaw()
+            if self._state is not None:
+                self._state.follow(())
             raise HarmfulFreezeError(
                 f"with {module.name} frozen an output of the model would have no gradient left, "
                 f"because it is a branch of its own and not in front of the others"

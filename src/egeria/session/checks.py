@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from egeria.config import Config
@@ -251,8 +253,8 @@ def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
         steps_per_epoch = None
     return {
         "model": type(model).__name__,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        **_describe_data(getattr(loader, "dataset", None)),
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter)),
+        **_describe_data(loader),
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -261,13 +263,12 @@ def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
     }
 
 
-def _describe_data(dataset: Any) -> dict[str, Any]:
-    """Return the name of a data set, its own where it has one, and its number of samples; nothing without one."""
-    if dataset is None:
-        return {}
-    name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face's datasets
-    try:
-        num_samples = len(dataset)
-    except (TypeError, NotImplementedError):
-        num_samples = None
-    return {"data": str(name or type(dataset).__name__), "num_samples": num_samples}
+def _describe_data(loader: Any) -> dict[str, Any]:
+    """Return the name of a data set, its own where it has one, and its number of samples, as far as they are told."""
+    found: dict[str, Any] = {}
+    with suppress(Exception):  # loaders and data sets raise various things
+        dataset = loader.dataset
+        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face's datasets
+        found["data"] = name if isinstance(name, str) and name else type(dataset).__name__
+        found["num_samples"] = len(dataset)
+    return found
