@@ -18,7 +18,7 @@ from egeria.errors import ConfigError
 from egeria.events import ModuleFrozen, Thawed
 from egeria.journal import FILE_NAME
 
-EPOCHS, FEWEST_EPOCHS = 40, 4
+EPOCHS, FEWEST_EPOCHS = 34, 4
 KINDS = ("plain", "egeria")
 
 

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = verbs.add_parser("demo", help="fine-tune on handwritten digits, plainly and with egeria, and compare")
     verb.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
-    verb.add_argument("--epochs", type=int, help="epochs of a run (default 40)")
+    verb.add_argument("--epochs", type=int, help="epochs of a run (default 34)")
     verb.add_argument("--directory", type=Path, default=Path("egeria_runs/demo"), help="where journals and reports go")
 
     verb = verbs.add_parser("advise", help="measure what freezing could save in a training, on a copy of it")
