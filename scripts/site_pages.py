@@ -147,6 +147,8 @@ def _troubleshooting() -> str:
     for entry in ways["seen"]:
         lines += [f"**{entry['what']}** {_paragraph(entry['way'])}", ""]
     lines += ["## What egeria may decline", "", ways["declines"].strip(), ""]
+    ways["declined"] |= ways["also"]
+    found |= {what: [] for what in ways["also"]}
     for what in sorted(found):
         lines += [f"### {what[:1].upper()}{what[1:]}", "", _paragraph(ways["declined"][what]), ""]
         lines += [f"> {reason.replace('{}', '…')}\n" for reason in found[what]]

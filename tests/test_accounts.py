@@ -188,6 +188,21 @@ def test_a_resumed_run_keeps_what_was_counted_while_everything_was_in_training(t
     assert report(tmp_path).summary.beside.freed == before
 
 
+def test_a_run_resumed_with_dropped_state_still_tells_it(tmp_path):
+    drops = {"freezing": {"release_optimizer_state": "drop"}}
+    model, inputs, saved = network(), torch.randn(ROWS, 8), {}
+    follow = lambda run, step: saved.update({step: (run.state_dict(), optimizer.state_dict())})  # noqa: E731
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    train(tmp_path, model, inputs=inputs, optimizer=optimizer, at_step=follow, **drops)
+    before = report(tmp_path).summary.beside.freed
+    assert before.optimizer_state > 0
+    optimizer.load_state_dict(saved[36][1])
+    run = attach(model, optimizer, total_steps=STEPS, directory=tmp_path, config=FROZEN_AT | drops)
+    run.load_state_dict(saved[36][0])
+    run.close()
+    assert report(tmp_path).summary.beside.freed == before
+
+
 class TestReleasedState:
     def test_dropped_state_is_gone_while_frozen_and_begins_anew_after_a_thaw(self, tmp_path):
         model, seen = network(), {}
@@ -207,16 +222,13 @@ class TestReleasedState:
         assert seen[8] == [3] * 4
         assert seen[20] == [0] * 4
         assert seen[40] == [3] * 4
-        released = events_of(tmp_path, events.OptimizerStateReleased)
-        assert [event.outcome for event in released] == ["dropped", "restored"]
-        assert released[0].num_bytes == sum(2 * 4 * p.numel() + 4 for p in front)
-        assert released[1].num_bytes == 0
+        assert report(tmp_path).summary.beside.freed.num_bytes == 0, "everything trains again"
 
     def test_kept_is_the_default(self, tmp_path):
         model = network()
         _, optimizer = train(tmp_path, model)
         assert all(len(optimizer.state[parameter]) == 3 for parameter in model.parameters())
-        assert not events_of(tmp_path, events.OptimizerStateReleased)
+        assert report(tmp_path).summary.beside.freed.optimizer_state == 0
 
     def test_on_the_cpu_there_is_nothing_to_move_which_is_said(self, tmp_path):
         model = network()
@@ -234,20 +246,17 @@ class TestReleasedState:
         optimizer.step()
         before = {parameter: {k: v.clone() for k, v in optimizer.state[parameter].items()} for parameter in parameters}
         state = ReleasedState([optimizer], drops=False)
-        assert state.follow(parameters[:2])
-        assert state.num_bytes == 2 * 2 * 5 * 4
+        state.follow(parameters[:2])
         assert {v.device.type for v in optimizer.state[parameters[0]].values()} == {"cpu"}
         assert optimizer.state[parameters[2]]["exp_avg"].is_cuda
-        assert state.follow(())
+        state.follow(())
         for parameter in parameters:
             for name, value in optimizer.state[parameter].items():
                 assert value.device == before[parameter][name].device
                 assert torch.equal(value, before[parameter][name])
 
-    def test_state_that_is_away_is_back_before_a_step_of_what_the_loop_trains_nevertheless(self, monkeypatch):
-        monkeypatch.setattr("egeria.layers.optimizer_state.CPU", torch.device("meta"))  # away: it cannot be used there
-        moved = []
-        monkeypatch.setattr(ReleasedState, "_return", lambda _self, entries: moved.extend(entries))
+    def test_where_state_cannot_come_back_the_optimizer_begins_anew_rather_than_fail(self, monkeypatch):
+        monkeypatch.setattr("egeria.layers.optimizer_state.CPU", torch.device("meta"))  # from where nothing comes back
         parameters = [nn.Parameter(torch.randn(5)) for _ in range(2)]
         optimizer = torch.optim.Adam(parameters)
         torch.stack(parameters).sum().backward()
@@ -257,11 +266,11 @@ class TestReleasedState:
         assert optimizer.state[parameters[0]]["exp_avg"].is_meta
         parameters[0].grad = None
         optimizer.step()
-        assert not moved
-        parameters[0].grad = torch.ones(5)
-        for hook in optimizer._optimizer_step_pre_hooks.values():
-            hook(optimizer, (), {})
-        assert {parameter for _, parameter, _ in moved} == {parameters[0]}
+        assert optimizer.state[parameters[0]]["exp_avg"].is_meta, "nothing asked for it"
+        parameters[0].grad = torch.ones(5)  # the loop trains it nevertheless
+        optimizer.step()
+        assert optimizer.state[parameters[0]]["exp_avg"].tolist() == pytest.approx([0.1] * 5)
+        assert optimizer.state[parameters[1]]["step"] == 3
         state.follow(())
         assert not optimizer._optimizer_step_pre_hooks
 
@@ -324,6 +333,27 @@ class TestEnergy:
         assert energy.used == 5.0 * (len(intervals) - frozen) + 3.0 * frozen
         assert energy.saved == pytest.approx(2.0 * frozen)
         assert f"{energy.used:.3g} J used" in str(report(tmp_path)).replace("\N{NO-BREAK SPACE}", " ")
+
+    def test_the_part_of_an_interval_that_a_resumed_run_sees_is_left_out(self, tmp_path, zeus):
+        saved = {}
+        model, _ = network(), None
+        train(
+            tmp_path / "first", model, at_step=lambda run, step: saved.update({step: run.state_dict()}), accounts=ENERGY
+        )
+        optimizer = torch.optim.Adam(model.parameters())
+        run = attach(
+            model, optimizer, total_steps=STEPS, directory=tmp_path / "second", config=FROZEN_AT | {"accounts": ENERGY}
+        )
+        run.load_state_dict(saved[30])  # intervals of four steps
+        for _ in range(10):
+            loss = model(torch.randn(ROWS, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+        run.close()
+        found = [entry.energy_j for entry in events_of(tmp_path / "second", events.IntervalMeasured)]
+        assert found[0] is None
+        assert found[1:] and None not in found[1:]
 
     def test_without_zeus_the_report_says_how_to_get_it(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "zeus.monitor", None)

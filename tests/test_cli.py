@@ -391,7 +391,7 @@ def test_the_demo_compares_plain_training_with_egeria(few_digits, command, tmp_p
     assert (tmp_path / "out" / "seed0" / "report.html").is_file()
 
 
-@pytest.mark.parametrize("arguments", [("--seeds", 0), ("--epochs", 3)])
+@pytest.mark.parametrize("arguments", [("--seeds", 0), ("--epochs", 3), ("--epochs", 0)])
 def test_a_demo_that_shows_nothing_is_refused(arguments, command):
     status, output, errors = command("demo", *arguments)
     assert (status, output) == (2, "") and "at least 1 seed and 4 epochs" in errors

@@ -77,16 +77,6 @@ class MemoryProfiled(Event, kind="memory_profiled"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerStateReleased(Event, kind="optimizer_state"):
-    """The optimizer's state of what froze was moved or dropped, or is back since a thaw."""
-
-    outcome: str
-    """Either 'cpu', 'dropped' or 'restored'."""
-    num_bytes: int
-    """That are away from the weights' device from now on, in all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLogged(Event, kind="metric"):
     """Numbers the user logged, such as the validation accuracy."""
 

@@ -24,7 +24,12 @@ KINDS = ("plain", "egeria")
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Fine-tune plainly and with egeria; print the comparison and the paths of the reports."""
-    compare(console, arguments.directory, seeds=arguments.seeds, epochs=arguments.epochs or EPOCHS)
+    compare(
+        console,
+        arguments.directory,
+        seeds=arguments.seeds,
+        epochs=EPOCHS if arguments.epochs is None else arguments.epochs,
+    )
     return 0
 
 

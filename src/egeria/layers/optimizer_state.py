@@ -27,41 +27,29 @@ class ReleasedState:
 
     def __init__(self, optimizers: Sequence[Optimizer], *, drops: bool) -> None:
         self._optimizers, self._drops = optimizers, drops
-        self._released: dict[nn.Parameter, int] = {}
-        """Bytes that are away."""
+        self._released: set[nn.Parameter] = set()
         self._moved: list[tuple[Optimizer, nn.Parameter, str]] = []
         self._handles: list[RemovableHandle] = []
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are away from the device of their weights."""
-        return sum(self._released.values())
-
-    def follow(self, frozen: Collection[nn.Parameter]) -> bool:
-        """Release the state of these parameters, and bring back that of all others; return whether any changed."""
-        before = dict(self._released)
-        if self._released.keys() - set(frozen):  # a thaw is of everything
+    def follow(self, frozen: Collection[nn.Parameter]) -> None:
+        """Release the state of these parameters, and bring back that of all others."""
+        if self._released - set(frozen):  # a thaw is of everything
             self._bring_back()
-        for parameter in frozen:
-            if parameter not in self._released:
-                if not (self._handles or self._drops):
-                    self._handles = [entry.register_step_pre_hook(self._before_step) for entry in self._optimizers]
-                self._released[parameter] = sum(self._release(optimizer, parameter) for optimizer in self._optimizers)
-        return before != self._released
+        for parameter in set(frozen) - self._released:
+            self._released.add(parameter)
+            for optimizer in self._optimizers:
+                self._release(optimizer, parameter)
+        if self._moved and not self._handles:
+            self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
 
-    def _release(self, optimizer: Optimizer, parameter: nn.Parameter) -> int:
-        """Release what one optimizer holds for a parameter; return its bytes."""
+    def _release(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
         state: dict[str, Any] | None = optimizer.state.get(parameter)
-        if not state:
-            return 0
-        held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        if self._drops:
+        if state and self._drops:
             del optimizer.state[parameter]
-        else:
-            held = {name: value for name, value in held.items() if value.device == parameter.device != CPU}
-            self._moved += [(optimizer, parameter, name) for name in held]
-            state.update({name: value.to(CPU) for name, value in held.items()})
-        return sum(value.numel() * value.element_size() for value in held.values())
+        for name, value in (state or {}).items():
+            if not self._drops and isinstance(value, Tensor) and value.device == parameter.device != CPU:
+                self._moved.append((optimizer, parameter, name))
+                state[name] = value.to(CPU)  # type: ignore[index]
 
     def _bring_back(self) -> None:
         moved, self._moved = self._moved, []

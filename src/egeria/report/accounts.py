@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from egeria import events
 from egeria.report.history import History, setting
 
-PEAK, ENERGY = "measuring the peak of memory", "measuring energy"
+PEAK, ENERGY, RELEASING = "measuring the peak of memory", "measuring energy", "releasing the optimizer's state"
 """What is declined where it cannot be measured."""
 
 
@@ -111,13 +111,15 @@ def _freed(history: History, frozen: int) -> FreedMemory | None:
     profile = history.last(events.MemoryProfiled)
     if profile is None:
         return None
-    released = history.last(events.OptimizerStateReleased) if frozen else None
-    runs_through = any(event.what.startswith("the full saving behind") for event in history.of(events.Declined))
+    declined = [event.what for event in history.of(events.Declined)]
+    started = history.last(events.RunStarted)
+    keeps = started is None or setting(started, "freezing", "release_optimizer_state") in (None, "keep")
+    runs_through = any(what.startswith("the full saving behind") for what in declined)
     kept = (profile.activations, profile.gradients, profile.optimizer_state)
     return FreedMemory(
         activations=0 if runs_through else sum(profile.activations[:frozen]),
         gradients=sum(profile.gradients[:frozen]),
-        optimizer_state=released.num_bytes if released is not None else 0,
+        optimizer_state=0 if keeps or RELEASING in declined else sum(profile.optimizer_state[:frozen]),
         kept_before=sum(map(sum, kept)),
     )
 

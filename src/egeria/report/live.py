@@ -16,7 +16,7 @@ COUNTING = (
     *(events.RunStarted, events.ModulesOrdered, events.ComputeProfiled, events.Resumed, events.RunClosed),
     *(events.IntervalMeasured, events.PlasticityRead, events.ReferenceRefreshed),
     *(events.StageChanged, events.ModuleFrozen, events.PeriodsChanged, events.Thawed, events.Declined),
-    *(events.LandingBegan, events.LandingEnded, events.MemoryProfiled, events.OptimizerStateReleased),
+    *(events.LandingBegan, events.LandingEnded, events.MemoryProfiled),
 )
 """Events that a `RunSummary` is computed from; others are not kept in memory."""
 

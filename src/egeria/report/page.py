@@ -71,11 +71,6 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
         wording.mebibytes(event.reduced_bytes),
         f"of gradients between the processes from here on; laid out anew in {wording.duration(event.wall_s)}",
     ),
-    events.OptimizerStateReleased: lambda event: (
-        "optimizer state",
-        event.outcome,
-        f"{wording.mebibytes(event.num_bytes)} are not on the device of the weights",
-    ),
     events.Thawed: lambda event: (
         "thawed",
         wording.plural(event.frozen_before, "module"),

@@ -130,7 +130,9 @@ def not_measured(summary: Summary) -> list[tuple[str, str]]:
     """Return what is not known of that, and why."""
     beside, declined = summary.beside, dict(summary.declined)
     reasons = {
-        "memory freed": None if beside.freed else "no pass of the model with everything in training was looked into",
+        "memory freed": None
+        if beside.freed
+        else "it is counted at the first freeze of a run in one process, unless the model is compiled",
         "peak memory": None if beside.peak else _why_not(beside.is_peak_asked, "peak_memory", declined.get(PEAK)),
         "energy": None if beside.energy else _why_not(beside.is_energy_asked, "energy", declined.get(ENERGY)),
         "money saved": None if beside.money is not None else "accounts.price_per_hour is not set, or no time is known",

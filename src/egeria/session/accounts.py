@@ -45,6 +45,7 @@ class Accounts:
     def __init__(self, training: Training) -> None:
         self._recorder = training.recorder
         self._counters: dict[str, Counter] = {}
+        self._is_partial = False
         settings, devices = training.config.accounts, _accelerators(training)
         if not training.ranks.leads:  # only the first process keeps a journal
             return
@@ -56,11 +57,16 @@ class Accounts:
     def take(self) -> dict[str, Any]:
         """Return what the interval took, by the names of its journal fields, and begin the next."""
         found: dict[str, Any] = {}
+        is_partial, self._is_partial = self._is_partial, False
         for name, counter in list(self._counters.items()):
             found[name] = self._try(name, counter.end)
             if name in self._counters:
                 self._try(name, counter.begin)
-        return found
+        return {} if is_partial else found
+
+    def begin_anew(self) -> None:
+        """Leave the interval under way out: a resumed run measures a part of it only."""
+        self._is_partial = True
 
     def close(self) -> None:
         """Measure nothing more."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.events import FreezeWaits, ModuleFrozen, OptimizerStateReleased, PeriodsChanged, Rewrapped, Thawed
+from egeria.events import FreezeWaits, ModuleFrozen, PeriodsChanged, Rewrapped, Thawed
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.gradients import InputGradients
@@ -20,6 +20,7 @@ from egeria.layers.resting import DutyCycle
 from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
 from egeria.policy import Freeze, SetPeriods, Thaw
+from egeria.report.accounts import RELEASING
 from egeria.session.compiling import Compiling
 from egeria.session.following import HarmfulFreezeError, Training
 from egeria.session.landing import Decided, Landing
@@ -203,7 +204,8 @@ class Applier:
             trained = [parameter for parameter in self.training.model.parameters() if parameter.requires_grad]
             size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
             self.recorder.write(Rewrapped(step=self.recorder.step, wall_s=watch.read()[0], reduced_bytes=size_bytes))
-        self._release_state()
+        if self._state is not None:
+            self._state.follow(self._freezer.frozen)
 
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
@@ -211,8 +213,6 @@ class Applier:
         self.landing.cancel(None)
         self._duty.end()
         self._freezer.thaw()
-        if self._state is not None:
-            self._state.follow(())
         self.put_in_force()
 
     def prepare_step(self, step: int) -> None:
@@ -236,18 +236,8 @@ class Applier:
         elif wish == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters()):
             refusal = "it is in main memory already"
         if refusal:
-            self.recorder.decline("releasing the optimizer's state", refusal)
+            self.recorder.decline(RELEASING, refusal)
         return None if refusal or wish == "keep" else ReleasedState(self.training.optimizers, drops=wish == "drop")
-
-    def _release_state(self) -> None:
-        state = self._state
-        if state is None or not state.follow(self._freezer.frozen):
-            return
-        outcome = {"drop": "dropped"}.get(kind := self.training.config.freezing.release_optimizer_state, kind)
-        event = OptimizerStateReleased(
-            step=self.recorder.step, outcome=outcome if self.depth else "restored", num_bytes=state.num_bytes
-        )
-        self.recorder.write(event)
 
     def _reason_to_wait(self, saved_s: float | None, num_graphs: int = 1) -> str:
         """Return why a freeze has to wait: compiling the model again would take longer than it saves; else nothing."""

@@ -66,7 +66,7 @@ class Evaluation:
         self._num_samples = self.training.config.plasticity.num_samples
         self._reads_training = self.training.config.plasticity.mode == "train"
         self._is_profiled = self._is_counted = self._needs_whole_batch = self._has_read = False
-        self._samples, self._most_samples, self._num_failures = 0, [0, 0], 0
+        self._samples, self._most_samples, self._num_failures, self._largest_call = 0, [0, 0], 0, 0
         self._armed: int | None = None
         self._tap: TrainingTap | None = None
         self._evaluations_since_refresh: int | None = None
@@ -236,7 +236,7 @@ class Evaluation:
         whole = self.batch or batch
         if whole is not None and is_first and not self._is_counted:
             self._is_counted = True
-            scale = 1.0 if whole is self.batch else max(1.0, self._most_samples[1] / (whole.num_rows or 1))
+            scale = 1.0 if whole is self.batch else max(1.0, self._largest_call / (whole.num_rows or 1))
             count_memory(self.training, self.modules, whole, scale)
 
     def close(self, *, keeps_controller: bool = False) -> None:
@@ -274,6 +274,7 @@ class Evaluation:
     def _keep(self, batch: Batch) -> None:
         self.batch = batch
         self._samples += batch.num_rows or 1
+        self._largest_call = max(self._largest_call, batch.num_rows or 1)
 
     def _rows(self, batch: Batch) -> Batch:
         """Return what the reference reads: all of it where the training activation comes from the whole batch."""

@@ -263,8 +263,7 @@ class Session:
                 parts.applier.set_periods(decision, batch, parts.evaluation.saved_s(rested))
             elif isinstance(decision, Thaw):
                 parts.applier.thaw(decision)
-                # What was requested earlier is from before the thaw.
-                parts.evaluation.valid_from = self.clock.evaluation
+                parts.evaluation.valid_from = self.clock.evaluation  # what was requested earlier is from before
             else:
                 self.recorder.write(StageChanged(step=self.clock.step, stage=KNOWLEDGE_GUIDED, reason=decision.reason))
 

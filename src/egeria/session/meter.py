@@ -143,6 +143,7 @@ class IntervalMeter:
         self.timer.iteration_s = float(state["iteration_s"])
         self._losses, self._held = list(state["losses"]), list(state.get("held_losses", ()))
         self.measures.load_state_dict(state.get("measures", {}))
+        self.accounts.begin_anew()
 
 
 def to_floats(losses: Sequence[float | Tensor]) -> list[float]:
