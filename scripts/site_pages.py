@@ -170,7 +170,7 @@ def _reasons(others: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def _declines(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield what is declined in a file, and the reason where it stands there."""
-    shared = _assigned(tree.body) if isinstance(tree, ast.Module) else {}
+    shared = _imported(tree) | _assigned(tree.body) if isinstance(tree, ast.Module) else {}
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         names = shared | _assigned(list(ast.walk(function)))
         for node in ast.walk(function):
@@ -199,10 +199,30 @@ def _refusals(tree: ast.AST) -> Iterator[str]:
                 yield text
 
 
+def _imported(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the texts that names stand for which a file takes from another of ours."""
+    found: dict[str, ast.expr] = {}
+    for node in tree.body:
+        path = SOURCE.parent.joinpath(*(node.module or "").split(".")) if isinstance(node, ast.ImportFrom) else None
+        if path is not None and path.with_suffix(".py").is_file():
+            known = _assigned(ast.parse(path.with_suffix(".py").read_text(encoding="utf-8")).body)
+            found |= {entry.name: known[entry.name] for entry in node.names if entry.name in known}
+    return found
+
+
 def _assigned(nodes: list[Any]) -> dict[str, ast.expr]:
     """Return the texts that names stand for."""
-    pairs = [(node.targets, node.value) for node in nodes if isinstance(node, ast.Assign)]
-    found = {target.id: value for targets, value in pairs for target in targets if isinstance(target, ast.Name)}
+    found: dict[str, ast.expr] = {}
+    for node in (node for node in nodes if isinstance(node, ast.Assign)):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                found |= {
+                    name.id: part
+                    for name, part in zip(target.elts, node.value.elts, strict=True)
+                    if isinstance(name, ast.Name)
+                }
+            elif isinstance(target, ast.Name):
+                found[target.id] = node.value
     return {name: value for name, value in found.items() if _text(value, {})}
 
 
