@@ -19,7 +19,8 @@ FAST = {
     "policy": {"name": "egeria"},
     "plasticity": {"interval_steps": 2, "window": 2},
     "bootstrapping": {"change_threshold": 1.0},
-    "controller": {"budget_share": 1000.0},  # models this small take less time than a look at them
+    # Models this small take less time than a look at them, and a process of its own starts when they are done.
+    "controller": {"budget_share": 1000.0, "kind": "inline"},
 }
 
 

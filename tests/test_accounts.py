@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import types
 import warnings
@@ -321,7 +322,7 @@ ENERGY = {"energy": True}
 
 
 class TestEnergy:
-    def test_used_and_saved_are_those_of_the_counters(self, tmp_path, zeus):
+    def test_used_is_what_the_counters_say(self, tmp_path, zeus):
         def follow(run, step):
             Monitor.frozen = run.frozen > 0
 
@@ -331,8 +332,25 @@ class TestEnergy:
         energy = report(tmp_path).summary.beside.energy
         assert 0 < frozen < len(intervals) == STEPS / 4
         assert energy.used == 5.0 * (len(intervals) - frozen) + 3.0 * frozen
-        assert energy.saved == pytest.approx(2.0 * frozen)
         assert f"{energy.used:.3g} J used" in str(report(tmp_path)).replace("\N{NO-BREAK SPACE}", " ")
+
+    def test_what_measuring_took_is_no_saving_of_the_freeze_behind_it(self, tmp_path, zeus):
+        train(tmp_path, accounts=ENERGY)
+        path = tmp_path / "journal.jsonl"
+        entries = [json.loads(line) for line in path.read_text().splitlines()]
+        intervals = [entry for entry in entries if entry["event"] == "interval"]
+        for entry in intervals:  # 10 W at all times; an iteration takes 1 s, and 0.75 s behind the freeze
+            is_frozen = entry["frozen"] > 0
+            pace, ours = (0.75, 0.0) if is_frozen else (1.0, 2.0)  # and 2 s of measuring in each interval before it
+            window = pace * entry["num_steps"] + ours
+            entry |= {"iteration_wall_s": pace, "energy_window_s": window, "energy_j": 10 * window}
+        num_frozen = sum(entry["num_steps"] for entry in intervals if entry["frozen"])
+        (closed,) = [entry for entry in entries if entry["event"] == "run_closed"]
+        closed["overhead_wall_s"] = overhead_s = 2.0 * sum(not entry["frozen"] for entry in intervals)
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        energy = report(tmp_path).summary.beside.energy
+        assert energy.saved == pytest.approx(10 * (0.25 * num_frozen - overhead_s))
+        assert energy.used + energy.saved == pytest.approx(10 * 1.0 * STEPS), "what plain training would have used"
 
     def test_the_part_of_an_interval_that_a_resumed_run_sees_is_left_out(self, tmp_path, zeus):
         saved = {}

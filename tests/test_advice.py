@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import json
 import random
+import time
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -202,6 +205,55 @@ def test_what_a_schedule_would_save_is_the_time_that_its_frozen_modules_take():
     assert advice.saving("0.5:2", cached=True) == pytest.approx((BACKWARD_S + BLOCK_S) / PLAIN_S)
     assert [cost.depth for cost in advice.costs] == list(range(NUM_BLOCKS + 1))
     assert advice.is_worth_it and "Worth a try" in repr(advice)
+
+
+class Stamped:
+    """An event in a queue that runs on a clock of its own, the one of the toy."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = CLOCK.now_s
+        self.log.append("record")
+
+    def synchronize(self):
+        self.log.append("wait")
+
+    def elapsed_time(self, end):
+        return 1000 * (end.at - self.at)
+
+
+def test_on_an_accelerator_nothing_waits_for_it_between_iterations(monkeypatch):
+    """To wait makes iterations longer than they are in the loop, and the share that a freeze saves smaller."""
+    expected = ask()
+    Stamped.log.clear()
+    monkeypatch.setattr(torch.cuda, "Event", Stamped)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    for module in ("measure", "rehearsal"):
+        monkeypatch.setattr(f"egeria.advice.{module}.devices_of", lambda _: [0])
+    found = ask()
+    assert [cost.iteration_s for cost in found.costs] == pytest.approx([cost.iteration_s for cost in expected.costs])
+    assert [cost.prefix_s for cost in found.costs] == pytest.approx([cost.prefix_s for cost in expected.costs])
+    first_wait = Stamped.log.index("wait")
+    assert first_wait > 4 * found.num_iterations and "record" not in Stamped.log[first_wait:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
+def test_an_accelerator_is_measured(monkeypatch):
+    monkeypatch.setattr("egeria.advice.instruments.time", time)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(8))).cuda()
+    batches = [torch.randn(4096, 2048, device="cuda") for _ in range(4)]
+    advice = advise(model, sgd(model), batches, loss=lambda model, batch: model(batch).square().mean())
+    first, last = advice.costs[0], advice.costs[-1]
+    assert 0 < last.iteration_s < 0.8 * first.iteration_s
+    assert 0 < last.peak_bytes < first.peak_bytes
+    assert 0 < last.prefix_s < last.forward_s
 
 
 def test_evaluations_make_the_share_that_is_saved_smaller():

@@ -181,6 +181,43 @@ def test_it_is_judged_by_the_next_batch_and_not_by_its_own():
     assert abs(worth) < 0.03 * own
 
 
+def test_of_a_long_training_steps_are_measured_at_regular_distances():
+    """Each takes a part of an iteration, and a hundred of them in the first twentieth tell enough."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    measure = StepWorth(model, 1, total_steps=10_000)  # 2,000 of them might be measured
+    for step in range(20):
+        if step == 10:  # in the midst of the five
+            saved = measure.state_dict()
+            measure = StepWorth(model, 1, total_steps=10_000)
+            measure.load_state_dict(saved)
+        model.weight.grad = torch.full((5,), float(step))
+        measure.before(optimizer)
+        assert bool(measure.state_dict()["moved"]) == (step % 5 == 0)
+        optimizer.step()
+        measure.after(optimizer)
+    (worth,) = measure.take([Whole("weight")])
+    assert worth == pytest.approx(sum(5.0 * step * (step + 1) for step in (0, 5, 10, 15)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_any_precision_are_added_up_in_at_least_float32(dtype):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.full((4,), 1024.0, dtype=dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    measure = StepWorth(model, 1, total_steps=1000)
+    for _ in range(301):
+        model.weight.grad = torch.full((4,), 8.0, dtype=dtype)
+        measure.before(optimizer)
+        optimizer.step()
+        measure.after(optimizer)
+        model.weight.data.fill_(1024.0)
+    (worth,) = measure.take([Whole("weight")])
+    assert worth == 300 * 4 * 64  # in bfloat16 sums stick at 256 times the part
+
+
 def test_of_a_table_some_columns_of_all_rows_are_looked_at():
     """In a batch few rows have a gradient: evenly spaced rows would miss them."""
     torch.manual_seed(0)
@@ -725,6 +762,17 @@ def test_a_fine_tuning_freezes_its_table_and_needs_no_reference(tmp_path):
     assert {decision.kind for decision in stricter.replayed} == {"knowledge-guided"}
 
 
+def test_once_worth_decides_intervals_are_a_hundredth_of_the_run(tmp_path):
+    loop = FineTuning(tmp_path, policy={"worth_limit": 0.1}, plasticity={"interval_steps": 1}).go(STEPS)
+    loop.run.close()
+    steps = [entry.step for entry in of(tmp_path, events.IntervalMeasured)]
+    (changed,) = of(tmp_path, events.IntervalChanged)
+    assert (changed.before, changed.after) == (1, STEPS // 100)
+    assert changed.step == STEPS // 20 + 1  # the first behind the look
+    assert steps == [*range(1, changed.step), *range(changed.step, STEPS + 1, changed.after)]
+    assert max(loop.depths) >= 1 and replay(tmp_path).agrees
+
+
 def test_a_run_from_scratch_measures_no_worth(tmp_path):
     torch.manual_seed(3)
     loop = FineTuning(tmp_path, model=Words()).go(40)
@@ -733,9 +781,10 @@ def test_a_run_from_scratch_measures_no_worth(tmp_path):
     assert loop.run.modules[0].name != "table"
 
 
-@pytest.mark.parametrize("halt", [5, 9, 60])
-def test_a_resumed_run_measures_and_freezes_as_one_that_never_stopped(tmp_path, halt):
-    settings = {"policy": {"worth_limit": 1.0}}  # all at once, whatever the times are
+@pytest.mark.parametrize(("halt", "interval_steps"), [(5, 2), (9, 2), (60, 2), (61, 1)])
+def test_a_resumed_run_measures_and_freezes_as_one_that_never_stopped(tmp_path, halt, interval_steps):
+    # All at once, whatever the times are.
+    settings = {"policy": {"worth_limit": 1.0}, "plasticity": {"interval_steps": interval_steps}}
     whole = FineTuning(tmp_path / "whole", **settings).go(100)
     first = FineTuning(tmp_path / "first", **settings).go(halt)
     saved = first.save()

@@ -139,7 +139,8 @@ class IntervalMeasured(Event, kind="interval"):
     peak_bytes: int | None = None
     """Most memory in use in the interval, with `accounts.peak_memory`."""
     energy_j: float | None = None
-    """Joules that the interval took, with `accounts.energy`; our own work is in them."""
+    energy_window_s: float | None = None
+    """Joules that the interval took, with `accounts.energy`, and in how many seconds; our own work is in both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,55 +13,85 @@ from torch import nn
 from egeria import tree
 from egeria.layers.modules import LayerModule
 
+Stamp = Any
+"""Of a `Clock`."""
+
+
+class Clock:
+    """Tells when a model had done what it was asked for until then.
+
+    On one CUDA device a stamp is an event in its queue, and nothing waits for it before it is read: work is queued
+    ahead there, and to wait at each stamp would make every iteration longer than it is in the loop, the short ones
+    most. On several the clock waits for all of them.
+
+    Args:
+        devices: the CUDA devices that the model is on; none for the CPU.
+    """
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        self._devices = devices
+
+    def now(self) -> Stamp:
+        """Return a stamp."""
+        if len(self._devices) == 1:
+            with torch.cuda.device(self._devices[0]):
+                event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                event.record()
+            return event
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def seconds(self, begin: Stamp, end: Stamp) -> float:
+        """Return the seconds between two stamps; waits until the device has come to the second."""
+        if len(self._devices) != 1:
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end) / 1000)
+
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What one iteration took, in wall-clock seconds, CPU seconds and bytes."""
+    """What one iteration took: stamps, CPU seconds and bytes."""
 
     depth: int
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
+    stamps: tuple[Stamp, Stamp, Stamp, Stamp]
+    """When it began, and the ends of its forward pass, its backward pass, and the optimizer's step."""
     cpu_s: float
-    prefix_s: float | None
+    prefix: Sequence[tuple[Stamp, Stamp]] | None
+    """Begin and end of what lies in the frozen front, for each call of the model; None where it was not seen."""
     stored_bytes: int | None
     peak_bytes: int | None
 
 
 class Laps:
-    """Times the laps of an iteration; waits for the accelerators at the end of each.
-
-    Sets the peak of `torch.cuda.max_memory_allocated` back.
+    """Stamps the laps of an iteration. Sets the peak of `torch.cuda.max_memory_allocated` back.
 
     Args:
+        clock: of the model.
         devices: the CUDA devices that the model is on.
     """
 
-    def __init__(self, devices: Sequence[int]) -> None:
-        self._devices = devices
-        self._wait()
+    def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
+        self._clock, self._devices = clock, devices
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
-        self.seconds: list[float] = []
-        self.cpu_s = 0.0
-        """CPU seconds to the end of the last lap."""
-        self._cpu_began, self._last = time.process_time(), time.perf_counter()
+        self.stamps = [clock.now()]
+        self._cpu_began = time.process_time()
 
     def lap(self) -> None:
         """End a lap."""
-        self._wait()
-        now = time.perf_counter()
-        self.seconds.append(now - self._last)
-        self._last, self.cpu_s = now, time.process_time() - self._cpu_began
+        self.stamps.append(self._clock.now())
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds since the beginning."""
+        return time.process_time() - self._cpu_began
 
     @property
     def peak_bytes(self) -> int | None:
         """Most memory in use on the accelerators since the beginning; None on the CPU."""
         return sum(map(torch.cuda.max_memory_allocated, self._devices)) if self._devices else None
-
-    def _wait(self) -> None:
-        for device in self._devices:
-            torch.cuda.synchronize(device)
 
 
 class Marks:
@@ -73,16 +103,16 @@ class Marks:
     Args:
         model: that is called.
         modules: its layer modules, front to back.
-        devices: the CUDA devices that it is on; of several nothing is timed.
+        clock: of the model; None where its parts cannot be timed, as on several devices.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], devices: Sequence[int]) -> None:
-        self._devices = devices
-        self._began: Any = None
+    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], clock: Clock | None) -> None:
+        self._clock = clock
+        self._began: Stamp | None = None
         """When the call under way began; None outside of one."""
-        self._ends: dict[int, Any] = {}
+        self._ends: dict[int, Stamp] = {}
         """In this call, by place."""
-        self._spans: dict[int, list[tuple[Any, Any]]] = {}
+        self._spans: dict[int, list[tuple[Stamp, Stamp]]] = {}
         self._bytes: dict[int, int] = {}
         taps = [model.get_submodule(module.tap) for module in modules]
         self._handles = [
@@ -102,26 +132,17 @@ class Marks:
         """An iteration begins."""
         self._spans, self._began = {}, None
 
-    def prefix(self, depth: int) -> tuple[float | None, int | None]:
-        """Return the seconds that the front `depth` layer modules took, and the bytes they put out for one sample."""
-        spans = self._spans.get(depth - 1)
-        if not depth or not spans or len(self._devices) > 1:
-            return (None if depth else 0.0), None
-        return sum(self._seconds(begin, end) for begin, end in spans), self._bytes.get(depth - 1)
+    def prefix(self, depth: int) -> tuple[list[tuple[Stamp, Stamp]] | None, int | None]:
+        """Return when the front `depth` layer modules began and ended in each call, and what they put out.
 
-    def _seconds(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end) / 1000 if self._devices else end - begin)
-
-    def _now(self) -> Any:
-        if not self._devices:
-            return time.perf_counter()
-        with torch.cuda.device(self._devices[0]):
-            event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-        return event
+        The latter are bytes for one sample. None stands for what was not seen.
+        """
+        if not depth:
+            return [], None
+        return self._spans.get(depth - 1), self._bytes.get(depth - 1)
 
     def _enter(self, _model: nn.Module, _args: Any) -> None:
-        self._began, self._ends = self._now(), {}
+        self._began, self._ends = self._clock.now() if self._clock else None, {}
 
     def _leave(self, _model: nn.Module, _args: Any, _output: Any) -> None:
         for place, end in self._ends.items():
@@ -132,7 +153,8 @@ class Marks:
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
             if self._began is None:
                 return
-            self._ends[place] = self._now()
+            assert self._clock is not None
+            self._ends[place] = self._clock.now()
             rows = tree.num_rows(output)
             if rows:
                 self._bytes[place] = sum(part.numel() * part.element_size() for part in tree.leaves(output)) // rows

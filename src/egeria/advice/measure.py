@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from egeria import dist
 from egeria.advice.advice import Advice
-from egeria.advice.instruments import Laps, devices_of
+from egeria.advice.instruments import Clock, devices_of
 from egeria.advice.rehearsal import NUM_BATCHES, CopyInTraining, Loss
 from egeria.advice.source import Source, Witness, kept_generators
 from egeria.config import Config
@@ -108,7 +108,8 @@ def _copy_in_training(
 
 def _evaluation_s(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> float:
     """Return the seconds that an evaluation of a copy takes."""
-    laps = Laps(devices_of(model))
+    clock = Clock(devices_of(model))
+    begin = clock.now()
     try:
         evaluate(model)
     except Exception as error:
@@ -116,8 +117,7 @@ def _evaluation_s(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> flo
             f"evaluate(model) must run on the copy as in the loop, found {type(error).__name__}: {error}. "
             f"Correct it, or leave it out."
         ) from error
-    laps.lap()
-    return laps.seconds[0]
+    return clock.seconds(begin, clock.now())
 
 
 @contextmanager

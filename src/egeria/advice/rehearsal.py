@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria.advice.advice import DepthCost
-from egeria.advice.instruments import Iteration, Laps, Marks, devices_of
+from egeria.advice.instruments import Clock, Iteration, Laps, Marks, devices_of
 from egeria.advice.source import Witness
 from egeria.config import Config
 from egeria.errors import ConfigError
@@ -48,6 +50,7 @@ class CopyInTraining:
 
     def __post_init__(self) -> None:
         self._devices = devices_of(self.model)
+        self._clock = Clock(self._devices)
         if not self.model.training:  # parts may be in inference mode on purpose
             self.model.train()
         self._seen: dict[int, list[Iteration]] = {}
@@ -73,7 +76,7 @@ class CopyInTraining:
         policy = {"name": "static", "schedule": " ".join(moves)}
         with (
             self._attached(settings, folder / "run", policy, total) as run,
-            Marks(self.model, modules, self._devices) as marks,
+            Marks(self.model, modules, self._clock if len(self._devices) < 2 else None) as marks,
         ):
             for place in range(total):
                 turn, is_settled = place // (each * len(depths)), place % each >= SETTLING
@@ -127,27 +130,28 @@ class CopyInTraining:
                 f"An iteration on the copy must run as in the loop: loss(model, batch), backward, step; found "
                 f"{type(error).__name__}: {error}. Pass loss=..., which does what the loop does before loss.backward()."
             ) from error
-        peak_bytes = laps.peak_bytes
+        peak_bytes, cpu_s = laps.peak_bytes, laps.cpu_s
         run.step(loss)
         self.num_iterations += 1
         if counts_memory:
             self._memory[depth] = (activation_bytes, *self._trained_bytes())
-        forward_s, backward_s, optimizer_s = laps.seconds
-        prefix_s, stored = (None, None) if marks is None else marks.prefix(depth)
-        return Iteration(depth, forward_s, backward_s, optimizer_s, laps.cpu_s, prefix_s, stored, peak_bytes)
+        began, forward, backward, optimized = laps.stamps
+        prefix, stored = (None, None) if marks is None else marks.prefix(depth)
+        return Iteration(depth, (began, forward, backward, optimized), cpu_s, prefix, stored, peak_bytes)
 
     def _forward(self, batch: Any, counts_memory: bool) -> tuple[Laps, Tensor, int | None]:
         """Return the laps with that of the forward pass, the loss, and the bytes kept for the backward pass."""
         kept = Kept(self.model) if counts_memory else None
         again = copy.deepcopy(batch) if counts_memory else None
-        laps = Laps(self._devices)
+        laps = Laps(self._clock, self._devices)
         try:
             with kept or nullcontext():
                 loss = self.loss(self.model, batch)
         except Exception:
             if not counts_memory:
                 raise
-            laps, kept, loss = Laps(self._devices), None, self.loss(self.model, again)  # some bear no such hooks
+            laps, kept = Laps(self._clock, self._devices), None  # some bear no such hooks
+            loss = self.loss(self.model, again)
         laps.lap()
         return laps, loss, sum(kept.by_place(1)) if kept is not None else None
 
@@ -166,15 +170,17 @@ class CopyInTraining:
         return gradient_bytes(trained), optimizer_bytes(self.optimizers, parameters if self._keeps_state else trained)
 
     def _cost(self, depth: int) -> DepthCost:
-        seen = self._seen[depth]
-        prefixes = [entry.prefix_s for entry in seen if entry.prefix_s is not None]
+        seen, seconds = self._seen[depth], self._clock.seconds
+        laps = zip(*([seconds(*lap) for lap in itertools.pairwise(entry.stamps)] for entry in seen), strict=True)
+        forward_s, backward_s, optimizer_s = map(statistics.median, laps)
+        prefixes = [math.fsum(seconds(*span) for span in entry.prefix) for entry in seen if entry.prefix is not None]
         peaks = [entry.peak_bytes - self.held_bytes for entry in seen if entry.peak_bytes is not None]
         activation_bytes, gradients, optimizer_state = self._memory[depth]
         return DepthCost(
             depth=depth,
-            forward_s=statistics.median(entry.forward_s for entry in seen),
-            backward_s=statistics.median(entry.backward_s for entry in seen),
-            optimizer_s=statistics.median(entry.optimizer_s for entry in seen),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            optimizer_s=optimizer_s,
             cpu_s=statistics.median(entry.cpu_s for entry in seen),
             prefix_s=statistics.median(prefixes) if prefixes else None,
             activation_bytes=activation_bytes,

@@ -35,6 +35,7 @@ from egeria.policy.protocol import (
     Reading,
     SetPeriods,
     Thaw,
+    Unhurried,
 )
 from egeria.policy.rivals import ordinal
 from egeria.policy.schedules import RULES, Moment, UnfreezeAction, UnfreezeRule, find_rule, rule_for_schedule
@@ -66,6 +67,7 @@ __all__ = [
     "Thaw",
     "UnfreezeAction",
     "UnfreezeRule",
+    "Unhurried",
     "choose_interval",
     "find_policy",
     "find_rule",

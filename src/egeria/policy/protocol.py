@@ -213,6 +213,15 @@ class Foreseeing(Protocol):
         """Return for how many steps after `step` the boundary cannot move; None: to the end of the run."""
 
 
+@runtime_checkable
+class Unhurried(Protocol):
+    """A policy that at times is content with longer intervals than it began with."""
+
+    @property
+    def least_interval_steps(self) -> int:
+        """Steps that an interval may have at least, from now on; 0 leaves it as it is."""
+
+
 class PolicyMaker(Protocol):
     """Makes the policy of a run, and another one where the model is cut into other layer modules."""
 

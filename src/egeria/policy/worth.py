@@ -40,6 +40,8 @@ COST_POWER = (FADING + 1) / FADING
 """Power by which what a freeze costs falls with the limit on its price, where the rate falls straight to nothing: at a
 rate `r` it costs `r ** (FADING + 1)` of what it would cost at the largest, and `r ** FADING` is limit / price."""
 ROUNDING = 1e-9
+LOOKS = 100
+"""Intervals of a whole run once worth decides: by then only the learning rate moves what it decides by."""
 THAWS_AT = 2.0**FADING
 """Times the limit that a frozen front must be worth by now, because the rate rose to twice what it was, to thaw."""
 
@@ -83,6 +85,11 @@ class Worth(Forecast):
     def monitored(self) -> int | None:
         """The frontmost active module where plasticity decides, else None."""
         return super().monitored if self._decides == PLASTICITY else None
+
+    @property
+    def least_interval_steps(self) -> int:
+        """Steps that an interval may have at least: a hundredth of the run where worth decides."""
+        return math.ceil((self._total_steps or 0) / LOOKS) if self._decides == WORTH else 0
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Return what follows from the worth of steps, the loss and the rates."""

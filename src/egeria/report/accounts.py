@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,11 +47,12 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnergyUse:
-    """Joules, as measured over whole intervals; our own work is in them."""
+    """Joules, as measured over whole intervals; our own work and the loop's evaluations are in them."""
 
     used: float
     saved: float | None
-    """By the median of a step while nothing was frozen, as time is; None where nothing ran unfrozen."""
+    """As time is, by the energy of an iteration: its time, without our work, by the power of its interval. What our
+    work took is taken off. None where nothing ran unfrozen."""
 
     @property
     def saved_share(self) -> float | None:
@@ -99,7 +101,7 @@ def accounts_of(
     return BesideTime(
         freed=_freed(history, frozen),
         peak=_peak([entry for entry in intervals if entry.peak_bytes], is_full, frozen),
-        energy=_energy([entry for entry in intervals if entry.energy_j], is_full),
+        energy=_energy([entry for entry in intervals if entry.energy_j], is_full, history.overhead_wall_s),
         money=saved_s / 3600 * price if isinstance(price, (int, float)) and saved_s is not None else None,
         currency=str(asked("currency") or ""),
         is_peak_asked=bool(asked("peak_memory")),
@@ -135,14 +137,21 @@ def _peak(
 
 
 def _energy(
-    intervals: Sequence[events.IntervalMeasured], is_full: Callable[[events.IntervalMeasured], bool]
+    intervals: Sequence[events.IntervalMeasured],
+    is_full: Callable[[events.IntervalMeasured], bool],
+    overhead_s: float,
 ) -> EnergyUse | None:
     if not intervals:
         return None
-    steps = [((entry.energy_j or 0.0) / entry.num_steps, entry) for entry in intervals]
-    full = [pace for pace, entry in steps if is_full(entry)]
+    watts = [(_power(entry), entry) for entry in intervals if entry.energy_window_s]
+    paces = [(power * entry.iteration_wall_s, entry) for power, entry in watts]
+    full = [pace for pace, entry in paces if is_full(entry)]
     saved = None
     if full:
-        unfrozen = statistics.median(full)
-        saved = sum((unfrozen - pace) * entry.num_steps for pace, entry in steps if not is_full(entry))
+        unfrozen, overhead = statistics.median(full), overhead_s * statistics.median(power for power, _ in watts)
+        saved = sum((unfrozen - pace) * entry.num_steps for pace, entry in paces if not is_full(entry)) - overhead
     return EnergyUse(used=sum(entry.energy_j or 0.0 for entry in intervals), saved=saved)
+
+
+def _power(entry: events.IntervalMeasured) -> float:
+    return (entry.energy_j or 0.0) / (entry.energy_window_s or math.inf)

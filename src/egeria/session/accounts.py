@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,7 +46,7 @@ class Accounts:
     def __init__(self, training: Training) -> None:
         self._recorder = training.recorder
         self._counters: dict[str, Counter] = {}
-        self._is_partial = False
+        self._is_partial, self._began = False, time.perf_counter()
         settings, devices = training.config.accounts, _accelerators(training)
         if not training.ranks.leads:  # only the first process keeps a journal
             return
@@ -62,6 +63,9 @@ class Accounts:
             found[name] = self._try(name, counter.end)
             if name in self._counters:
                 self._try(name, counter.begin)
+        began, self._began = self._began, time.perf_counter()
+        if found.get("energy_j"):
+            found["energy_window_s"] = self._began - began
         return {} if is_partial else found
 
     def begin_anew(self) -> None:

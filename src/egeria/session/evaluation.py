@@ -29,7 +29,7 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.shards import gather, outline
 from egeria.layers.taps import TrainingTap, capture, forward_shares
 from egeria.layers.undisturbed import undisturbed
-from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
+from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading, Unhurried
 from egeria.session.accounts import count_memory
 from egeria.session.applying import BACKWARD_SHARE
 from egeria.session.following import Training
@@ -193,14 +193,20 @@ class Evaluation:
         if index is not None and self._work_shares is not None and is_on_cpu:
             looked_at, samples = self._most_samples
             share = looked_at / samples * (1 if self.status.is_asynchronous else 2)
-            counted = count_iterations(sum(self._work_shares[: index + 1]), share)
-            changed = self.budget.expect(counted, interval_steps)
+            changed = self.budget.expect(count_iterations(sum(self._work_shares[: index + 1]), share), interval_steps)
         changed = changed or self.budget.review(interval_steps)
-        if changed is None:
+        return interval_steps if changed is None else self._change_interval(interval_steps, *changed)
+
+    def lengthen_interval(self, interval_steps: int) -> int:
+        """Return the `n` that the policy is content with while it reads nothing, and journal a change."""
+        least = self.policy.least_interval_steps if isinstance(self.policy, Unhurried) and self.ranks.leads else 0
+        if least <= interval_steps:
             return interval_steps
-        step, (fitting, reason) = self.recorder.step, changed
-        self.recorder.write(IntervalChanged(step=step, before=interval_steps, after=fitting, reason=reason))
-        return fitting
+        return self._change_interval(interval_steps, least, "what decides changes slowly from here on")
+
+    def _change_interval(self, before: int, after: int, reason: str) -> int:
+        self.recorder.write(IntervalChanged(step=self.recorder.step, before=before, after=after, reason=reason))
+        return after
 
     def saved_s(self, rested: Mapping[int, float]) -> float | None:
         """Return the seconds that layer modules save which are not updated any more; None where unknown.
@@ -336,10 +342,8 @@ class Evaluation:
     def _take_in_result(self, result: Reading | ReadingDropped) -> None:
         costs = self._under_way.pop(result.evaluation, {})
         is_lost = isinstance(result, ReadingDropped) and not isinstance(result, EvaluationFailed)
-        late = ""
-        if self.has_given_up:
-            late = "it came late: judging has ended"
-        elif result.evaluation < self.valid_from:
+        late = "it came late: judging has ended" if self.has_given_up else ""
+        if not late and result.evaluation < self.valid_from:
             late = "it came late: everything thawed meanwhile"
         if isinstance(result, Reading) and not late and math.isfinite(result.value):
             self._num_failures, self._has_read = 0, True

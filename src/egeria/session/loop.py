@@ -233,6 +233,7 @@ class Session:
         """Request an evaluation, take in finished ones, and refresh the reference model if that is due."""
         clock, evaluation, monitored = self.clock, parts.evaluation, parts.policy.monitored
         if monitored is None:
+            clock.interval_steps = evaluation.lengthen_interval(clock.interval_steps)
             return
         if requests := self.ranks.leads and not evaluation.has_given_up:
             evaluation.request(clock.evaluation, monitored)
@@ -384,8 +385,7 @@ class Session:
     def _count_fault(self, what: str, error: Exception) -> None:
         self.recorder.fault(what, error)
         count = self._faults_in_a_row[what] = self._faults_in_a_row.get(what, 0) + 1
-        parts = self.parts
-        if parts is None:
+        if (parts := self.parts) is None:
             return
         parts.evaluation.disarm()
         differs = parts.policy.frozen != parts.applier.decided_depth

@@ -1,0 +1,307 @@
+"""What frozen layer modules save on an accelerator, at the size of real models, beside what advice foretells.
+
+    python -m benchmarks.micro.accelerator [MODEL ...] [--device cuda] [--rounds 6] [--steps 10] [--small]
+        [--record benchmarks/records/NAME]
+
+Times only, on made-up batches: what is learnt does not matter to them. Advice is asked for first. Then, for a quarter,
+half and three quarters of the layer modules, two copies train in one process in turn, a few steps at a time: one
+plainly, one attached with these modules frozen by the policy 'static' from the start. A turn ends when the accelerator
+has done all of it. The saving is 1 less the ratio of the sums, its spread that of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import egeria
+from benchmarks.proving.recipe import describe_circumstances
+
+Batch = dict[str, Tensor]
+SHARES = (0.25, 0.5, 0.75)
+WARMUP = 3
+"""Turns that are not counted: the first of a shape choose kernels."""
+NUM_BATCHES = 4
+TOTAL_STEPS = 4000
+"""That the policy is told; a long run would be asked at longer intervals."""
+MOST_STEPS_TO_FREEZE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model as it is trained; `make` is called with whether it shall be small."""
+
+    make: Callable[[bool], nn.Module]
+    batch: Callable[[bool], Batch]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One model with so many of its layer modules frozen; savings are shares of the time of its iterations."""
+
+    model: str
+    frozen: int
+    num_modules: int
+    foretold: float
+    measured: float
+    quartiles: tuple[float, float]
+    plain_ms: float
+    """Of an iteration, wall-clock."""
+    plain_peak_bytes: int | None
+    """Most memory in use during a turn less what is in use between turns: activations, and gradients as they come."""
+    frozen_peak_bytes: int | None
+    energy_saved: float | None
+    """Share of the accelerator's energy; None where it does not tell."""
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=2e-5)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+
+
+def _bert(small: bool) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 (slow to import)
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128} if small else {}
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=12, **sizes))
+
+
+def _sentences(small: bool) -> Batch:
+    count, length = (4, 16) if small else (32, 128)
+    return {"input_ids": torch.randint(1000, 30_000, (count, length)), "labels": torch.randint(0, 2, (count,))}
+
+
+def _gpt2(small: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
+
+    sizes = {"n_embd": 64, "n_head": 2} if small else {}
+    return GPT2LMHeadModel(GPT2Config(**sizes))
+
+
+def _texts(small: bool) -> Batch:
+    tokens = torch.randint(0, 50_000, (2, 32) if small else (8, 512))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _vit(small: bool) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification  # noqa: PLC0415
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128} if small else {}
+    return ViTForImageClassification(ViTConfig(num_labels=1000, **sizes))
+
+
+def _resnet50(small: bool) -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification  # noqa: PLC0415
+
+    model: nn.Module = ResNetForImageClassification(ResNetConfig(num_labels=1000))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def _images(small: bool) -> Batch:
+    count = 2 if small else 64
+    return {"pixel_values": torch.randn(count, 3, 224, 224), "labels": torch.randint(0, 1000, (count,))}
+
+
+SUBJECTS = {
+    "bert-base": Subject(make=_bert, batch=_sentences, optimizer=_adamw),
+    "gpt2": Subject(make=_gpt2, batch=_texts, optimizer=_adamw),
+    "vit-base": Subject(make=_vit, batch=_images, optimizer=_adamw),
+    "resnet50": Subject(make=_resnet50, batch=_images, optimizer=_sgd),
+}
+
+
+class Trainer:
+    """A model, its optimizer, and batches that lie on its device."""
+
+    def __init__(self, subject: Subject, device: torch.device, small: bool) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.model = subject.make(small).to(device)
+        self.optimizer = subject.optimizer(self.model)
+        drawn = [subject.batch(small) for _ in range(NUM_BATCHES)]
+        self.batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in drawn]
+        self.run: egeria.Run | None = None
+        self._next = 0
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss, computed in bfloat16."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            loss: Tensor = model(**batch).loss
+        return loss
+
+    def freeze(self, depth: int, directory: Path) -> None:
+        """Attach, and train until the front `depth` layer modules are frozen."""
+        settings = {"policy": {"schedule": f"0:{depth}"}}
+        self.run = egeria.attach(
+            self.model, self.optimizer, policy="static", total_steps=TOTAL_STEPS, config=settings, directory=directory
+        )
+        for _ in range(MOST_STEPS_TO_FREEZE):  # a policy is asked at the end of an interval
+            if self.run.frozen < depth:
+                self.train(1)
+
+    def train(self, steps: int) -> None:
+        """Make so many steps, and wait for the accelerator."""
+        network: Any = self.run.model if self.run else self.model
+        network.train()
+        for _ in range(steps):
+            self._next = (self._next + 1) % NUM_BATCHES
+            loss = self.loss(network, self.batches[self._next])
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.run:
+                self.run.step(loss)
+        _wait(self.device)
+
+
+@dataclass
+class Turns:
+    """What the turns of one trainer took."""
+
+    trainer: Trainer
+    seconds: list[float]
+    joules: list[float]
+    peak_bytes: int | None = None
+
+    def take(self, steps: int, counted: bool) -> None:
+        """Let the trainer take a turn."""
+        device = self.trainer.device
+        held = _memory(device, peak=False)
+        energy, begin = _joules(device), time.perf_counter()
+        self.trainer.train(steps)
+        if counted:
+            self.seconds.append(time.perf_counter() - begin)
+            self.joules.append(_joules(device) - energy)
+            self.peak_bytes = _memory(device, peak=True) - held if device.type == "cuda" else None
+
+
+def measure(name: str, subject: Subject, options: argparse.Namespace) -> list[Row]:
+    """Ask for advice, then train with ever more layer modules frozen."""
+    device = torch.device(options.device)
+    asked = Trainer(subject, device, options.small)
+    advice = egeria.advise(asked.model, asked.optimizer, asked.batches, loss=asked.loss)
+    print(f"{name}\n{advice}\n", flush=True)
+    most = advice.costs[-1].depth
+    depths = sorted({max(1, min(most, round(share * len(advice.modules)))) for share in SHARES}) if most else []
+    return [_row(name, subject, advice, depth, options) for depth in depths]
+
+
+def _row(name: str, subject: Subject, advice: egeria.Advice, depth: int, options: argparse.Namespace) -> Row:
+    device = torch.device(options.device)
+    plain, frozen = (Turns(Trainer(subject, device, options.small), [], []) for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        frozen.trainer.freeze(depth, Path(folder))
+        for index in range(-WARMUP, options.rounds):
+            for turns in (plain, frozen) if index % 2 else (frozen, plain):
+                turns.take(options.steps, counted=index >= 0)
+        run = frozen.trainer.run
+        assert run is not None and run.frozen == depth, "frozen from the start"
+        run.close()
+    ratios = [b / a for a, b in zip(plain.seconds, frozen.seconds, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    energy = 1 - sum(frozen.joules) / sum(plain.joules) if sum(plain.joules) else None
+    row = Row(
+        model=name,
+        frozen=depth,
+        num_modules=len(advice.modules),
+        foretold=advice.saving(f"0:{depth}"),
+        measured=1 - sum(frozen.seconds) / sum(plain.seconds),
+        quartiles=(1 - high, 1 - low),
+        plain_ms=1000 * sum(plain.seconds) / len(plain.seconds) / options.steps,
+        plain_peak_bytes=plain.peak_bytes,
+        frozen_peak_bytes=frozen.peak_bytes,
+        energy_saved=energy,
+    )
+    print(row, flush=True)
+    return row
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory(device: torch.device, *, peak: bool) -> int:
+    if device.type != "cuda":
+        return 0
+    if peak:
+        return torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _joules(device: torch.device) -> float:
+    """Return what the accelerator has used since its driver was loaded; 0 where it does not tell."""
+    if device.type != "cuda":
+        return 0.0
+    try:
+        import pynvml  # noqa: PLC0415 (comes with torch on CUDA)
+
+        pynvml.nvmlInit()
+        millijoules: int = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
+    except Exception:  # NVML has an error of its own for each thing that is missing
+        return 0.0
+    return millijoules / 1000
+
+
+def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
+    """Return the README of the record."""
+    lines = [
+        "# What frozen layer modules save on an accelerator",
+        "",
+        f"Wall-clock time of iterations in bfloat16 on one {made_with['accelerator']}, batches of made-up data. "
+        "[How it is measured](../../micro/accelerator.py).",
+        "",
+        "| model | frozen | plain iteration | foretold | saved (quartiles of rounds) | memory of a step | energy |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        low, high = row.quartiles
+        memory = "not counted"
+        if row.plain_peak_bytes and row.frozen_peak_bytes:
+            memory = f"{row.plain_peak_bytes / 2**30:.2f} to {row.frozen_peak_bytes / 2**30:.2f} GiB"
+        energy = "not told" if row.energy_saved is None else f"{-row.energy_saved:+.0%}"
+        lines.append(
+            f"| {row.model} | {row.frozen} of {row.num_modules} | {row.plain_ms:.1f} ms | {row.foretold:.1%} "
+            f"| {row.measured:.1%} ({low:.1%} to {high:.1%}) | {memory} | {energy} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Measure and print; with `--record` keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SUBJECTS)}; all if none is given")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10, help="of a turn")
+    parser.add_argument("--small", action="store_true", help="small models, to try the command")
+    parser.add_argument("--record", type=Path)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for name in options.models or SUBJECTS:
+        rows += measure(name, SUBJECTS[name], options)
+        if options.record:
+            made_with = describe_circumstances(torch.device(options.device))
+            options.record.mkdir(parents=True, exist_ok=True)
+            found = {"rows": [asdict(row) for row in rows], "made_with": made_with, "rounds": options.rounds}
+            (options.record / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            (options.record / "README.md").write_text(describe(rows, made_with), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
