@@ -64,6 +64,15 @@ WORKLOADS: tuple[Workload, ...] = (
         build=partial(sst2.build, recipes=SST2_LORA, adapt=sst2.with_adapters),
     ),
     Workload(
+        name="bert-sst2-last-layer",
+        metric="accuracy",
+        higher_is_better=True,
+        is_relative=False,
+        paper="",
+        tiers=tuple(SST2),
+        build=partial(sst2.build, recipes=SST2, adapt=sst2.last_layer),
+    ),
+    Workload(
         name="bert-tags",
         metric="accuracy",
         higher_is_better=True,

@@ -1,4 +1,4 @@
-"""Telling positive from negative sentences: fine-tuning MiniLM on SST-2, whole or through low-rank adapters."""
+"""Telling positive from negative sentences: fine-tuning MiniLM on SST-2, whole, its end, or through adapters."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ def with_adapters(model: nn.Module) -> nn.Module:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         adapted: nn.Module = get_peft_model(model, adapters)
     return adapted
+
+
+def last_layer(model: nn.Module) -> nn.Module:
+    """Train the last layer, the pooler and the classifier, as one does with little data: what is before them rests."""
+    for parameter in [*model.bert.embeddings.parameters(), *model.bert.encoder.layer[:-1].parameters()]:
+        parameter.requires_grad_(False)
+    return model
 
 
 def build(
