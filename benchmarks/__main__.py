@@ -8,6 +8,7 @@ python -m benchmarks table
 python -m benchmarks oracle WORKLOAD[,WORKLOAD] --seeds 0,1,2 [--confirm 3,4] [--most-runs N]
                                             [--setting GROUP.KEY=VALUE]
 python -m benchmarks sensitivity WORKLOAD[,WORKLOAD] --sweep POLICY:key=value,value [--sweep ...] [--out RECORD]
+python -m benchmarks posthoc WORKLOAD[,WORKLOAD] --seeds 0 [--out RECORD]
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     oracle.set_defaults(verb=commands.run_oracle)
     _add_sensitivity(verbs)
     _add_trials(verbs)
+    posthoc = verbs.add_parser("posthoc", help="when each layer module became what it is in the trained network")
+    posthoc.add_argument("workload", type=_names, metavar="WORKLOAD[,WORKLOAD]")
+    posthoc.add_argument("--out", type=commands.folder, metavar="DIR", help="folder of the record")
+    _add_making(posthoc)
+    posthoc.set_defaults(verb=commands.run_posthoc)
     return parser
 
 

@@ -57,6 +57,16 @@ def build_tuned(setting: Setting) -> Training:
     )
 
 
+def build_narrow(setting: Setting) -> Training:
+    """The clusters, by a model with fewer neurons: samples enough for each."""
+    training = build_clusters(setting)
+    layers = (nn.Sequential(nn.Linear(before, 8), nn.ReLU()) for before in (32, 8, 8))
+    model = nn.Sequential(*layers, nn.Linear(8, 16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = MultiStepLR(optimizer, [len(training.loader) * 4])
+    return dataclasses.replace(training, model=model, optimizer=optimizer, scheduler=scheduler)
+
+
 def build_without_data(setting: Setting) -> Training:
     raise MissingDataError(f"the moon photographs are missing; looked for them in {setting.data / 'moon'}")
 
@@ -74,4 +84,5 @@ WORKLOADS = (
     _workload("no-data", build_without_data),
     _workload("broken", build_broken),
     _workload("toy-tuned", build_tuned),
+    _workload("toy-narrow", build_narrow),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.proving import archive, recipe, runfile, trials
+from benchmarks.proving import archive, posthoc, recipe, runfile, trials
 from benchmarks.proving.catalogue import REGISTRY, find_workloads, list_workloads
 from benchmarks.proving.comparison import WorkloadComparison, compare
 from benchmarks.proving.errors import RefusedError
@@ -20,6 +21,7 @@ from benchmarks.proving.left import describe_left, find_left, status_of
 from benchmarks.proving.limit import UNLIMITED, Limit
 from benchmarks.proving.oracle import Trials, survey
 from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy, parse_settings
+from benchmarks.proving.posthoc_record import describe_analysis, write_posthoc
 from benchmarks.proving.progress import Bars
 from benchmarks.proving.record import write_record
 from benchmarks.proving.results import Outcome, read_results
@@ -158,6 +160,34 @@ def run_trials(options: argparse.Namespace, console: Console) -> int:
                 return 1
     outcomes = read_results(options.results, options.workload, options.tier)
     _show_trials(trials.choose(outcomes, options.seeds, options.times, options.depths), options, console)
+    return 0
+
+
+def run_posthoc(options: argparse.Namespace, console: Console) -> int:
+    """Make plain training with its epochs kept, analyse it, and write the record where one is asked for."""
+    found: list[tuple[WorkloadComparison, int, posthoc.Analysis]] = []
+    for module, workload in _find_workloads(options):
+        known = survey(_build(workload, options))
+        pattern = _wanted(module, workload, parse_policy(PLAIN), options.seeds[0], options)
+        wanted = [dataclasses.replace(pattern, seed=seed, keeps_epochs=True) for seed in options.seeds]
+        if _make(wanted, {workload.name: _recipe(workload, options)}, options, console):
+            return 1
+        (comparison,) = compare(read_results(options.results, [workload.name], options.tier), PLAIN)
+        for run in wanted:
+            directory = options.results / run.place
+            finished = runfile.load(directory)
+            assert finished is not None, "it was just made"
+            training = build(workload, options.data, options.tier, run.seed, torch.device(run.device))
+            analysis = posthoc.analyse(training, finished, directory, known)
+            console.print(f"\n{workload.name} ({options.tier}), seed {run.seed}\n", style="bold")
+            for text in describe_analysis(analysis):
+                console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
+            found.append((comparison, run.seed, analysis))
+    if options.out is not None:
+        names, seeds = ",".join(options.workload), ",".join(map(str, options.seeds))
+        command = f"python -m benchmarks posthoc {names} --seeds {seeds} --tier {options.tier} --data DIR --out RECORD"
+        write_posthoc(found, options.out, command)
+        console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
     return 0
 
 

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import egeria
 from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, compare
@@ -145,6 +146,8 @@ class Survey:
     falls: list[float]
     """Shares of the training at which the learning rate falls to a quarter or less behind a plateau; of a schedule
     without plateaus none."""
+    modules: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """The layer modules, front to back, the last one too."""
 
 
 def can_land() -> bool:
@@ -188,7 +191,7 @@ def survey(training: Training, settings: Sequence[str] = ()) -> Survey:
         BACKWARD_SHARE * share if trains else 0.0  # what has nothing to train has no backward pass of its own
         for share, trains in zip(shares[: cut.deepest_freeze], cut.trainable, strict=False)
     ]
-    return Survey(weights=weights, is_in_order=not ordered, falls=_find_falls(training))
+    return Survey(weights=weights, is_in_order=not ordered, falls=_find_falls(training), modules=list(cut.modules))
 
 
 def _find_falls(training: Training) -> list[float]:

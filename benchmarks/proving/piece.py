@@ -42,7 +42,8 @@ class Piece:
         commit: that the run is made with now.
         begun: where to go on from; None begins with the first epoch.
         saved: told the epochs of each checkpoint.
-        keeps_epochs: whether checkpoints are kept, with or without a limit, for trials of the oracle to branch off.
+        keeps_epochs: whether checkpoints are kept, with or without a limit, for trials of the oracle to branch off and
+            for analysis afterwards, which needs the last one.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class Piece:
         self._identity = identity or {}
         self._begun = begun
         self._tell_saved = saved
-        self._kept_epochs = begin_epochs(training.num_epochs) if keeps_epochs else frozenset()
+        kept = begin_epochs(training.num_epochs) | {training.num_epochs}
+        self._kept_epochs = kept if keeps_epochs else frozenset()
         self._generators = find_generators(training.loader)
         self._lengths_s: Sequence[float] = begun.lengths_s if begun else ()
         self._commits = list(dict.fromkeys((*(begun.commits if begun else ()), commit)))
@@ -133,6 +135,11 @@ class Piece:
         self._began_s = time.perf_counter()
         return has_time
 
+    def end_training(self, course: Course, watch: Stopwatch) -> None:
+        """Leave what it came to, where that is asked for."""
+        if self._training.num_epochs in self._kept_epochs:
+            self._keep(self._training.num_epochs, course, watch)
+
     def _save(self, epoch: int, course: Course, watch: Stopwatch) -> None:
         began_s = time.perf_counter()
         checkpoint.save(self._describe(epoch, course, watch), self._directory)
@@ -141,13 +148,13 @@ class Piece:
         self._saving_s = self._saved_s - began_s
 
     def _keep(self, epoch: int, course: Course, watch: Stopwatch) -> None:
-        """Leave a checkpoint for trials; without it, on a disk that is full for one, they begin with an earlier one."""
+        """Leave a checkpoint; without it, as on a disk that is full, trials begin with an earlier one."""
         directory = checkpoint.kept(self._directory, epoch)
         try:
             checkpoint.save(self._describe(epoch, course, watch), directory)
         except OSError as error:
             shutil.rmtree(directory, ignore_errors=True)
-            warnings.warn(f"epoch {epoch} is not kept for trials of the oracle: {error}", stacklevel=2)
+            warnings.warn(f"epoch {epoch} is not kept for trials and analysis: {error}", stacklevel=2)
 
     def _describe(self, epoch: int, course: Course, watch: Stopwatch) -> Checkpoint:
         training = self._training

@@ -41,7 +41,7 @@ class RunFile:
     purpose: str = COMPARISON
     """Or ORACLE for a schedule that the oracle tried."""
     keeps_epochs: bool = False
-    """Whether checkpoints are kept, up to fifteen, for trials of the oracle to branch off."""
+    """Whether up to sixteen checkpoints are kept, for trials of the oracle and for analysis afterwards."""
     error: str = ""
     pid: int = 0
     epoch: int = 0

@@ -75,9 +75,11 @@ def train(
                     told(epoch, frozen, values)
                 else:
                     watch.go()
-            if epoch < training.num_epochs:
-                if not piece.end_epoch(epoch, course, watch):
-                    return False
+            if epoch == training.num_epochs:
+                piece.end_training(course, watch)
+            elif not piece.end_epoch(epoch, course, watch):
+                return False
+            else:
                 watch.go()
         return True
     finally:

@@ -1,0 +1,265 @@
+"""Analysis of plain training afterwards: when did each layer module become what it is in the trained network?
+
+The paper's figure 1 by `egeria.plasticity.Pwcca`, and beside it what can be known without the trained network: how much
+of the similarities between samples changed since the checkpoint before, which is plasticity at that distance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.proving import checkpoint
+from benchmarks.proving.checkpoint import UnusableError
+from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.oracle import Survey
+from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.statistics import Estimate, rank_correlations
+from benchmarks.workloads.workload import Training
+from egeria import tree
+from egeria.plasticity import Pwcca, pool_map, relative_sp_loss
+
+SAMPLES_PER_NEURON = 60
+"""That are looked at; `Pwcca` asks for 50."""
+MOST_NEURONS = 1024  # of a layer module that is looked at: more take gigabytes
+MOST_BATCHES = 64
+NUM_COMPARED, LARGEST_MAP = 256, 8  # samples for plasticity, and the side that feature maps are pooled to
+STABLE = 0.01
+"""Change of the distance between two checkpoints up to which a layer module counts as stable, as in figure 1."""
+SLOPE = 0.2
+"""Share of a module's largest change of similarities under which it counts as stationary: the paper's T."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What was found of one layer module at one checkpoint."""
+
+    module: int
+    share: float
+    """Of the training that was done."""
+    distance: float | None
+    """PWCCA distance to the trained network, 0 to 1; None where there are too few samples for its neurons."""
+    moved: float | None
+    """Share of the similarities between samples that changed since the checkpoint before; None at the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """All readings of one run, by layer module and then by time."""
+
+    names: list[str]
+    weights: list[float]
+    """Share of an iteration that freezing each layer module saves, front to back, the last one left out."""
+    readings: list[list[Reading]]
+
+    def stable(self, module: int) -> list[bool]:
+        """Return for each stretch between two checkpoints whether the module was stable in it, by its distance."""
+        pairs = itertools.pairwise(self.readings[module])
+        return [
+            None not in (before.distance, after.distance)
+            and abs((after.distance or 0.0) - (before.distance or 0.0)) <= STABLE
+            for before, after in pairs
+        ]
+
+    def stationary(self, module: int) -> list[bool]:
+        """Return for each stretch whether the module was stationary in it, by what can be known in the training."""
+        moved = [reading.moved or 0.0 for reading in self.readings[module][1:]]
+        return [change <= SLOPE * max(moved) for change in moved]
+
+    @property
+    def lengths(self) -> list[float]:
+        """Shares of the training between checkpoints."""
+        return [after.share - before.share for before, after in itertools.pairwise(self.readings[0])]
+
+    def front(self, verdict: Callable[[int], list[bool]]) -> list[int]:
+        """Return how many front layer modules could rest in each stretch: as many as are at rest without a gap."""
+        columns = zip(*(verdict(module) for module in range(len(self.weights))), strict=True)
+        return [len(list(itertools.takewhile(bool, column))) for column in columns]
+
+    def saving(self, verdict: Callable[[int], list[bool]], *, in_any_order: bool = False) -> float:
+        """Return the share of the training's time that freezing what is at rest would save, the learning apart."""
+        depths = self.front(verdict)
+        saved = 0.0
+        for place, length in enumerate(self.lengths):
+            at_rest = (
+                (weight for module, weight in enumerate(self.weights) if verdict(module)[place])
+                if in_any_order
+                else self.weights[: depths[place]]
+            )
+            saved += length * math.fsum(at_rest)
+        return saved
+
+    def agreement(self) -> Estimate:
+        """Return the rank correlation of both verdicts' measures, over stretches, ranked within each module."""
+        moved, changed, groups = [], [], []
+        for module, readings in enumerate(self.readings):
+            for before, after in itertools.pairwise(readings):
+                if None not in (before.distance, after.distance, after.moved):
+                    moved.append(after.moved)
+                    changed.append(abs((after.distance or 0.0) - (before.distance or 0.0)))
+                    groups.append(module)
+        if not groups:
+            return Estimate(value=None, low=None, high=None)
+        return rank_correlations({"moved": moved}, changed, groups, within=True)["moved"][0]
+
+    def delay(self, module: int) -> float | None:
+        """Return how much later, as a share of the training, the module comes to rest for good by what can be known."""
+        ends = [_rests_from(verdict(module), self.readings[module]) for verdict in (self.stable, self.stationary)]
+        return None if ends[0] is None or ends[1] is None else ends[1] - ends[0]
+
+
+def analyse(training: Training, run: RunFile, directory: Path, known: Survey) -> Analysis:
+    """Compare each kept checkpoint of a run with its last.
+
+    Args:
+        training: as the run began.
+        run: finished, of plain training, with its epochs kept.
+        directory: of the run.
+        known: of the network.
+
+    Raises:
+        RefusedError: checkpoints were not kept, or not the last.
+    """
+    num_epochs = run.recipe["num_epochs"]
+    states = dict(_states(directory, num_epochs))
+    if num_epochs not in states:
+        raise RefusedError(
+            f"{run.name} has no checkpoint of its last epoch in {directory / checkpoint.KEPT_NAME}. Make it again, in "
+            f"another --results."
+        )
+    probe = _Probe(training, [module["tap"] for module in known.modules])
+    begun = {name: values.clone() for name, values in training.model.state_dict().items()}
+    trained = probe.read(states[num_epochs])
+    probe.fit(trained)
+    trained = probe.read(states[num_epochs])
+    readings: list[list[Reading]] = [[] for _ in known.modules]
+    before: list[_Activations] = []
+    for epoch, state in [(0, begun), *sorted(states.items())]:
+        found = probe.read(state)
+        for module, own in enumerate(found):
+            moved = relative_sp_loss(own.rows, before[module].rows) if before else None
+            distance = own.distance(trained[module])
+            readings[module].append(
+                Reading(
+                    module=module,
+                    share=epoch / num_epochs,
+                    distance=distance,
+                    moved=None if moved is None else float(moved),
+                )
+            )
+        before = found
+    return Analysis(names=[module["name"] for module in known.modules], weights=known.weights, readings=readings)
+
+
+def _states(directory: Path, num_epochs: int) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    for epoch in range(1, num_epochs + 1):
+        try:
+            found = checkpoint.read(checkpoint.kept(directory, epoch))
+        except UnusableError:
+            continue
+        if found is not None:
+            yield epoch, found.training["model"]
+
+
+@dataclass
+class _Activations:
+    """Of one layer module: samples by neurons, and some samples whole."""
+
+    samples: list[Tensor]
+    """[N, D] for each batch."""
+    rows: Tensor
+    """[B, ...]."""
+    num_positions: int = 0
+    """How many samples there were, before some were chosen."""
+
+    @property
+    def num_neurons(self) -> int:
+        return self.samples[0].shape[1]
+
+    def distance(self, trained: _Activations) -> float | None:
+        found = Pwcca()
+        try:
+            for own, other in zip(self.samples, trained.samples, strict=True):
+                found.add(own, other)
+            return found.distance()
+        except ValueError:  # too few samples, or a layer that is dead
+            return None
+
+
+class _Probe:
+    """Reads activations of layer modules for the same batches, in inference mode."""
+
+    def __init__(self, training: Training, taps: Sequence[str]) -> None:
+        self._training, self._taps = training, taps
+        self._batches = [batch for batch, _ in zip(training.loader, range(MOST_BATCHES), strict=False)]
+        self._num_batches = 1
+        self._most: dict[int, int] = {}
+        """Samples of a batch that are looked at, by layer module; before that is known, all."""
+
+    def fit(self, found: Sequence[_Activations]) -> None:
+        """Take as many batches as the widest layer module needs, and no more samples than that of each."""
+        wanted = {
+            place: SAMPLES_PER_NEURON * own.num_neurons
+            for place, own in enumerate(found)
+            if own.num_neurons <= MOST_NEURONS
+        }
+        needed = [count / max(1, found[place].num_positions) for place, count in wanted.items()]
+        self._num_batches = min(len(self._batches), max(1, math.ceil(max(needed, default=1))))
+        self._most = {place: count // self._num_batches + 1 for place, count in wanted.items()}
+
+    def read(self, state: Mapping[str, Tensor]) -> list[_Activations]:
+        """Return what each layer module puts out with these weights."""
+        model = self._training.model
+        model.load_state_dict(state)
+        found: dict[int, _Activations] = {}
+        with self._watched(found), torch.no_grad():
+            model.eval()
+            for batch in self._batches[: self._num_batches]:
+                self._training.loss(model, batch)
+            model.train()
+        return [found[place] for place in range(len(self._taps))]
+
+    @contextmanager
+    def _watched(self, found: dict[int, _Activations]) -> Iterator[None]:
+        def make(place: int) -> Callable[[nn.Module, Any, Any], None]:
+            def note(_module: nn.Module, _args: Any, output: Any) -> None:
+                activation = tree.first_activation(output)
+                assert activation is not None, "layer modules put out tensors"
+                self._note(found, place, activation)
+
+            return note
+
+        handles = [
+            self._training.model.get_submodule(tap).register_forward_hook(make(place))
+            for place, tap in enumerate(self._taps)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, found: dict[int, _Activations], place: int, activation: Tensor) -> None:
+        maps = activation.movedim(1, -1) if activation.dim() == 4 else activation
+        positions = maps.reshape(-1, maps.shape[-1])
+        step = max(1, len(positions) // self._most.get(place, len(positions)))
+        chosen = positions[::step] if maps.shape[-1] <= MOST_NEURONS else positions[:1]
+        if place not in found:
+            rows = pool_map(activation[:NUM_COMPARED].float(), LARGEST_MAP)
+            found[place] = _Activations(samples=[], rows=rows)
+        found[place].samples.append(chosen.float().clone())
+        found[place].num_positions += len(positions)
+
+
+def _rests_from(verdict: Sequence[bool], readings: Sequence[Reading]) -> float | None:
+    """Return the share of the training from which on a module is at rest to the end; None where it never is."""
+    at_rest = len(list(itertools.takewhile(bool, reversed(verdict))))
+    return readings[len(readings) - 1 - at_rest].share if at_rest else None
