@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 import types
 import warnings
 import weakref
@@ -294,7 +295,10 @@ class Monitor:
     frozen = fails = False
     cpu_indices: tuple[int, ...] = (0,)
 
+    takes_s = 0.0
+
     def __init__(self, gpu_indices=None):
+        time.sleep(self.takes_s)
         self.gpu_indices = gpu_indices
 
     def begin_window(self, key, sync_execution=True):
@@ -333,6 +337,17 @@ class TestEnergy:
         assert 0 < frozen < len(intervals) == STEPS / 4
         assert energy.used == 5.0 * (len(intervals) - frozen) + 3.0 * frozen
         assert f"{energy.used:.3g} J used" in str(report(tmp_path)).replace("\N{NO-BREAK SPACE}", " ")
+        assert energy.saved is not None
+        windows = [entry.energy_window_s for entry in intervals]
+        assert all(window > 0 for window in windows)
+        took_s = [entry.iteration_wall_s * entry.num_steps for entry in intervals]
+        assert sum(windows) > 0.5 * sum(took_s), "iterations are most of it"
+
+    def test_making_the_counter_is_no_part_of_an_interval(self, tmp_path, zeus, monkeypatch):
+        monkeypatch.setattr(Monitor, "takes_s", 0.5)
+        train(tmp_path, accounts=ENERGY)
+        first, *_ = events_of(tmp_path, events.IntervalMeasured)
+        assert first.energy_window_s < 0.5
 
     def test_what_measuring_took_is_no_saving_of_the_freeze_behind_it(self, tmp_path, zeus):
         train(tmp_path, accounts=ENERGY)
@@ -351,6 +366,13 @@ class TestEnergy:
         energy = report(tmp_path).summary.beside.energy
         assert energy.saved == pytest.approx(10 * (0.25 * num_frozen - overhead_s))
         assert energy.used + energy.saved == pytest.approx(10 * 1.0 * STEPS), "what plain training would have used"
+        for entry in intervals[1::2]:  # of these the counter told nothing
+            entry |= {"energy_j": None, "energy_window_s": None}
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        measured = sum(entry["num_steps"] for entry in intervals[::2] if entry["frozen"])
+        part = sum(entry["num_steps"] for entry in intervals[::2]) / STEPS
+        found = report(tmp_path).summary.beside.energy
+        assert found.saved == pytest.approx(10 * (0.25 * measured - part * overhead_s))
 
     def test_the_part_of_an_interval_that_a_resumed_run_sees_is_left_out(self, tmp_path, zeus):
         saved = {}

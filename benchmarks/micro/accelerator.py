@@ -245,11 +245,11 @@ def _memory(device: torch.device, *, peak: bool) -> int:
 
 
 def _joules(device: torch.device) -> float:
-    """Return what the accelerator has used since its driver was loaded; 0 where it does not tell."""
+    """Return what the first accelerator has used since its driver was loaded; 0 where it does not tell."""
     if device.type != "cuda":
         return 0.0
     try:
-        import pynvml  # noqa: PLC0415 (comes with torch on CUDA)
+        import pynvml  # noqa: PLC0415 (where it is installed)
 
         pynvml.nvmlInit()
         millijoules: int = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
@@ -263,11 +263,13 @@ def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
     lines = [
         "# What frozen layer modules save on an accelerator",
         "",
+        "    python -m benchmarks.micro.accelerator --record RECORD",
+        "",
         f"Wall-clock time of iterations in bfloat16 on one {made_with['accelerator']}, batches of made-up data. "
-        "[How it is measured](../../micro/accelerator.py).",
+        "[How it is measured](../../micro/accelerator.py), [in words](FINDINGS.md).",
         "",
         "| model | frozen | plain iteration | foretold | saved (quartiles of rounds) | memory of a step | energy |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         low, high = row.quartiles
@@ -298,7 +300,8 @@ def main() -> None:
         if options.record:
             made_with = describe_circumstances(torch.device(options.device))
             options.record.mkdir(parents=True, exist_ok=True)
-            found = {"rows": [asdict(row) for row in rows], "made_with": made_with, "rounds": options.rounds}
+            found = {"rows": [asdict(row) for row in rows], "made_with": made_with}
+            found |= {"rounds": options.rounds, "steps_of_a_turn": options.steps}
             (options.record / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             (options.record / "README.md").write_text(describe(rows, made_with), encoding="utf-8")
 

@@ -139,8 +139,9 @@ class IntervalMeasured(Event, kind="interval"):
     peak_bytes: int | None = None
     """Most memory in use in the interval, with `accounts.peak_memory`."""
     energy_j: float | None = None
+    """Joules that the interval took, with `accounts.energy`; our own work is in them."""
     energy_window_s: float | None = None
-    """Joules that the interval took, with `accounts.energy`, and in how many seconds; our own work is in both."""
+    """Seconds in which it took them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +182,7 @@ class ReadingDropped(Event, kind="reading_dropped"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChanged(Event, kind="interval_changed"):
-    """Evaluations cost more or less from here on, so that they are made more rarely or more often."""
+    """Intervals have another length from here on, because of what evaluations cost or of what decides."""
 
     before: int
     after: int

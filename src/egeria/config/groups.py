@@ -114,7 +114,8 @@ class PlasticityConfig(SettingsGroup):
     """'sp' (the paper), 'relative_sp', 'l2', 'cosine', 'input_norm', 'cka', or any `egeria.plasticity.Metric`. None
     takes that of the policy: 'relative_sp' for 'forecast', whose limit is measured by it, else the paper's."""
     interval_steps: int | None = setting(None, optional(count()))
-    """`n`: optimizer steps between evaluations. None derives it from `total_steps` by the paper's guideline."""
+    """`n`: optimizer steps between evaluations. None derives it from `total_steps` by the paper's guideline. It grows
+    where evaluations cost more than `controller.budget_share`, and to a hundredth of the run where worth decides."""
     window: int = setting(10, count(2))
     """`W`: readings averaged, smoothed values fitted, and stationary evaluations needed. Paper: 10."""
     num_samples: int = setting(32, count(2))

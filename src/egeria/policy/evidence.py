@@ -212,6 +212,21 @@ class LossGuard:
         since = (*self.since, loss)
         return LossGuard(before=since) if len(since) >= TREND_INTERVALS else replace(self, since=since)
 
+    def in_longer(self, times: float) -> LossGuard:
+        """Return the guard with what it has seen taken together, for intervals that are longer from now on.
+
+        Args:
+            times: how many times as long; under 1.5 nothing changes, nor while a freeze is watched.
+        """
+        count = round(times)
+        if count < 2 or self.since is not None:
+            return self
+        newest_first = self.before[::-1]
+        means = [
+            statistics.fmean(newest_first[at : at + count]) for at in range(0, len(newest_first) - count + 1, count)
+        ]
+        return replace(self, before=tuple(means[::-1]))
+
     @property
     def excess(self) -> float | None:
         """Share of the loss by which it lies above its trend, where that is an alarm; else None."""

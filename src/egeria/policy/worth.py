@@ -41,7 +41,7 @@ COST_POWER = (FADING + 1) / FADING
 rate `r` it costs `r ** (FADING + 1)` of what it would cost at the largest, and `r ** FADING` is limit / price."""
 ROUNDING = 1e-9
 LOOKS = 100
-"""Intervals of a whole run once worth decides: by then only the learning rate moves what it decides by."""
+"""Intervals of a whole run once worth decides and no freeze is watched: only the learning rate moves that any more."""
 THAWS_AT = 2.0**FADING
 """Times the limit that a frozen front must be worth by now, because the rate rose to twice what it was, to thaw."""
 
@@ -88,13 +88,19 @@ class Worth(Forecast):
 
     @property
     def least_interval_steps(self) -> int:
-        """Steps that an interval may have at least: a hundredth of the run where worth decides."""
-        return math.ceil((self._total_steps or 0) / LOOKS) if self._decides == WORTH else 0
+        """Steps that an interval may have at least: a hundredth of the run where worth decides and nothing is watched.
+
+        The loss guard goes by intervals: behind the first freezes it has those it began with.
+        """
+        is_calm = self._decides == WORTH and self.stage != BOOTSTRAPPING and self._guard.since is None
+        return math.ceil((self._total_steps or 0) / LOOKS) if is_calm else 0
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
         """Return what follows from the worth of steps, the loss and the rates."""
         if self._decides in ("", NOTHING):
             self._observe_worth(interval)
+        elif self._decides == WORTH and self._rates.interval_steps:
+            self._guard = self._guard.in_longer((interval.step - self._rates.step) / self._rates.interval_steps)
         decisions = super().observe_interval(interval)
         if self._decides != WORTH or self.stage == BOOTSTRAPPING:
             return decisions

@@ -52,7 +52,7 @@ class EnergyUse:
     used: float
     saved: float | None
     """As time is, by the energy of an iteration: its time, without our work, by the power of its interval. What our
-    work took is taken off. None where nothing ran unfrozen."""
+    work took is taken off. None where nothing ran unfrozen, or it is not known how long intervals were."""
 
     @property
     def saved_share(self) -> float | None:
@@ -101,7 +101,7 @@ def accounts_of(
     return BesideTime(
         freed=_freed(history, frozen),
         peak=_peak([entry for entry in intervals if entry.peak_bytes], is_full, frozen),
-        energy=_energy([entry for entry in intervals if entry.energy_j], is_full, history.overhead_wall_s),
+        energy=_energy(intervals, is_full, history.overhead_wall_s),
         money=saved_s / 3600 * price if isinstance(price, (int, float)) and saved_s is not None else None,
         currency=str(asked("currency") or ""),
         is_peak_asked=bool(asked("peak_memory")),
@@ -141,16 +141,20 @@ def _energy(
     is_full: Callable[[events.IntervalMeasured], bool],
     overhead_s: float,
 ) -> EnergyUse | None:
-    if not intervals:
+    measured = [entry for entry in intervals if entry.energy_j]
+    if not measured:
         return None
-    watts = [(_power(entry), entry) for entry in intervals if entry.energy_window_s]
+    watts = [(_power(entry), entry) for entry in measured if entry.energy_window_s]
     paces = [(power * entry.iteration_wall_s, entry) for power, entry in watts]
     full = [pace for pace, entry in paces if is_full(entry)]
     saved = None
     if full:
-        unfrozen, overhead = statistics.median(full), overhead_s * statistics.median(power for power, _ in watts)
+        unfrozen = statistics.median(full)
+        # The overhead is that of the whole run, of which there may be energy for a part only.
+        share = sum(entry.num_steps for _, entry in watts) / sum(entry.num_steps for entry in intervals)
+        overhead = share * overhead_s * statistics.median(power for power, _ in watts)
         saved = sum((unfrozen - pace) * entry.num_steps for pace, entry in paces if not is_full(entry)) - overhead
-    return EnergyUse(used=sum(entry.energy_j or 0.0 for entry in intervals), saved=saved)
+    return EnergyUse(used=sum(entry.energy_j or 0.0 for entry in measured), saved=saved)
 
 
 def _power(entry: events.IntervalMeasured) -> float:

@@ -46,7 +46,7 @@ class Accounts:
     def __init__(self, training: Training) -> None:
         self._recorder = training.recorder
         self._counters: dict[str, Counter] = {}
-        self._is_partial, self._began = False, time.perf_counter()
+        self._is_partial, self._began = False, 0.0
         settings, devices = training.config.accounts, _accelerators(training)
         if not training.ranks.leads:  # only the first process keeps a journal
             return
@@ -54,6 +54,7 @@ class Accounts:
             self._open("peak_bytes", partial(_AllocatorPeak, devices) if devices else _ResidentPeak)
         if settings.energy:
             self._open("energy_j", partial(_Energy, devices))
+        self._began = time.perf_counter()  # Zeus takes seconds to begin
 
     def take(self) -> dict[str, Any]:
         """Return what the interval took, by the names of its journal fields, and begin the next."""

@@ -20,10 +20,6 @@ MEASURED_SHARE = 0.2
 """Share of the training, from its beginning, in which worth may be measured, while the policy needs it. In the first
 twentieth all steps go one way, and the share of each layer module stands out from the noise of batches by two to
 eighteen standard errors; later it does so less and less."""
-MOST_MEASURED = 400
-"""Steps that are measured in `MEASURED_SHARE` at most, evenly spaced: a hundred in the first twentieth. A step that is
-measured takes a few milliseconds on an accelerator, as much as a part of its iteration, and more of them than that tell
-little."""
 LEAST_COLUMNS = 8  # of a lookup table that are looked at
 PRECISION = 0.05
 """To which the optimizer's share of an iteration is rounded, so that a busy machine hardly changes a decision."""
@@ -41,8 +37,9 @@ class StepWorth(ByParameter):
     clipped where the loop clips them, by a factor that is the same for all modules where it goes by their norm.
 
     Of a large parameter a part is looked at: evenly spaced rows, but of a lookup table, of which a batch uses
-    few rows, the first columns. Takes memory for two copies of that, for `MEASURED_SHARE` of the training at most.
-    Products are added up element by element, by few calls for all parameters: on an accelerator calls are what counts.
+    few rows, the first columns. Takes memory for two copies of that, one of them in float32, for `MEASURED_SHARE` of
+    the training at most. Products are added up element by element, where it can be in one call for many parameters: on
+    an accelerator calls are what counts.
 
     Source: our own.
     """
@@ -51,15 +48,12 @@ class StepWorth(ByParameter):
         super().__init__(model)
         self._num_optimizers = num_optimizers
         self._last_step = int(MEASURED_SHARE * (total_steps or 0))
-        self._stride = max(1, -(-self._last_step // MOST_MEASURED))
-        self._places: dict[int, int] = {}
-        """Of optimizers, in the order of their first steps."""
-        self._num_steps: list[int] = []
-        """Of each optimizer, by its place."""
         tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
         self._tables = {id(module.weight) for module in tables}
         self._moved: dict[str, Tensor] = {}
         """What the last step made of what is looked at of each parameter; during a step, the values before it."""
+        self._factors: dict[str, float] = {}
+        """By how much more of each parameter counts than is looked at."""
         self.backward = BackwardTimes()
         self._began = 0.0
         self._optimizer_s: list[float] = []
@@ -72,45 +66,39 @@ class StepWorth(ByParameter):
     def before(self, optimizer: Optimizer) -> None:
         """Judge the last step by the gradients of this one, and hold on to what it is about to change."""
         self.backward.end_step()
-        is_measured = self._count(optimizer) % self._stride == 0
-        judged: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, parameter, _ in self._own(optimizer):
-            moved, gradient = self._moved.pop(name, None), parameter.grad
-            if gradient is None or gradient.is_sparse:
-                continue
-            if moved is not None:
-                judged[name] = self._looked_at(parameter, gradient), moved
-            if is_measured:
-                self._moved[name] = self._looked_at(parameter).clone()
+        own = [
+            (name, parameter, parameter.grad)
+            for name, parameter, _ in self._own(optimizer)
+            if parameter.grad is not None and not parameter.grad.is_sparse
+        ]
+        moved = {name: self._moved.pop(name) for name, *_ in self._own(optimizer) if name in self._moved}
+        judged = [
+            (name, self._looked_at(parameter, grad), moved[name]) for name, parameter, grad in own if name in moved
+        ]
         if judged:
             self._judge(judged, optimizer)
+        del moved, judged  # before as much is held again
+        for name, parameter, _ in own:
+            part = self._moved[name] = self._looked_at(parameter).clone()
+            size = own_part(parameter).numel() * (2 if parameter.is_complex() else 1)
+            self._factors[name] = self._counted[name] * size / max(1, part.numel())
         self._began = time.perf_counter()
 
-    def _count(self, optimizer: Optimizer) -> int:
-        """Return how many steps an optimizer had made before this one."""
-        place = self._places.setdefault(id(optimizer), len(self._places))
-        self._num_steps += [0] * (place + 1 - len(self._num_steps))
-        self._num_steps[place] += 1
-        return self._num_steps[place] - 1
-
-    def _judge(self, judged: Mapping[str, tuple[Tensor, Tensor]], optimizer: Optimizer) -> None:
-        """Add up, by name of a parameter, gradients times what the last step made."""
-        for name, (_, moved) in judged.items():
+    def _judge(self, judged: Sequence[tuple[str, Tensor, Tensor]], optimizer: Optimizer) -> None:
+        """Add up gradients times what the last step made, each with the name of its parameter."""
+        names, gradients, steps = zip(*judged, strict=True)
+        for name, moved in zip(names, steps, strict=True):
             if name not in self._found:
                 self._found[name] = torch.zeros_like(moved, dtype=torch.promote_types(moved.dtype, torch.float32))
-        found = [self._found[name] for name in judged]
-        gradients, steps = zip(*judged.values(), strict=True)
+        sums = [self._found[name] for name in names]
         scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer under GradScaler
         if scale is None:
             _fused(
-                lambda grads, sums, moved: torch._foreach_addcmul_(sums, grads, moved, value=-1),
-                gradients,
-                found,
-                steps,
+                lambda grads, sums, moved: torch._foreach_addcmul_(sums, grads, moved, value=-1), gradients, sums, steps
             )
             return
         is_skipped = optimizer.found_inf > 0  # type: ignore[attr-defined]
-        for worth, gradient, moved in zip(found, gradients, steps, strict=True):
+        for worth, gradient, moved in zip(sums, gradients, steps, strict=True):
             worth.sub_(torch.where(is_skipped, 0.0, gradient.to(worth.dtype) * moved / scale))
 
     @torch.no_grad()
@@ -118,10 +106,11 @@ class StepWorth(ByParameter):
         """Hold on to what the step made."""
         self._optimizer_s.append(time.perf_counter() - self._began)
         held = [(name, parameter) for name, parameter, _ in self._own(optimizer) if name in self._moved]
-        if held:
-            before = [self._moved[name] for name, _ in held]
-            steps = _fused(torch._foreach_sub, [self._looked_at(parameter) for _, parameter in held], before)
-            self._moved |= zip((name for name, _ in held), steps, strict=True)
+        _fused(
+            _subtract_from,
+            [self._looked_at(parameter) for _, parameter in held],
+            [self._moved[name] for name, _ in held],
+        )
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
@@ -131,13 +120,8 @@ class StepWorth(ByParameter):
         of this process' part: those of all processes add up.
         """
         found, self._found = self._found, {}
-        sums = {name: products.sum() * self._share_looked_at(name, products) for name, products in found.items()}
+        sums = {name: products.sum() * self._factors[name] for name, products in found.items()}
         return [total_of(part) for part in by_module(sums, modules)]
-
-    def _share_looked_at(self, name: str, part: Tensor) -> float:
-        """Return how many times as large a parameter is as what is looked at of it, for what of it is counted."""
-        size = own_part(self._model.get_parameter(name)).numel()
-        return self._counted[name] * size / max(1, part.numel())
 
     def optimizer_share(self, iteration_s: float) -> float:
         """Return which share of an iteration the optimizer's step takes: the median of those measured; 0 for none.
@@ -154,7 +138,7 @@ class StepWorth(ByParameter):
         moved = {name: values.clone() for name, values in self._moved.items()}
         return {
             "products": super().state_dict(),
-            "num_steps": list(self._num_steps),
+            "factors": dict(self._factors),
             "moved": moved,
             "optimizer_s": list(self._optimizer_s),
             "backward": self.backward.state_dict(),
@@ -163,26 +147,31 @@ class StepWorth(ByParameter):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         super().load_state_dict(state.get("products", {}))
-        self._num_steps = list(state.get("num_steps", ()))
+        self._factors = dict(state.get("factors", {}))
         at = {name: self._model.get_parameter(name).device for name in state.get("moved", {})}
         self._moved = {name: values.to(at[name], copy=True) for name, values in state.get("moved", {}).items()}
         self._optimizer_s = list(state.get("optimizer_s", ()))
         self.backward.load_state_dict(state.get("backward", {}))
 
     def _looked_at(self, parameter: Tensor, values: Tensor | None = None) -> Tensor:
-        """Return the part of a parameter, or of its gradient, that is looked at."""
+        """Return the part of a parameter, or of its gradient, that is looked at, in real numbers."""
         part = own_part((parameter if values is None else values).detach())
+        if part.is_complex():
+            part = torch.view_as_real(part)
         if id(parameter) not in self._tables:
             return some_rows(part)
         return part[:, : max(LEAST_COLUMNS, MOST_ELEMENTS // max(1, len(part)))]
 
 
-def _fused(operation: Callable[..., Any], parts: Sequence[Tensor], *others: Sequence[Tensor]) -> list[Tensor]:
+def _subtract_from(parts: list[Tensor], before: list[Tensor]) -> None:
+    """Put `part - before` in the place of each tensor before."""
+    torch._foreach_neg_(before)
+    torch._foreach_add_(before, parts)
+
+
+def _fused(operation: Callable[..., None], parts: Sequence[Tensor], *others: Sequence[Tensor]) -> None:
     """Apply an operation of `torch._foreach`, which takes many tensors in one call only where all of them are dense."""
-    found: dict[int, Tensor] = {}
     for is_dense in (True, False):
         places = [place for place, part in enumerate(parts) if part.is_contiguous() == is_dense]
         if places:
-            made = operation(*([tensors[place] for place in places] for tensors in (parts, *others)))
-            found |= zip(places, made or (), strict=False)
-    return [found[place] for place in sorted(found)]
+            operation(*([tensors[place] for place in places] for tensors in (parts, *others)))
