@@ -13,10 +13,12 @@ pytest.importorskip("transformers")
 from benchmarks.workloads import mixed
 from benchmarks.workloads.text import WORKLOADS, minilm
 from benchmarks.workloads.text.batching import LengthBatches, pad_rows, sorted_batches
+from benchmarks.workloads.text.characters import VOCABULARY, Gpt, Windows
 from benchmarks.workloads.text.classification import IGNORED
 from benchmarks.workloads.text.corpora import Question, read_pairs, read_questions, read_sentiments, read_tagged
 from benchmarks.workloads.text.minilm import find_weights, load_tokenizer
 from benchmarks.workloads.text.pairs import make_pairs
+from benchmarks.workloads.text.recipes import CHARACTERS
 from benchmarks.workloads.text.sampling import hold_out, sample
 from benchmarks.workloads.text.schedules import cosine, inverse_square_root, linear
 from benchmarks.workloads.text.tags import CASES, TAGS, case_of, read_cased, tag_rows
@@ -261,6 +263,20 @@ def test_bfloat16_is_for_processors_that_are_fast_at_it(name, fast, data, reques
     assert training.number_format == ("" if fast else "float32")
 
 
+def test_a_position_sees_no_character_behind_it_and_windows_meet():
+    recipe = CHARACTERS["smoke"]
+    torch.manual_seed(0)
+    network, text = Gpt(recipe), torch.arange(recipe.length)[None] % VOCABULARY
+    changed = text.clone()
+    changed[0, 20:] = 5
+    with torch.no_grad():
+        before, after = network(text), network(changed)
+    assert torch.equal(before[:, :20], after[:, :20]) and not torch.equal(before[:, 20:], after[:, 20:])
+    windows = Windows(torch.arange(100), 32)
+    assert len(windows) == 3
+    assert windows[1].tolist() == list(range(32, 65)), "the last is the character behind, the first of the next"
+
+
 def test_another_seed_is_another_run_of_the_same_task(data):
     (first, losses), (second, others) = (first_losses("transformer-tiny-multi30k", data, seed) for seed in (0, 1))
     assert all(one != other for one, other in zip(losses, others, strict=True))
@@ -273,4 +289,4 @@ def test_each_workload_has_a_recipe_for_every_tier():
     for workload in WORKLOADS:
         assert set(workload.build.keywords["recipes"]) == set(workload.tiers)
         assert set(TIERS) - set(workload.tiers) <= {"long"}
-        assert "long" in workload.tiers or workload.name == "transformer-base-wmt"
+        assert "long" in workload.tiers or workload.name in ("transformer-base-wmt", "gpt-characters")

@@ -1,11 +1,11 @@
-"""Text: translation, question answering, sentiment, parts of speech, case, pairs of a question and a paragraph."""
+"""Text: translation, characters, question answering, sentiment, parts of speech, case, questions with paragraphs."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.workloads.text import pairs, squad, sst2, tags, translation
-from benchmarks.workloads.text.recipes import BASE_WMT, PAIRS, SQUAD, SST2, SST2_LORA, TAGS, TINY_MULTI30K
+from benchmarks.workloads.text import characters, pairs, squad, sst2, tags, translation
+from benchmarks.workloads.text.recipes import BASE_WMT, CHARACTERS, PAIRS, SQUAD, SST2, SST2_LORA, TAGS, TINY_MULTI30K
 from benchmarks.workloads.text.schedules import linear
 from benchmarks.workloads.workload import Workload
 
@@ -35,6 +35,15 @@ WORKLOADS: tuple[Workload, ...] = (
             corpus=translation.Corpus(folder="wmt_ende_slice", bleu_tokenization="none"),
             recipes=BASE_WMT,
         ),
+    ),
+    Workload(
+        name="gpt-characters",
+        metric="perplexity",
+        higher_is_better=False,
+        is_relative=True,
+        paper="",
+        tiers=tuple(CHARACTERS),
+        build=partial(characters.build, recipes=CHARACTERS),
     ),
     Workload(
         name="bert-squad",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.workloads.text.characters import GptRecipe
 from benchmarks.workloads.text.fine_tuning import Recipe as FineTuning
 from benchmarks.workloads.text.pairs import PairRecipe
 from benchmarks.workloads.text.squad import QuestionRecipe
@@ -276,3 +277,44 @@ PAIRS = {
     ),
 }
 """Whether a paragraph answers a question."""
+
+CHARACTERS = {
+    "smoke": GptRecipe(
+        width=32,
+        num_heads=2,
+        num_layers=4,
+        dropout=0.0,
+        length=32,
+        num_train=8_000,
+        num_held_out=2_000,
+        batch_size=8,
+        num_epochs=2,
+        peak_rate=1e-3,
+        evaluations_per_epoch=1,
+    ),
+    "cpu": GptRecipe(
+        width=128,
+        num_heads=4,
+        num_layers=4,
+        dropout=0.0,
+        length=64,
+        num_train=1_000_000,
+        num_held_out=100_000,
+        batch_size=16,
+        num_epochs=2,
+        peak_rate=1e-3,
+    ),
+    "gpu": GptRecipe(
+        width=384,
+        num_heads=6,
+        num_layers=6,
+        dropout=0.2,
+        length=256,
+        num_train=10_000_000,
+        num_held_out=1_000_000,
+        batch_size=64,
+        num_epochs=8,
+        peak_rate=1e-3,
+    ),
+}
+"""A small GPT; tier 'gpu' has the size that is usual for a megabyte of plays, on ten."""

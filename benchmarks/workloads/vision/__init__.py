@@ -6,7 +6,14 @@ Every metric is in %, so that a point is a point.
 from functools import partial
 
 from benchmarks.workloads.vision import transfer
-from benchmarks.workloads.vision.recipe import SCHEDULES, Schedule, cosine_schedule, linear_schedule
+from benchmarks.workloads.vision.modern import MODERN
+from benchmarks.workloads.vision.recipe import (
+    SCHEDULES,
+    Schedule,
+    cosine_schedule,
+    linear_schedule,
+    warm_cosine_schedule,
+)
 from benchmarks.workloads.vision.task import Task, build
 from benchmarks.workloads.vision.tasks import TASKS
 from benchmarks.workloads.workload import Workload
@@ -28,6 +35,7 @@ def _workload(task: Task, schedule: Schedule, *, ending: str = "", is_held_out: 
 
 WORKLOADS: tuple[Workload, ...] = (
     *(_workload(task, schedule, ending=ending) for task in TASKS for ending, schedule in SCHEDULES.items()),
+    *(_workload(task, warm_cosine_schedule) for task in MODERN),
     _workload(transfer.CLASSES, cosine_schedule),
     _workload(transfer.SMALLER, linear_schedule, is_held_out=True),
     _workload(transfer.SCENES, linear_schedule),

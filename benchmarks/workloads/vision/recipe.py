@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.optim import SGD
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR
+
+from benchmarks.workloads.text.schedules import cosine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """SGD with momentum on random crops and flips."""
+    """SGD with momentum, or AdamW, on random crops and flips."""
 
     num_train: int
     """Training pictures."""
@@ -32,27 +35,43 @@ class Recipe:
     lr: float
     weight_decay: float
     momentum: float = 0.9
+    is_adamw: bool = False
+    """Whether AdamW takes the place of SGD; weight decay is its own then."""
+    warmup: float = 0.0
+    """Share of the run in which the rate rises, before `warm_cosine_schedule` falls."""
     is_mixed: bool = True
     """Whether the forward pass is autocast to bfloat16."""
     decays: tuple[float, ...] = (1 / 2, 3 / 4)
     """Shares of the run after which the step schedule divides the learning rate by ten."""
 
 
-def step_schedule(optimizer: SGD, recipe: Recipe, num_steps: int) -> LRScheduler:
+def make_optimizer(network: nn.Module, recipe: Recipe) -> Optimizer:
+    """Return the optimizer of a recipe."""
+    if recipe.is_adamw:
+        return AdamW(network.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+    return SGD(network.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+
+
+def step_schedule(optimizer: Optimizer, recipe: Recipe, num_steps: int) -> LRScheduler:
     """Return the schedule that falls tenfold at each decay."""
     return MultiStepLR(optimizer, [round(share * num_steps) for share in recipe.decays], gamma=0.1)
 
 
-def cosine_schedule(optimizer: SGD, recipe: Recipe, num_steps: int) -> LRScheduler:
+def cosine_schedule(optimizer: Optimizer, recipe: Recipe, num_steps: int) -> LRScheduler:
     """Return the schedule that falls to zero along half a cosine."""
     return CosineAnnealingLR(optimizer, T_max=num_steps)
 
 
-def linear_schedule(optimizer: SGD, recipe: Recipe, num_steps: int) -> LRScheduler:
+def linear_schedule(optimizer: Optimizer, recipe: Recipe, num_steps: int) -> LRScheduler:
     """Return the schedule that falls to zero along a line."""
     return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=num_steps)
 
 
-Schedule = Callable[[SGD, Recipe, int], LRScheduler]
+def warm_cosine_schedule(optimizer: Optimizer, recipe: Recipe, num_steps: int) -> LRScheduler:
+    """Return the schedule that rises along a line and falls to zero along half a cosine."""
+    return cosine(optimizer, round(recipe.warmup * num_steps), num_steps)
+
+
+Schedule = Callable[[Optimizer, Recipe, int], LRScheduler]
 SCHEDULES: dict[str, Schedule] = {"": step_schedule, "-cosine": cosine_schedule}
 """By the ending of a workload's name."""

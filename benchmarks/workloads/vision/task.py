@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from benchmarks.workloads.mixed import in_place_of_bfloat16, mixed
 from benchmarks.workloads.vision.metrics import MEASURES, confusion
 from benchmarks.workloads.vision.pictures import VOID, CroppedBatches, PictureBatches, Pictures, Reader, Source
-from benchmarks.workloads.vision.recipe import Recipe, Schedule
+from benchmarks.workloads.vision.recipe import Recipe, Schedule, make_optimizer
 from benchmarks.workloads.workload import Setting, Training
 
 Batch = tuple[Tensor, Tensor]
@@ -54,9 +54,7 @@ def build(task: Task, schedule: Schedule, setting: Setting) -> Training:
     if task.load_weights is not None:
         task.load_weights(network, setting.data)
     model = network.to(setting.device, memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
-    )
+    optimizer = make_optimizer(model, recipe)
     forward = Forward(setting.device, recipe.is_mixed)
     loader = training_loader(source, recipe, setting)
 
