@@ -6,8 +6,9 @@ import json
 import shutil
 
 import pytest
+import torch
 from benchmarks.__main__ import main
-from benchmarks.proving.posthoc import SLOPE, STABLE, Analysis, Reading
+from benchmarks.proving.posthoc import SLOPE, STABLE, Analysis, Reading, _Probe
 from benchmarks.proving.posthoc_record import describe_analysis
 
 COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke", "--seeds", "0"]
@@ -26,44 +27,71 @@ def analysis(distances, moved, weights=(0.3, 0.2)):
     return Analysis(names=["a", "b", "c"], weights=list(weights), readings=readings)
 
 
+QUARTER = STABLE * 4  # the change that counts as stable in a stretch of a quarter
 MOVING = [0.9, 0.6, 0.4, 0.2, 0.0]
 FOUND = analysis(
-    distances=[[0.5, 0.1, 0.1 + STABLE / 2, 0.05, 0.05], [0.5, 0.5, 0.5, 0.2, 0.2], MOVING],
-    moved=[[1.0, SLOPE, 0.1, 0.1], [1.0, 0.9, 0.8, 0.1], [1.0, 0.9, 0.8, 0.7]],
+    distances=[[0.5, 0.1, 0.1 + QUARTER / 2, 0.3, 0.3], [0.5, 0.5, 0.5, 0.2, 0.2], MOVING],
+    moved=[[9.0, 1.0, SLOPE, 0.1], [9.0, 0.9, 0.8, 0.1], [9.0, 0.9, 0.8, 0.7]],
 )
 
 
 class TestVerdicts:
     def test_stable_is_what_keeps_its_distance_and_stationary_what_hardly_moves(self):
         assert FOUND.stable(0) == [False, True, False, True]
-        assert FOUND.stationary(0) == [False, True, True, True]
-        assert not any(FOUND.stable(2))
+        assert FOUND.stationary(0) == [False, False, True, True], "the first stretch is no measure of the others"
+        assert FOUND.stationary(1) == [False, False, False, True]
+        assert not any(FOUND.stable(2)) and not any(FOUND.stationary(2))
+
+    def test_what_is_to_come_does_not_make_a_module_stationary(self):
+        late = analysis(distances=[MOVING] * 3, moved=[[0.1, 0.1, 1.0, 0.1]] * 3)
+        assert late.stationary(0) == [False, False, False, True]
+
+    def test_a_longer_stretch_may_change_by_more(self):
+        fine = [Reading(module=0, share=share, distance=share * QUARTER * 3, moved=1.0) for share in (0, 0.25, 0.75, 1)]
+        found = Analysis(names=["a", "b"], weights=[0.3], readings=[fine, fine])
+        assert found.stable(0) == [True, True, True]
 
     def test_front_to_back_nothing_rests_behind_what_does_not(self):
         assert FOUND.stable(1) == [True, True, False, True]
         assert FOUND.front(FOUND.stable) == [0, 2, 0, 2]
-        assert FOUND.front(FOUND.stationary) == [0, 1, 1, 2]
+        assert FOUND.front(FOUND.stationary) == [0, 0, 1, 2]
 
     def test_the_saving_is_that_of_what_rests_for_as_long_as_it_does(self):
         assert FOUND.saving(FOUND.stable) == pytest.approx(2 / 4 * (0.3 + 0.2))
         assert FOUND.saving(FOUND.stable, in_any_order=True) == pytest.approx(2 / 4 * 0.3 + 3 / 4 * 0.2)
-        assert FOUND.saving(FOUND.stationary) == pytest.approx(3 / 4 * 0.3 + 1 / 4 * 0.2)
+        assert FOUND.saving(FOUND.stationary) == pytest.approx(2 / 4 * 0.3 + 1 / 4 * 0.2)
 
     def test_the_delay_is_between_the_ends_of_the_last_movements(self):
-        assert FOUND.delay(0) == pytest.approx(1 / 4 - 3 / 4)  # stationary from 25 % on, stable from 75 %
+        assert FOUND.delay(0) == pytest.approx(2 / 4 - 3 / 4)  # stationary from 50 % on, stable from 75 %
         assert FOUND.delay(1) == pytest.approx(0)
         assert FOUND.delay(2) is None
 
     def test_measures_agree_where_the_one_ranks_stretches_as_the_other(self):
-        same = analysis(distances=[[1.0, 0.5, 0.2, 0.1, 0.1]] * 3, moved=[[9.0, 5.0, 2.0, 0.0]] * 3)
-        assert same.agreement().value == pytest.approx(1.0)
-        other_way = analysis(distances=[[1.0, 0.5, 0.2, 0.1, 0.1]] * 3, moved=[[0.0, 2.0, 5.0, 9.0]] * 3)
-        assert other_way.agreement().value == pytest.approx(-1.0)
+        distances = [[1.0, 0.9, 0.5, 0.2, 0.1]] * 3
+        same = analysis(distances=distances, moved=[[0.0, 5.0, 2.0, 1.0]] * 3)
+        assert same.agreement() == pytest.approx(1.0)
+        other_way = analysis(distances=distances, moved=[[99.0, 0.0, 2.0, 5.0]] * 3)
+        assert other_way.agreement() == pytest.approx(-1.0)
 
     def test_without_a_distance_nothing_is_stable_and_it_is_said(self):
         unknown = analysis(distances=[[None] * 5] * 3, moved=[[1.0, 0.9, 0.1, 0.1]] * 3)
-        assert unknown.saving(unknown.stable) == 0 and unknown.agreement().value is None
+        assert unknown.saving(unknown.stable) == 0 and unknown.agreement() is None
         assert "too few samples for PWCCA" in describe_analysis(unknown)[0]
+        partly = analysis(distances=[MOVING, [None] * 5, MOVING], moved=[[1.0, 0.9, 0.1, 0.1]] * 3)
+        assert "Not known of, and counted as moving: b." in describe_analysis(partly)[0]
+
+
+def test_padding_is_no_sample_and_samples_come_from_everywhere():
+    probe = object.__new__(_Probe)
+    probe._batches = [None]
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    probe._batch, found = {"attention_mask": mask}, {}
+    probe._note(found, 0, torch.arange(16.0).reshape(2, 4, 2))
+    assert sorted(found[0].samples[0][:, 0].tolist()) == [0, 2, 8]
+    probe._batch, found = (torch.zeros(1),), {}
+    probe._note(found, 0, torch.arange(64.0).reshape(1, 1, 8, 8).expand(4, 2, 8, 8))
+    columns = {int(value) % 8 for value in found[0].samples[0][:, 0]}
+    assert len(found[0].samples[0]) == 120 and columns == set(range(8))
 
 
 def test_the_command_follows_each_module_to_the_trained_network(tmp_path, capsys):
@@ -78,7 +106,7 @@ def test_the_command_follows_each_module_to_the_trained_network(tmp_path, capsys
     for readings in followed:
         distances = [reading["distance"] for reading in readings]
         assert [reading["share"] for reading in readings] == [0, 0.2, 0.4, 0.6, 0.8, 1]
-        assert distances[-1] == pytest.approx(0, abs=1e-6) and distances[0] == max(distances) > 0.05
+        assert distances[-1] == pytest.approx(0, abs=1e-6) and distances[0] > distances[-2] and distances[0] > 0.05
         assert all(reading["moved"] > 0 for reading in readings[1:])
     page = (record / "README.md").read_text()
     assert "toy-narrow-smoke-seed0.svg" in page and "tests.toy_workloads" not in page

@@ -22,20 +22,22 @@ from benchmarks.proving.checkpoint import UnusableError
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.oracle import Survey
 from benchmarks.proving.runfile import RunFile
-from benchmarks.proving.statistics import Estimate, rank_correlations
+from benchmarks.proving.statistics import rank_correlations
 from benchmarks.workloads.workload import Training
 from egeria import tree
 from egeria.plasticity import Pwcca, pool_map, relative_sp_loss
 
 SAMPLES_PER_NEURON = 60
-"""That are looked at; `Pwcca` asks for 50."""
+"""That are looked at, drawn from all batches; `Pwcca` asks for 50."""
 MOST_NEURONS = 1024  # of a layer module that is looked at: more take gigabytes
-MOST_BATCHES = 64
+MOST_BATCHES = 32
+"""That are run: few samples of many pictures say more than many of few, which are alike."""
 NUM_COMPARED, LARGEST_MAP = 256, 8  # samples for plasticity, and the side that feature maps are pooled to
 STABLE = 0.01
-"""Change of the distance between two checkpoints up to which a layer module counts as stable, as in figure 1."""
+"""Change of the distance in a sixteenth of the training up to which a layer module counts as stable, as in figure 1."""
+STRETCH = 1 / 16
 SLOPE = 0.2
-"""Share of a module's largest change of similarities under which it counts as stationary: the paper's T."""
+"""Share of a module's largest pace so far under which it counts as stationary: the paper's T."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +64,32 @@ class Analysis:
 
     def stable(self, module: int) -> list[bool]:
         """Return for each stretch between two checkpoints whether the module was stable in it, by its distance."""
-        pairs = itertools.pairwise(self.readings[module])
-        return [
-            None not in (before.distance, after.distance)
-            and abs((after.distance or 0.0) - (before.distance or 0.0)) <= STABLE
-            for before, after in pairs
-        ]
+        return [pace is not None and pace * STRETCH <= STABLE for pace in self._paces_of_distance(module)]
 
     def stationary(self, module: int) -> list[bool]:
-        """Return for each stretch whether the module was stationary in it, by what can be known in the training."""
-        moved = [reading.moved or 0.0 for reading in self.readings[module][1:]]
-        return [change <= SLOPE * max(moved) for change in moved]
+        """Return for each stretch whether the module was stationary in it, by what can be known in the training.
+
+        Nothing is of the first one: what a network puts out before it is trained is no measure.
+        """
+        paces = [pace or 0.0 for pace in self._paces_of_similarities(module)]
+        return [place > 0 and pace <= SLOPE * max(paces[1 : place + 1]) for place, pace in enumerate(paces)]
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the layer modules that may freeze and whose distance is not known: they count as not stable."""
+        names = self.names[: len(self.weights)]
+        return [name for name, own in zip(names, self.readings, strict=False) if own[-1].distance is None]
+
+    def _paces_of_distance(self, module: int) -> list[float | None]:
+        distances = [reading.distance for reading in self.readings[module]]
+        return [
+            None if before is None or after is None else abs(after - before) / length
+            for (before, after), length in zip(itertools.pairwise(distances), self.lengths, strict=True)
+        ]
+
+    def _paces_of_similarities(self, module: int) -> list[float | None]:
+        moved = [reading.moved for reading in self.readings[module][1:]]
+        return [None if part is None else part / length for part, length in zip(moved, self.lengths, strict=True)]
 
     @property
     def lengths(self) -> list[float]:
@@ -97,18 +114,20 @@ class Analysis:
             saved += length * math.fsum(at_rest)
         return saved
 
-    def agreement(self) -> Estimate:
-        """Return the rank correlation of both verdicts' measures, over stretches, ranked within each module."""
+    def agreement(self) -> float | None:
+        """Return the rank correlation of both paces over stretches behind the first, ranked within each module.
+
+        No interval: stretches that follow each other are no independent points.
+        """
         moved, changed, groups = [], [], []
-        for module, readings in enumerate(self.readings):
-            for before, after in itertools.pairwise(readings):
-                if None not in (before.distance, after.distance, after.moved):
-                    moved.append(after.moved)
-                    changed.append(abs((after.distance or 0.0) - (before.distance or 0.0)))
+        for module in range(len(self.readings)):
+            paces = zip(self._paces_of_similarities(module), self._paces_of_distance(module), strict=True)
+            for similarities, distance in list(paces)[1:]:
+                if similarities is not None and distance is not None:
+                    moved.append(similarities)
+                    changed.append(distance)
                     groups.append(module)
-        if not groups:
-            return Estimate(value=None, low=None, high=None)
-        return rank_correlations({"moved": moved}, changed, groups, within=True)["moved"][0]
+        return rank_correlations({"moved": moved}, changed, groups, within=True)["moved"][0].value if groups else None
 
     def delay(self, module: int) -> float | None:
         """Return how much later, as a share of the training, the module comes to rest for good by what can be known."""
@@ -137,8 +156,6 @@ def analyse(training: Training, run: RunFile, directory: Path, known: Survey) ->
         )
     probe = _Probe(training, [module["tap"] for module in known.modules])
     begun = {name: values.clone() for name, values in training.model.state_dict().items()}
-    trained = probe.read(states[num_epochs])
-    probe.fit(trained)
     trained = probe.read(states[num_epochs])
     readings: list[list[Reading]] = [[] for _ in known.modules]
     before: list[_Activations] = []
@@ -174,15 +191,9 @@ class _Activations:
     """Of one layer module: samples by neurons, and some samples whole."""
 
     samples: list[Tensor]
-    """[N, D] for each batch."""
+    """[N, D] for each batch; none where there are too many neurons."""
     rows: Tensor
     """[B, ...]."""
-    num_positions: int = 0
-    """How many samples there were, before some were chosen."""
-
-    @property
-    def num_neurons(self) -> int:
-        return self.samples[0].shape[1]
 
     def distance(self, trained: _Activations) -> float | None:
         found = Pwcca()
@@ -200,20 +211,8 @@ class _Probe:
     def __init__(self, training: Training, taps: Sequence[str]) -> None:
         self._training, self._taps = training, taps
         self._batches = [batch for batch, _ in zip(training.loader, range(MOST_BATCHES), strict=False)]
-        self._num_batches = 1
-        self._most: dict[int, int] = {}
-        """Samples of a batch that are looked at, by layer module; before that is known, all."""
-
-    def fit(self, found: Sequence[_Activations]) -> None:
-        """Take as many batches as the widest layer module needs, and no more samples than that of each."""
-        wanted = {
-            place: SAMPLES_PER_NEURON * own.num_neurons
-            for place, own in enumerate(found)
-            if own.num_neurons <= MOST_NEURONS
-        }
-        needed = [count / max(1, found[place].num_positions) for place, count in wanted.items()]
-        self._num_batches = min(len(self._batches), max(1, math.ceil(max(needed, default=1))))
-        self._most = {place: count // self._num_batches + 1 for place, count in wanted.items()}
+        self._batch: Any = None
+        """The one that runs."""
 
     def read(self, state: Mapping[str, Tensor]) -> list[_Activations]:
         """Return what each layer module puts out with these weights."""
@@ -222,7 +221,8 @@ class _Probe:
         found: dict[int, _Activations] = {}
         with self._watched(found), torch.no_grad():
             model.eval()
-            for batch in self._batches[: self._num_batches]:
+            for batch in self._batches:
+                self._batch = batch
                 self._training.loss(model, batch)
             model.train()
         return [found[place] for place in range(len(self._taps))]
@@ -248,15 +248,24 @@ class _Probe:
                 handle.remove()
 
     def _note(self, found: dict[int, _Activations], place: int, activation: Tensor) -> None:
-        maps = activation.movedim(1, -1) if activation.dim() == 4 else activation
-        positions = maps.reshape(-1, maps.shape[-1])
-        step = max(1, len(positions) // self._most.get(place, len(positions)))
-        chosen = positions[::step] if maps.shape[-1] <= MOST_NEURONS else positions[:1]
         if place not in found:
             rows = pool_map(activation[:NUM_COMPARED].float(), LARGEST_MAP)
             found[place] = _Activations(samples=[], rows=rows)
-        found[place].samples.append(chosen.float().clone())
-        found[place].num_positions += len(positions)
+        maps = activation.movedim(1, -1) if activation.dim() == 4 else activation
+        samples, num_neurons = maps[self._mask(maps)], maps.shape[-1]
+        if num_neurons <= MOST_NEURONS:
+            drawing = torch.Generator().manual_seed(len(found[place].samples))  # the same at each checkpoint
+            most = math.ceil(SAMPLES_PER_NEURON * num_neurons / len(self._batches))
+            chosen = torch.randperm(len(samples), generator=drawing)[:most]
+            found[place].samples.append(samples[chosen.to(samples.device)].float())
+
+    def _mask(self, maps: Tensor) -> Tensor:
+        """Return which positions [B, ...] are samples: all, but of texts those that are no padding."""
+        parts = self._batch.items() if isinstance(self._batch, Mapping) else ()
+        for name, part in parts:
+            if "mask" in name and part.shape == maps.shape[:-1]:
+                return part.bool().to(maps.device)
+        return torch.ones(maps.shape[:-1], dtype=torch.bool, device=maps.device)
 
 
 def _rests_from(verdict: Sequence[bool], readings: Sequence[Reading]) -> float | None:

@@ -12,18 +12,19 @@ from matplotlib.figure import Figure
 from benchmarks.proving.comparison import WorkloadComparison
 from benchmarks.proving.description import circumstances, method
 from benchmarks.proving.pictures import INK, save_figure
-from benchmarks.proving.posthoc import SLOPE, STABLE, Analysis
+from benchmarks.proving.posthoc import MOST_BATCHES, SLOPE, STABLE, Analysis
 from benchmarks.proving.record import write_results
 from benchmarks.proving.results import Outcome
 from benchmarks.proving.tables import markdown
 from egeria.report.svg import module_colour
 
 HOW_ANALYSED = f"""\
-- Distance: PWCCA between the activations of a layer module at a checkpoint of plain training and those at its end, on
-  the same training batches in inference mode, 0 for what is a linear map of it; weighted by the trained network.
-- Stable: the distance changes by no more than {STABLE:g} from one checkpoint to the next (figure 1 of the paper).
-  Stationary: of the similarities between samples no more than {SLOPE:.0%} of the module's largest share changes.
-  The first needs the trained network, the second what a run has.
+- Distance: PWCCA between the activations of a layer module at a checkpoint of plain training and those at its end, for
+  positions drawn from up to {MOST_BATCHES} training batches in inference mode, 0 for what is a linear map of it;
+  weighted by the trained network. Positions of one picture or text are alike, so that it errs on the low side.
+- Stable: the distance changes by no more than {STABLE:g} in a sixteenth of the training (figure 1 of the paper).
+  Stationary: the similarities between samples change at no more than {SLOPE:.0%} of the module's largest pace so
+  far, that of the first stretch left out. The first needs the trained network, the second what a run has.
 - Theoretical saving: backward pass and optimizer of what is at rest, by operations, as if every verdict were free and
   froze for exactly that stretch; what the freeze does to the learning is not in it."""
 
@@ -33,11 +34,12 @@ def describe_analysis(analysis: Analysis) -> list[str]:
     stationary = f"what is stationary, front to back, {analysis.saving(analysis.stationary):.0%}."
     if all(reading.distance is None for readings in analysis.readings for reading in readings):
         return [f"There are too few samples for PWCCA. Freezing {stationary}", _table(analysis)]
+    unknown = f" Not known of, and counted as moving: {', '.join(analysis.unknown)}." if analysis.unknown else ""
     in_any_order, stable = analysis.saving(analysis.stable, in_any_order=True), analysis.saving(analysis.stable)
     told = (
         f"Freezing what is stable would save {in_any_order:.0%} of the time in any order, {stable:.0%} front to back; "
-        f"{stationary} Change of similarities and change of distance agree with a rank correlation of "
-        f"{analysis.agreement().shows()} within a module."
+        f"{stationary} Behind the first of {len(analysis.lengths)} stretches, change of similarities and change of "
+        f"distance agree with a rank correlation of {_number(analysis.agreement())} within a module.{unknown}"
     )
     return [told, _table(analysis)]
 
@@ -73,7 +75,8 @@ def write_posthoc(analyses: Sequence[tuple[WorkloadComparison, int, Analysis]], 
                 "saving_in_any_order": analysis.saving(analysis.stable, in_any_order=True),
                 "saving_stable": analysis.saving(analysis.stable),
                 "saving_stationary": analysis.saving(analysis.stationary),
-                "agreement": asdict(analysis.agreement()),
+                "agreement": analysis.agreement(),
+                "unknown": analysis.unknown,
             }
         )
     comparisons = list({id(comparison): comparison for comparison, _, _ in analyses}.values())
@@ -120,6 +123,10 @@ def _draw_run(axes: Any, outcome: Outcome, colour: str) -> None:
     axes.plot(xs, ys, color=colour, linewidth=1.2, label=outcome.run.policy.text)
 
 
+def _number(value: float | None) -> str:
+    return "unknown size" if value is None else f"{value:+.2f}"
+
+
 def _table(analysis: Analysis) -> str:
     shares = [reading.share for reading in analysis.readings[0]]
     shown = [min(range(len(shares)), key=lambda place: abs(shares[place] - share)) for share in (0.0, 0.25, 0.5, 0.75)]
@@ -129,7 +136,7 @@ def _table(analysis: Analysis) -> str:
     for module, readings in enumerate(analysis.readings):
         weight = f"{analysis.weights[module]:.1%}" if module < len(analysis.weights) else "never freezes"
         distances = [readings[place].distance for place in shown]
-        cells = ["too few samples" if distance is None else f"{distance:.3f}" for distance in distances]
+        cells = ["not known" if distance is None else f"{distance:.3f}" for distance in distances]
         spent = [
             sum(length for length, rests in zip(analysis.lengths, verdict(module), strict=True) if rests)
             for verdict in (analysis.stable, analysis.stationary)

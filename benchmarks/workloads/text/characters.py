@@ -92,9 +92,12 @@ class Gpt(nn.Module):
         self.embedding = Embedding(recipe)
         self.blocks = nn.Sequential(*(Block(recipe) for _ in range(recipe.num_layers)))
         self.head = nn.Sequential(nn.LayerNorm(recipe.width), nn.Linear(recipe.width, VOCABULARY))
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+                ends_part = name.endswith((".projection", ".inner.2"))  # two for each block add up
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * recipe.num_layers) if ends_part else 0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
 
     def forward(self, text_BT: Tensor) -> Tensor:
         """Return scores of the character behind each place [B, T, V]."""

@@ -60,7 +60,7 @@ class Worth(Forecast):
 
     Nothing else is measured then, and no reference model made. Where worth is not known with certainty, or is below
     nothing as a whole, since steps are too long for it to mean anything, plasticity decides as in 'forecast'. The loss
-    guards every freeze as it does there.
+    guards a freeze as it does there, once it has been seen for some intervals.
 
     Source: our own.
     """
