@@ -14,10 +14,10 @@ from egeria import tree
 from egeria.layers.modules import LayerModule
 
 Stamp = Any
-"""Of a `Clock`."""
+"""Of a `DeviceClock`."""
 
 
-class Clock:
+class DeviceClock:
     """Tells when a model had done what it was asked for until then.
 
     On one CUDA device a stamp is an event in its queue, and nothing waits for it before it is read: work is queued
@@ -72,7 +72,7 @@ class Laps:
         devices: the CUDA devices that the model is on.
     """
 
-    def __init__(self, clock: Clock, devices: Sequence[int]) -> None:
+    def __init__(self, clock: DeviceClock, devices: Sequence[int]) -> None:
         self._clock, self._devices = clock, devices
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
@@ -106,7 +106,7 @@ class Marks:
         clock: of the model; None where its parts cannot be timed, as on several devices.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], clock: Clock | None) -> None:
+    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], clock: DeviceClock | None) -> None:
         self._clock = clock
         self._began: Stamp | None = None
         """When the call under way began; None outside of one."""

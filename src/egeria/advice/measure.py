@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from egeria import dist
 from egeria.advice.advice import Advice
-from egeria.advice.instruments import Clock, devices_of
+from egeria.advice.instruments import DeviceClock, devices_of
 from egeria.advice.rehearsal import NUM_BATCHES, CopyInTraining, Loss
 from egeria.advice.source import Source, Witness, kept_generators
 from egeria.config import Config
@@ -108,7 +108,7 @@ def _copy_in_training(
 
 def _evaluation_s(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> float:
     """Return the seconds that an evaluation of a copy takes."""
-    clock = Clock(devices_of(model))
+    clock = DeviceClock(devices_of(model))
     begin = clock.now()
     try:
         evaluate(model)

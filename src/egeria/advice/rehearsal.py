@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria.advice.advice import DepthCost
-from egeria.advice.instruments import Clock, Iteration, Laps, Marks, devices_of
+from egeria.advice.instruments import DeviceClock, Iteration, Laps, Marks, devices_of
 from egeria.advice.source import Witness
 from egeria.config import Config
 from egeria.errors import ConfigError
@@ -50,7 +50,7 @@ class CopyInTraining:
 
     def __post_init__(self) -> None:
         self._devices = devices_of(self.model)
-        self._clock = Clock(self._devices)
+        self._clock = DeviceClock(self._devices)
         if not self.model.training:  # parts may be in inference mode on purpose
             self.model.train()
         self._seen: dict[int, list[Iteration]] = {}
