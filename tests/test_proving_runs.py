@@ -216,4 +216,5 @@ def test_lists_workloads_of_ones_own(capsys):
         "no-data",
         "broken",
         "toy-tuned",
+        "toy-narrow",
     ]
