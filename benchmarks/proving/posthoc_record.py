@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from benchmarks.proving.comparison import WorkloadComparison
 from benchmarks.proving.description import circumstances, method
@@ -103,6 +104,8 @@ def draw(analysis: Analysis, others: Sequence[Outcome], path: Path) -> None:
             top.legend(fontsize=6, loc="upper right")
         middle.set_ylabel("similarities changed")
         middle.set_yscale("log")
+        middle.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        bottom.yaxis.set_major_locator(MaxNLocator(integer=True))
         ways = {"stable, by PWCCA": analysis.front(analysis.stable), "stationary": analysis.front(analysis.stationary)}
         for place, (name, depths) in enumerate(ways.items()):
             bottom.step(shares, [depths[0], *depths], where="pre", label=name, color=INK, linestyle=("-", ":")[place])
