@@ -39,7 +39,8 @@ from loops import differences, outside  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 FRAMEWORK = (
-    "ignore:The '.*' does not have many workers:UserWarning:lightning",
+    "ignore:The '.*' does not have many workers:UserWarning",  # of many cores, from where the loader is made
+    "ignore:GPU available but not used:UserWarning",
     "ignore:The `srun` command is available:UserWarning:lightning",
     "ignore:.*treespec, LeafSpec.*:FutureWarning:lightning",
     "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning",
