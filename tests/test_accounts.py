@@ -373,6 +373,11 @@ class TestEnergy:
         part = sum(entry["num_steps"] for entry in intervals[::2]) / STEPS
         found = report(tmp_path).summary.beside.energy
         assert found.saved == pytest.approx(10 * (0.25 * measured - part * overhead_s))
+        for entry in intervals:  # as of an earlier version
+            entry["energy_window_s"] = None
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        assert report(tmp_path).summary.beside.energy.saved is None
+        assert "saved is not known" in " ".join(str(report(tmp_path)).replace("│", "").split())
 
     def test_the_part_of_an_interval_that_a_resumed_run_sees_is_left_out(self, tmp_path, zeus):
         saved = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,8 +83,7 @@ class TestVerdicts:
 
 
 def test_padding_is_no_sample_and_samples_come_from_everywhere():
-    probe = object.__new__(_Probe)
-    probe._batches = [None]
+    probe = _Probe(SimpleNamespace(loader=[None]), [])
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
     probe._batch, found = {"attention_mask": mask}, {}
     probe._note(found, 0, torch.arange(16.0).reshape(2, 4, 2))

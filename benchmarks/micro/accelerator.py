@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import egeria
+from benchmarks.micro.interleaved import compare
 from benchmarks.proving.recipe import describe_circumstances
 
 Batch = dict[str, Tensor]
@@ -170,23 +171,22 @@ class Trainer:
 
 @dataclass
 class Turns:
-    """What the turns of one trainer took."""
+    """Trains by turns, and notes what they take beside time."""
 
     trainer: Trainer
-    seconds: list[float]
-    joules: list[float]
+    steps: int
+    joules: list[float] = field(default_factory=list)
+    """Of each turn."""
     peak_bytes: int | None = None
+    """Of the last."""
 
-    def take(self, steps: int, counted: bool) -> None:
-        """Let the trainer take a turn."""
+    def __call__(self) -> None:
+        """Take a turn."""
         device = self.trainer.device
-        held = _memory(device, peak=False)
-        energy, begin = _joules(device), time.perf_counter()
-        self.trainer.train(steps)
-        if counted:
-            self.seconds.append(time.perf_counter() - begin)
-            self.joules.append(_joules(device) - energy)
-            self.peak_bytes = _memory(device, peak=True) - held if device.type == "cuda" else None
+        held, energy = _memory(device, peak=False), _joules(device)
+        self.trainer.train(self.steps)
+        self.joules.append(_joules(device) - energy)
+        self.peak_bytes = _memory(device, peak=True) - held if device.type == "cuda" else None
 
 
 def measure(name: str, subject: Subject, options: argparse.Namespace) -> list[Row]:
@@ -202,29 +202,26 @@ def measure(name: str, subject: Subject, options: argparse.Namespace) -> list[Ro
 
 def _row(name: str, subject: Subject, advice: egeria.Advice, depth: int, options: argparse.Namespace) -> Row:
     device = torch.device(options.device)
-    plain, frozen = (Turns(Trainer(subject, device, options.small), [], []) for _ in range(2))
+    plain, frozen = (Turns(Trainer(subject, device, options.small), options.steps) for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:
         frozen.trainer.freeze(depth, Path(folder))
-        for index in range(-WARMUP, options.rounds):
-            for turns in (plain, frozen) if index % 2 else (frozen, plain):
-                turns.take(options.steps, counted=index >= 0)
+        found = compare(plain, frozen, rounds=options.rounds, warmup=WARMUP)
         run = frozen.trainer.run
         assert run is not None and run.frozen == depth, "frozen from the start"
         run.close()
-    ratios = [b / a for a, b in zip(plain.seconds, frozen.seconds, strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    energy = 1 - sum(frozen.joules) / sum(plain.joules) if sum(plain.joules) else None
+    low, _, high = statistics.quantiles(map(operator.truediv, found.second_wall_s, found.first_wall_s), n=4)
+    used, used_frozen = (sum(turns.joules[WARMUP:]) for turns in (plain, frozen))
     row = Row(
         model=name,
         frozen=depth,
         num_modules=len(advice.modules),
         foretold=advice.saving(f"0:{depth}"),
-        measured=1 - sum(frozen.seconds) / sum(plain.seconds),
+        measured=1 - found.total_ratio()[1],
         quartiles=(1 - high, 1 - low),
-        plain_ms=1000 * sum(plain.seconds) / len(plain.seconds) / options.steps,
+        plain_ms=1000 * statistics.fmean(found.first_wall_s) / options.steps,
         plain_peak_bytes=plain.peak_bytes,
         frozen_peak_bytes=frozen.peak_bytes,
-        energy_saved=energy,
+        energy_saved=1 - used_frozen / used if used else None,
     )
     print(row, flush=True)
     return row
@@ -284,7 +281,7 @@ def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure and print; with `--record` keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(SUBJECTS)}; all if none is given")
@@ -293,7 +290,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of a turn")
     parser.add_argument("--small", action="store_true", help="small models, to try the command")
     parser.add_argument("--record", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows: list[Row] = []
     for name in options.models or SUBJECTS:
         rows += measure(name, SUBJECTS[name], options)

@@ -119,7 +119,9 @@ def beside_time(summary: Summary) -> list[tuple[str, str]]:
     if (peak := beside.peak) is not None:
         found.append(("peak memory", f"{mebibytes(peak.now)}; {mebibytes(peak.unfrozen)} while nothing was frozen"))
     if (energy := beside.energy) is not None:
-        saved = f"{joules(energy.saved)} saved ({percent(energy.saved_share, signed=True)})"
+        saved = "what was saved is not known: nothing ran unfrozen, or an earlier version did not time intervals"
+        if energy.saved is not None:
+            saved = f"{joules(energy.saved)} saved ({percent(energy.saved_share, signed=True)})"
         found.append(("energy", f"{joules(energy.used)} used, {saved}"))
     if beside.money is not None:
         found.append(("money saved", _minus(f"{beside.money:.2f} {beside.currency}".rstrip())))
