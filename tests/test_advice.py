@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -254,6 +255,40 @@ def test_an_accelerator_is_measured(monkeypatch):
     assert 0 < last.iteration_s < 0.8 * first.iteration_s
     assert 0 < last.peak_bytes < first.peak_bytes
     assert 0 < last.prefix_s < last.forward_s
+
+
+class Words(nn.Module):
+    """A table and blocks with normalisation, which are layer modules in pairs unless they were trained."""
+
+    def __init__(self):
+        super().__init__()
+        block = (nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU())
+        self.table, self.blocks = (
+            nn.Embedding(40, 16),
+            nn.Sequential(*(nn.Sequential(*copy.deepcopy(block)) for _ in range(8))),
+        )
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.table(tokens)).mean(1))
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_freezes_is_what_it_names_though_the_copy_is_soon_a_trained_model(is_trained):
+    torch.manual_seed(0)
+    model = Words()
+    if is_trained:
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.uniform_(module.weight, 0.5, 1.5)
+    batches = [(torch.randint(0, 10, (8, 6)), torch.randint(0, 2, (8,))) for _ in range(3)]
+    found = advise(model, sgd(model), batches, loss=loss)
+    with egeria.attach(model, sgd(model), total_steps=10, controller="inline") as run:
+        modules = run.modules
+    assert found.modules == tuple(module.name for module in modules)
+    assert ("blocks.0" in found.modules) is is_trained
+    sizes = [sum(model.get_parameter(name).numel() for name in module.parameters) for module in modules]
+    assert [cost.gradient_bytes for cost in found.costs] == [4 * sum(sizes[cost.depth :]) for cost in found.costs]
 
 
 def test_evaluations_make_the_share_that_is_saved_smaller():

@@ -39,10 +39,14 @@ def test_the_command_freezes_ever_more_and_keeps_what_it_found(tmp_path, capsys)
     accelerator.main(arguments)
     found = json.loads((tmp_path / "results.json").read_text())
     assert (found["rounds"], found["steps_of_a_turn"]) == (3, 2)
-    assert [entry["frozen"] for entry in found["rows"]] == sorted({entry["frozen"] for entry in found["rows"]})
-    deepest = found["rows"][-1]
+    *rows, cached = found["rows"]
+    assert [entry["frozen"] for entry in rows] == sorted({entry["frozen"] for entry in rows})
+    assert [entry["cached"] for entry in found["rows"]] == [*[False] * len(rows), True]
+    assert cached["foretold"] > next(entry["foretold"] for entry in rows if entry["frozen"] == cached["frozen"])
+    deepest = rows[-1]
     assert deepest["frozen"] < deepest["num_modules"] and deepest["plain_ms"] > 0
     assert deepest["energy_saved"] is None and deepest["plain_peak_bytes"] is None, "a CPU tells neither"
     page = (tmp_path / "README.md").read_text()
-    assert "| gpt2 |" in page and "not told" in page and "not counted" in page
+    assert f"| gpt2 | {cached['frozen']} of {cached['num_modules']}, cached |" in page
+    assert "not told" in page and "not counted" in page
     assert "Worth a try" in capsys.readouterr().out

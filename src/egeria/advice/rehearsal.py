@@ -24,6 +24,7 @@ from egeria.errors import ConfigError
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
 from egeria.layers.memory import Kept, gradient_bytes, optimizer_bytes
+from egeria.layers.pretrained import find_trained_norms, is_mostly_trained
 from egeria.session import Run, attach
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -57,6 +58,8 @@ class CopyInTraining:
         self._memory: dict[int, tuple[int | None, int, int]] = {}
         """By depth, the bytes of activations, gradients and optimizer state."""
         self._keeps_state = True
+        self._came_trained = is_mostly_trained(find_trained_norms(self.model))
+        """Whether the original is cut as a model that is fine-tuned; the copy soon looks like one."""
         self.num_iterations = 0
 
     def measure(
@@ -91,9 +94,11 @@ class CopyInTraining:
 
     @contextmanager
     def _attached(self, settings: Config, folder: Path, policy: dict[str, Any], total_steps: int) -> Iterator[Run]:
+        given = settings.policy.pretrained
+        pretrained = self._came_trained if given == "auto" else given
         settings = replace(
             settings,
-            policy=replace(settings.policy, **policy),
+            policy=replace(settings.policy, pretrained=pretrained, **policy),
             plasticity=replace(settings.plasticity, interval_steps=SETTLING + TIMED),
             freezing=replace(settings.freezing, enabled=True, landing="none"),
             cache=replace(settings.cache, enabled=False),

@@ -7,6 +7,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,25 +21,28 @@ from egeria.layers.undisturbed import is_own_pass
 Stamp = float | torch.cuda.Event
 logger = logging.getLogger("egeria")
 MOST_STEPS = 32  # that are timed; of more nothing is learned
+OVER = -1
+"""Stands in front of the first layer module: when a backward pass was over."""
 
 
 class BackwardTimes:
     """Times when the gradient reaches the output of each layer module, at one step after each `arm`.
 
     The backward pass of a layer module lies between the gradient of its output and that of the one before it; that of
-    the first one ends where the optimizer begins, and what the loop does in between, such as clipping, counts for it.
-    Time is that of the stream on CUDA, elsewhere that of the clock. A fault of ours in a pass ends the timing.
+    the first one ends with the pass. What the loop does from there to the optimizer's step, such as clipping, is timed
+    as well. Time is that of the stream on CUDA, elsewhere that of the clock. A fault of ours in a pass ends the timing.
     """
 
     def __init__(self) -> None:
         self._has_failed = False
         self._handles: list[Any] = []
         self._passes: list[dict[int, Stamp]] = []
-        """For each pass of the step by the place of the layer module; the last is the one under way."""
+        """For each pass of the step by the place of the layer module, or `OVER`; the last is the one under way."""
         self._ended: tuple[int, list[dict[int, Stamp]], Stamp] | None = None
-        """Of the step that was timed: how many layer modules there were, its passes and its end."""
+        """Of the step that was timed: how many layer modules there were, its passes, and when the optimizer began."""
         self._num_modules = 0
         self._shares: list[list[float]] = []
+        """Of an iteration, for each step that was timed: what each layer module took, then what the loop did."""
 
     def arm(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
         """Time the coming step."""
@@ -74,9 +78,15 @@ class BackwardTimes:
             stamps = self._passes[-1]
 
             def note(gradient: Tensor) -> None:
-                self.guard(lambda: stamps.setdefault(place, _now(gradient.is_cuda)))
+                self.guard(lambda: self._note(stamps, place, gradient.is_cuda))
 
             activation.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def _note(self, stamps: dict[int, Stamp], place: int, is_cuda: bool) -> None:
+        if not stamps:
+            finish = partial(self.guard, lambda: stamps.setdefault(OVER, _now(is_cuda)))
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+        stamps.setdefault(place, _now(is_cuda))
 
     def guard(self, action: Callable[[], object]) -> None:
         """Do something within a pass of the user's, which goes on whatever becomes of it."""
@@ -87,20 +97,26 @@ class BackwardTimes:
                 logger.debug("the backward pass cannot be timed", exc_info=True)
                 self._has_failed, self._ended, self._passes, self._shares = True, None, [], []
 
-    def shares(self, num_modules: int, iteration_s: float) -> list[float] | None:
-        """Return the share of an iteration that each layer module's backward pass takes, the median of those timed.
+    def shares(self, num_modules: int, iteration_s: float) -> tuple[list[float], float] | None:
+        """Return the shares of an iteration that backward passes and the loop take, the medians of those timed.
 
         Args:
             num_modules: of the present cut; what was timed under another is forgotten.
             iteration_s: seconds of an iteration in the interval of the newest step.
+
+        Returns:
+            For each layer module, front to back, and for what the loop does between them and the optimizer's step.
         """
         ended, self._ended = self._ended, None
         if ended is not None and ended[0] == num_modules and iteration_s > 0:
             seconds = _by_module(*ended)
             if seconds is not None:
                 self._shares.append([part / iteration_s for part in seconds])
-        self._shares = [shares for shares in self._shares if len(shares) == num_modules]
-        return [statistics.median(column) for column in zip(*self._shares, strict=True)] if self._shares else None
+        self._shares = [shares for shares in self._shares if len(shares) == num_modules + 1]
+        if not self._shares:
+            return None
+        *medians, loop = (statistics.median(column) for column in zip(*self._shares, strict=True))
+        return medians, loop
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found so far."""
@@ -134,18 +150,18 @@ def _now(is_cuda: bool) -> Stamp:
     return event
 
 
-def _by_module(num_modules: int, passes: Sequence[Mapping[int, Stamp]], end: Stamp) -> list[float] | None:
-    """Return the seconds of all passes for each layer module; None where gradients came in another order.
+def _by_module(num_modules: int, passes: Sequence[Mapping[int, Stamp]], stepped: Stamp) -> list[float] | None:
+    """Return the seconds of all passes for each layer module, and then those from the last one to the optimizer's step.
 
-    Where the first one's pass ends is only seen in the last pass: it counts as often as there were passes.
+    None where gradients came in another order, or a pass never ended.
     """
+    if not all(OVER in stamps for stamps in passes):
+        return None
     seconds = [0.0] * num_modules
     for stamps in passes:
-        places = sorted(stamps)
-        for before, place in itertools.pairwise(places):
+        for before, place in itertools.pairwise(sorted(stamps)):
             seconds[place] += _seconds(stamps[place], stamps[before])
-    first = min(passes[-1])
-    seconds[first] += len(passes) * _seconds(passes[-1][first], end)
+    seconds.append(_seconds(passes[-1][OVER], stepped))
     return seconds if min(seconds) >= 0 else None
 
 

@@ -68,6 +68,13 @@ def count_trainable(model: nn.Module, module: LayerModule) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
+def count_stepped(model: nn.Module, module: LayerModule) -> int:
+    """Return what the time of an optimizer step goes by: trained elements, or on an accelerator trained tensors."""
+    parameters = (model.get_parameter(name) for name in module.parameters)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(parameter.numel() if parameter.device.type == "cpu" else 1 for parameter in trained)
+
+
 def trains_elsewhere(model: nn.Module, module: LayerModule) -> bool:
     """Return whether all that trains in a layer module is shared with modules behind it: kept, nothing would freeze."""
     trained = {name for name in module.parameters if model.get_parameter(name).requires_grad}

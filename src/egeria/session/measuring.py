@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egeria.layers.modules import LayerModule, count_trainable
+from egeria.layers.modules import LayerModule, count_stepped, count_trainable
 from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS, WORTH
 from egeria.session.following import Training
@@ -87,9 +87,10 @@ class Measures:
     def time_shares(self, iteration_s: float, modules: Sequence[LayerModule], shares: Sequence[float]) -> list[float]:
         """Return which share of an iteration a freeze of each layer module saves, where all in front are frozen.
 
-        Its backward pass as it was timed, and its part of the optimizer's step. Where it could not be timed, as in
-        compiled models, it is counted: for weights that are trained two multiplications for each of the forward pass,
-        for others one.
+        Its backward pass as it was timed, and its part of what follows, such as clipping, and the optimizer's step: of
+        the elements on a CPU, of the tensors on an accelerator, where putting that into the queue is what is timed.
+        Backward passes that could not be timed, as in compiled models, are counted: for weights that are trained two
+        multiplications for each of the forward pass, for others one.
 
         Args:
             iteration_s: seconds of an iteration.
@@ -97,18 +98,17 @@ class Measures:
             shares: of the operations of a forward pass that each makes.
         """
         model, worth = self.training.model, self._parts.get(WORTH)
-        optimizer = 0.0 if worth is None else worth.optimizer_share(iteration_s)
-        timed = None if worth is None else worth.backward.shares(len(modules), iteration_s)
+        step = 0.0 if worth is None else worth.optimizer_share(iteration_s)
+        found = None if worth is None else worth.backward.shares(len(modules), iteration_s)
         trained = [count_trainable(model, module) for module in modules]
         sizes = [sum(model.get_parameter(name).numel() for name in module.parameters) for module in modules]
         backward = [
             share * (1 + count / max(1, size)) for share, count, size in zip(shares, trained, sizes, strict=True)
         ]
-        if timed is None:
-            passes = sum(shares) + sum(backward)
-            timed = [(1 - optimizer) * part / passes for part in backward]
-        total = max(1, sum(trained))
-        return [part + optimizer * count / total for part, count in zip(timed, trained, strict=True)]
+        timed, loop = found or ([(1 - step) * part / (sum(shares) + sum(backward)) for part in backward], 0.0)
+        stepped = [count_stepped(model, module) for module in modules]
+        each = (loop + step) / max(1, sum(stepped))
+        return [part + each * count for part, count in zip(timed, stepped, strict=True)]
 
     def end_step(self) -> None:
         """Leave the optimizers alone for the rest of the interval where all of it was measured."""
