@@ -9,6 +9,7 @@ python -m benchmarks oracle WORKLOAD[,WORKLOAD] --seeds 0,1,2 [--confirm 3,4] [-
                                             [--setting GROUP.KEY=VALUE]
 python -m benchmarks sensitivity WORKLOAD[,WORKLOAD] --sweep POLICY:key=value,value [--sweep ...] [--out RECORD]
 python -m benchmarks posthoc WORKLOAD[,WORKLOAD] --seeds 0 [--out RECORD]
+python -m benchmarks smartfrz WORKLOAD[,WORKLOAD] --seeds 0,1,2,3 --held-out 3 [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -107,6 +108,14 @@ def _parser() -> argparse.ArgumentParser:
     posthoc.add_argument("--out", type=commands.folder, metavar="DIR", help="folder of the record")
     _add_making(posthoc)
     posthoc.set_defaults(verb=commands.run_posthoc)
+    smartfrz = verbs.add_parser("smartfrz", help="train the predictor of 'smartfrz' on plain trainings")
+    smartfrz.add_argument("workload", type=_names, metavar="WORKLOAD[,WORKLOAD]")
+    held_out = "of --seeds: judges it, and trains nothing"
+    smartfrz.add_argument("--held-out", type=_seeds, default=[], metavar="3", help=held_out)
+    smartfrz.add_argument("--epochs", type=_count, default=20, metavar="N", help="over the examples")
+    smartfrz.add_argument("--out", type=commands.folder, metavar="DIR", help="none only watches the trainings")
+    _add_making(smartfrz)
+    smartfrz.set_defaults(verb=commands.run_smartfrz)
     return parser
 
 

@@ -73,7 +73,7 @@ class Training:
 
     def freeze(self, depth=DEPTH):
         for module in range(depth):
-            self.applier.freeze(Freeze(module=module, reason="test"), self.batch, None)
+            self.applier.freeze([Freeze(module=module, reason="test")], self.batch, None)
         self.applier.put_in_force()
 
     @property

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.proving.posthoc import SLOPE, STABLE, Analysis, Reading, _Probe
+from benchmarks.proving.posthoc import SLOPE, STABLE, Analysis, Probe, Reading
 from benchmarks.proving.posthoc_record import describe_analysis
 
 COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke", "--seeds", "0"]
@@ -83,7 +83,7 @@ class TestVerdicts:
 
 
 def test_padding_is_no_sample_and_samples_come_from_everywhere():
-    probe = _Probe(SimpleNamespace(loader=[None]), [])
+    probe = Probe(SimpleNamespace(loader=[None]), [])
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
     probe._batch, found = {"attention_mask": mask}, {}
     probe._note(found, 0, torch.arange(16.0).reshape(2, 4, 2))

@@ -28,6 +28,8 @@ from benchmarks.proving.results import Outcome, read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.runs import Place, make, sort_out
 from benchmarks.proving.sensitivity import section, write_sensitivity
+from benchmarks.proving.smartfrz import Watched, watch
+from benchmarks.proving.smartfrz_record import train_and_record
 from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table
 from benchmarks.proving.trials_record import describe_findings, find_correlations, write_trials
@@ -188,6 +190,30 @@ def run_posthoc(options: argparse.Namespace, console: Console) -> int:
         command = f"python -m benchmarks posthoc {names} --seeds {seeds} --tier {options.tier} --data DIR --out RECORD"
         write_posthoc(found, options.out, command)
         console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
+    return 0
+
+
+def run_smartfrz(options: argparse.Namespace, console: Console) -> int:
+    """Watch plain trainings, those that were watched left out, and train the predictor of 'smartfrz' on them."""
+    torch.set_num_threads(1)
+    found = []
+    for _, workload in _find_workloads(options):
+        known = None
+        for seed in options.seeds:
+            kept = options.results / "smartfrz" / workload.name / options.tier / f"seed{seed}.safetensors"
+            if not kept.is_file():
+                known = known or survey(_build(workload, options))
+                training = build(workload, options.data, options.tier, seed, torch.device(options.device or "cpu"))
+                watch(training, known, workload.name, seed, console.print).save(kept)
+            found.append(Watched.load(kept))
+    if options.out is None:
+        return 0
+    if not {*options.held_out} < {*options.seeds}:
+        raise RefusedError(
+            f"--held-out must be some of --seeds and not all, found {options.held_out} of {options.seeds}. Give both."
+        )
+    train_and_record(found, options.held_out, options.epochs, options.out, console)
+    console.print(f"written: {options.out / 'CARD.md'}", soft_wrap=True)
     return 0
 
 

@@ -154,7 +154,7 @@ def analyse(training: Training, run: RunFile, directory: Path, known: Survey) ->
             f"{run.name} has no checkpoint of its last epoch in {directory / checkpoint.KEPT_NAME}. Make it again, in "
             f"another --results."
         )
-    probe = _Probe(training, [module["tap"] for module in known.modules])
+    probe = Probe(training, [module["tap"] for module in known.modules])
     begun = {name: values.clone() for name, values in training.model.state_dict().items()}
     trained = probe.read(states[num_epochs])
     readings: list[list[Reading]] = [[] for _ in known.modules]
@@ -205,7 +205,7 @@ class _Activations:
             return None
 
 
-class _Probe:
+class Probe:
     """Reads activations of layer modules for the same batches, in inference mode."""
 
     def __init__(self, training: Training, taps: Sequence[str]) -> None:

@@ -56,7 +56,7 @@ def train(
         num_steps = len(training.loader)
         for epoch in range(piece.go_on(course, watch) + 1, training.num_epochs + 1):
             course.begin_epoch(epoch)
-            for step, loss, is_end in _train_epoch(training, course.run):
+            for step, loss, is_end in train_epoch(training, course.run):
                 frozen = course.frozen
                 is_last = is_end and epoch == training.num_epochs
                 if is_last:
@@ -86,7 +86,7 @@ def train(
         course.close()
 
 
-def _train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[int, float, bool]]:
+def train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[int, float, bool]]:
     """Train one epoch; halt where it is to be evaluated: steps of the epoch so far, their mean loss, is it the end."""
     network: Any = run.model if run else training.model
     halts = training.evaluation_steps

@@ -135,6 +135,7 @@ class IntervalMeasured(Event, kind="interval"):
     worth: list[float | None] | None = None
     time_shares: list[float] | None = None
     num_pretrained: int | None = None
+    freeze_scores: list[float | None] | None = None
     """As in `egeria.policy.Interval`, where the policy needs them; None where they were not measured."""
     peak_bytes: int | None = None
     """Most memory in use in the interval, with `accounts.peak_memory`."""

@@ -32,8 +32,8 @@ class PolicyConfig(SettingsGroup):
 
     name: Any = setting("worth", name_or(callable, "the name of a policy or a callable that makes one"))
     """'worth' and 'forecast' (ours), 'egeria' (the paper's rule), 'none', 'static', 'linear',
-    'freezeout', 'autofreeze', 'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a callable
-    that makes an `egeria.policy.Policy`."""
+    'freezeout', 'autofreeze', 'smartfrz', 'skipconv', 'weight_change', 'random', or any `egeria.policy.PolicyMaker`: a
+    callable that makes an `egeria.policy.Policy`."""
     schedule: str | None = setting(None, optional(timetable))
     """'static': share of the training done : front layer modules frozen from then on, such as "0.54:2 0.9:0". With
     periods, as in "0.1:1,3/4,4/2": the first module is frozen, the next up to the third are updated at every 4th
@@ -50,7 +50,10 @@ class PolicyConfig(SettingsGroup):
     percentile: float = setting(50.0, number(lambda value: 0 <= value <= 100, "a number from 0 to 100"))
     """'autofreeze': of the changes of gradients; front modules that change less freeze. AutoFreeze: 50."""
     evaluations: int = setting(20, count(2))
-    """'autofreeze': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze: 20."""
+    """'autofreeze' and 'smartfrz': evaluations in a run, where `plasticity.interval_steps` does not say. AutoFreeze:
+    20. Intervals of 'smartfrz' must have at least 30 steps."""
+    freeze_score: float = setting(0.5, SHARE)
+    """'smartfrz': probability, as its predictor sees it, over which a layer module freezes. SmartFRZ: 0.5."""
     seed: int = setting(0, count(0))
     """'random': which times are drawn."""
     limit: float = setting(0.01, POSITIVE)

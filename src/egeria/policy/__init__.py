@@ -2,7 +2,8 @@
 
 `protocol` is what goes in and out of a policy. `worth` is the default one: in a
 fine-tuning by itself, else as `forecast` (with `evidence`). `paper` is the
-paper's (with `schedules`), `rivals` those of others; all are built on `base`, and `catalogue` names them.
+paper's (with `schedules`), `rivals` and `smartfrz` are those of others; all are built on `base`, and `catalogue` names
+them.
 """
 
 from egeria.policy.catalogue import (
@@ -21,6 +22,7 @@ from egeria.policy.protocol import (
     KNOWLEDGE_GUIDED,
     NOISE,
     PLASTICITY,
+    PREDICTION,
     WEIGHTS,
     WORTH,
     Annealing,
@@ -48,6 +50,7 @@ __all__ = [
     "NOISE",
     "PLASTICITY",
     "POLICIES",
+    "PREDICTION",
     "RULES",
     "WEIGHTS",
     "WORTH",

@@ -12,6 +12,7 @@ from egeria.policy.base import FrontPolicy
 from egeria.policy.forecast import Forecast
 from egeria.policy.paper import EgeriaPolicy
 from egeria.policy.protocol import BOOTSTRAPPING, KNOWLEDGE_GUIDED, PolicyMaker
+from egeria.policy.smartfrz import SmartFrz
 from egeria.policy.worth import Worth
 
 POLICIES: dict[str, PolicyMaker] = {
@@ -23,6 +24,7 @@ POLICIES: dict[str, PolicyMaker] = {
     "linear": rivals.LinearSchedule,
     "freezeout": rivals.FreezeOut,
     "autofreeze": rivals.AutoFreeze,
+    "smartfrz": SmartFrz,
     "skipconv": EgeriaPolicy,
     "weight_change": rivals.WeightChange,
     "random": rivals.RandomTimes,
@@ -34,6 +36,8 @@ HARMLESS_SHARE = 0.0125
 """Share of the limit of 'forecast' that a reading may be wrong by: a law is followed up to five times as far as it was
 seen, the limit may be a quarter, and of what is left a quarter may be error."""
 DEFAULT_INTERVAL_STEPS = 100
+_LEAST_STEPS = {"autofreeze": 1, "smartfrz": 30}
+"""Of an interval of the policies with so many evaluations in a run; the predictor looks at 30 snapshots."""
 PASSES = 1 + 0.5 + 0.25
 """Bootstrapping, smoothing delay and the halved window after a thaw, in passes over all modules (paper §4.2.2)."""
 
@@ -79,7 +83,8 @@ def choose_interval(config: Config, *, total_steps: int | None, num_modules: int
         return config.plasticity.interval_steps, "set in plasticity.interval_steps"
     if total_steps is None:
         return DEFAULT_INTERVAL_STEPS, "default: give attach total_steps to derive it from the length of the run"
-    if config.policy.name == "autofreeze":
-        return max(1, total_steps // evaluations), f"{total_steps} steps / {evaluations} evaluations of the policy"
+    if config.policy.name in _LEAST_STEPS:
+        least = _LEAST_STEPS[config.policy.name]
+        return max(least, total_steps // evaluations), f"{total_steps} steps / {evaluations} evaluations of the policy"
     steps = round(total_steps / (2 * window) / num_modules / PASSES)
     return max(1, steps), f"guideline: {total_steps} steps / (2 x {window}) / {num_modules} modules / {PASSES}"

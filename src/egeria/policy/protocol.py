@@ -46,6 +46,8 @@ class Interval:
     """For each layer module the share of an iteration that a freeze of it saves, where all in front are frozen."""
     num_pretrained: int | None = None
     """How many front layer modules came trained; None like `worth`."""
+    freeze_scores: tuple[float | None, ...] | None = None
+    """For each layer module the probability that it may freeze, as the predictor of SmartFRZ sees it."""
 
     @classmethod
     def of(cls, event: IntervalMeasured) -> Interval:
@@ -146,6 +148,7 @@ WEIGHTS = "weights"
 NOISE = "noise"
 WORTH = "worth"
 FORESIGHT = "foresight"
+PREDICTION = "prediction"
 
 
 @runtime_checkable
@@ -160,9 +163,10 @@ class Policy(Protocol):
         """What must be measured for it.
 
         'plasticity' are readings of the `monitored` layer module, through `observe_reading`. 'gradients', 'weights',
-        'noise', 'foresight' (`remaining_rate_sum` and `last_rate`) and 'worth' (with `time_shares` and
-        `num_pretrained`; of a model that begins untrained there is none) are fields of `Interval`. What a policy does
-        not need from the beginning on it cannot need later; what it needs no more is not measured any more.
+        'noise', 'foresight' (`remaining_rate_sum` and `last_rate`), 'prediction' (`freeze_scores`) and 'worth' (with
+        `time_shares` and `num_pretrained`; of a model that begins untrained there is none) are fields of `Interval`.
+        What a policy does not need from the beginning on it cannot need later; what it needs no more is not measured
+        any more.
         """
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from egeria.layers.optimizer_state import ReleasedState
 from egeria.layers.resting import DutyCycle
 from egeria.layers.shards import outline
 from egeria.layers.undisturbed import undisturbed
-from egeria.policy import Freeze, SetPeriods, Thaw
+from egeria.policy import Decision, Freeze, SetPeriods, Thaw
 from egeria.report.accounts import RELEASING
 from egeria.session.compiling import Compiling
 from egeria.session.following import HarmfulFreezeError, Training
@@ -28,10 +30,19 @@ from egeria.session.ranks import Subject
 from egeria.session.timing import Stopwatch
 
 
-class _Rehearsal(NamedTuple):
-    """The outputs in one forward pass: of the layer module about to freeze, and of the model."""
+def in_groups(decisions: Sequence[Decision]) -> Iterator[tuple[Decision, list[Freeze]]]:
+    """Yield decisions in order, with freezes that follow each other as one: the first and all of them, else none."""
+    for _, group in itertools.groupby(
+        enumerate(decisions), lambda pair: -1 if isinstance(pair[1], Freeze) else pair[0]
+    ):
+        found = [decision for _, decision in group]
+        yield found[0], [decision for decision in found if isinstance(decision, Freeze)]
 
-    boundary: list[Tensor]
+
+class _Rehearsal(NamedTuple):
+    """The outputs in one forward pass: of each of some layer modules, and of the model."""
+
+    boundaries: list[list[Tensor]]
     outputs: list[Tensor]
 
 
@@ -97,30 +108,28 @@ class Applier:
         """Whether the loop switched gradients on again of a layer that is frozen, or rests."""
         return self._was_overruled or self._freezer.is_undone or self._duty.is_undone
 
-    def freeze(self, decision: Freeze, batch: Batch | None, saved_s: float | None) -> None:
-        """Freeze one more layer module, or let it land first, or wait.
+    def freeze(self, decisions: Sequence[Freeze], batch: Batch | None, saved_s: float | None) -> None:
+        """Freeze more layer modules at once, or let them land first, or wait.
 
         Args:
-            decision: what the policy decided.
+            decisions: what the policy decided, front to back.
             batch: a training batch to rehearse the freeze on.
-            saved_s: seconds that it saves to the end of the run, with those that wait; None where unknown.
+            saved_s: seconds that they save to the end of the run, with those that wait; None where unknown.
 
         Raises:
             HarmfulFreezeError: it would have broken the training; everything is thawed then.
         """
-        module, step = self.modules[decision.module], self.recorder.step
-        reason = self._reason_to_wait(saved_s)
+        step, reason = self.recorder.step, self._reason_to_wait(saved_s)
         if reason:
-            self.waiting.append(decision.module)
-            self.recorder.write(FreezeWaits(step=step, module=decision.module, name=module.name, reason=reason))
+            for decision in decisions:
+                self.waiting.append(decision.module)
+                name = self.modules[decision.module].name
+                self.recorder.write(FreezeWaits(step=step, module=decision.module, name=name, reason=reason))
             return
         self.waiting = []
-        self._duty.wake()
-        decided = Decided(module=decision.module, reason=decision.reason, step=step)
+        found = [Decided(module=decision.module, reason=decision.reason, step=step) for decision in decisions]
         num_thawed, at = self._thawed
-        has_landed = at == step and decision.module < num_thawed  # it was frozen until now
-        if has_landed or not self.landing.takes(decided, self.depth):
-            self._freeze(decided, batch)
+        self._land_or_freeze(found, batch, num_landed=num_thawed if at == step else 0)
 
     def land(self, batch: Batch | None) -> None:
         """Freeze what has landed at the end of an interval, and begin to land what waited for that.
@@ -131,12 +140,8 @@ class Applier:
         Raises:
             HarmfulFreezeError: it would have broken the training; everything is thawed then.
         """
-        for decided in self.landing.finish():
-            self._freeze(decided, batch)
-        for decided in self.landing.take_queue():
-            self._duty.wake()
-            if not self.landing.takes(decided, self.depth):
-                self._freeze(decided, batch)
+        self._freeze(self.landing.finish(), batch)
+        self._land_or_freeze(self.landing.take_queue(), batch)
 
     def thaw(self, decision: Thaw) -> None:
         """Thaw everything."""
@@ -255,37 +260,50 @@ class Applier:
         self._freezer.stay_in_inference_mode()
         self.landing.before_forward()
 
-    def _freeze(self, decided: Decided, batch: Batch | None) -> None:
-        module, step = self.modules[decided.module], self.recorder.step
-        self._duty.wake()
-        if batch is None:
-            self._freezer.freeze_to(decided.module + 1)
-        else:
-            self._freeze_rehearsed(decided.module, batch)
-        self._duty.begin(self.periods, self.depth)
-        self.recorder.write(
-            ModuleFrozen(
-                step=step,
-                module=decided.module,
-                name=module.name,
-                frozen=self.depth,
-                reason=decided.reason,
-                parameter_share=self._freezer.num_frozen / max(1, self._num_trainable),
-                decided_at=decided.step if decided.is_journaled else None,
-            )
-        )
+    def _land_or_freeze(self, found: Sequence[Decided], batch: Batch | None, num_landed: int = 0) -> None:
+        """Begin to land what is to land; freeze the rest, and the `num_landed` front modules, frozen until now."""
+        at_once: list[Decided] = []
+        if found:
+            self._duty.wake()
+        for decided in found:
+            if decided.module < num_landed or not self.landing.takes(decided, self.depth + len(at_once)):
+                at_once.append(decided)
+        self._freeze(at_once, batch)
 
-    def _freeze_rehearsed(self, index: int, batch: Batch) -> None:
-        """Refuse a freeze that takes the gradient of an output, and report one that saves less than it could."""
-        module = self.modules[index]
-        self._has_declined = False
-        before = self._rehearse(module, batch)
-        self._freezer.freeze_to(index + 1, input_needs_grad=batch.needs_grad)
-        after = before and self._rehearse(module, batch)
-        if before is None or after is None:
+    def _freeze(self, found: Sequence[Decided], batch: Batch | None) -> None:
+        if not found:
             return
-        self._refuse_branch(module, before, after)
-        if batch.needs_grad or tree.requires_grad(after.boundary):
+        self._duty.wake()
+        modules = [self.modules[decided.module] for decided in found]
+        before = None if batch is None else self._rehearse(modules, batch)
+        reached: list[tuple[int, int]] = []
+        for decided in found:
+            self._freezer.freeze_to(decided.module + 1, input_needs_grad=batch is not None and batch.needs_grad)
+            reached.append((self.depth, self._freezer.num_frozen))
+        if batch is not None and before is not None:
+            self._judge(modules, before, batch)
+        self._duty.begin(self.periods, self.depth)
+        for decided, module, (depth, num_frozen) in zip(found, modules, reached, strict=True):
+            self.recorder.write(
+                ModuleFrozen(
+                    step=self.recorder.step,
+                    module=decided.module,
+                    name=module.name,
+                    frozen=depth,
+                    reason=decided.reason,
+                    parameter_share=num_frozen / max(1, self._num_trainable),
+                    decided_at=decided.step if decided.is_journaled else None,
+                )
+            )
+
+    def _judge(self, modules: Sequence[LayerModule], before: _Rehearsal, batch: Batch) -> None:
+        """Refuse a freeze that took the gradient of an output, and report one that saves less than it could."""
+        self._has_declined = False
+        after = self._rehearse(modules, batch)
+        if after is None:
+            return
+        self._refuse_branch(modules, before, after)
+        if batch.needs_grad or tree.requires_grad(after.boundaries[-1]):
             self._has_declined = True
             self._decline_saving(
                 "its output still needs a gradient, because a trainable tensor outside the frozen layer modules "
@@ -295,57 +313,68 @@ class Applier:
     def _rehearse_rest(self, batch: Batch) -> None:
         """Refuse periods by which an output has no gradient at some steps."""
         for depth in self._duty.depths(self.depth):
-            module = self.modules[depth - 1]
-            before = self._rehearse(module, batch)
+            modules = [self.modules[depth - 1]]
+            before = self._rehearse(modules, batch)
             with self._duty.trial(depth):
-                after = before and self._rehearse(module, batch)
+                after = before and self._rehearse(modules, batch)
             if before is not None and after is not None:
-                self._refuse_branch(module, before, after)
+                self._refuse_branch(modules, before, after)
 
-    def _refuse_branch(self, module: LayerModule, before: _Rehearsal, after: _Rehearsal) -> None:
+    def _refuse_branch(self, modules: Sequence[LayerModule], before: _Rehearsal, after: _Rehearsal) -> None:
         """Thaw everything and raise HarmfulFreezeError where an output has lost its gradient."""
-        if _is_branch(before, after.outputs):
-            self._duty.end()
-            self._freezer.thaw()
-            if self._state is not None:
-                self._state.follow(())
-            raise HarmfulFreezeError(
-                f"with {module.name} frozen an output of the model would have no gradient left, "
-                f"because it is a branch of its own and not in front of the others"
-            )
+        for module, boundary in zip(modules, before.boundaries, strict=True):
+            if _is_branch(boundary, before.outputs, after.outputs):
+                self._duty.end()
+                self._freezer.thaw()
+                if self._state is not None:
+                    self._state.follow(())
+                raise HarmfulFreezeError(
+                    f"with {module.name} frozen an output of the model would have no gradient left, "
+                    f"because it is a branch of its own and not in front of the others"
+                )
 
     def _decline_saving(self, reason: str) -> None:
         if self.depth:
             self.recorder.decline(f"the full saving behind {self.modules[self.depth - 1].name}", reason)
 
-    def _rehearse(self, module: LayerModule, batch: Batch) -> _Rehearsal | None:
+    def _rehearse(self, modules: Sequence[LayerModule], batch: Batch) -> _Rehearsal | None:
         """Run the model once, undisturbed but with gradients; an outline of a sharded one, where that is possible."""
-        boundary: list[Tensor] = []
+        boundaries: list[list[Tensor]] = [[] for _ in modules]
         try:
             model, copied = outline(self.training.model, batch.first_rows(None))
-            with undisturbed(model, gradients=True), batch.autocast.context():
-                tap: nn.Module = model.get_submodule(module.tap)
-                hook = tap.register_forward_hook(lambda *call: boundary.extend(tree.leaves(call[-1])))
-                try:
-                    output = model(*copied.args, **copied.kwargs)
-                finally:
-                    hook.remove()
+            with undisturbed(model, gradients=True), batch.autocast.context(), ExitStack() as hooks:
+                for module, boundary in zip(modules, boundaries, strict=True):
+                    tap: nn.Module = model.get_submodule(module.tap)
+                    hooks.callback(tap.register_forward_hook(_make_note(boundary)).remove)
+                output = model(*copied.args, **copied.kwargs)
         except Exception as error:
             if not self.training.is_sharded:
                 raise
             self.recorder.decline("rehearsing a freeze", f"the model does not run without its values ({error})")
             return None
-        return _Rehearsal(boundary, list(tree.leaves(output)))
+        return _Rehearsal(boundaries, list(tree.leaves(output)))
 
 
-def _is_branch(before: _Rehearsal, outputs_after: Sequence[Tensor]) -> bool:
-    """Return whether a freeze took the gradient of an output, and no output that keeps one depends on the module.
+def _make_note(boundary: list[Tensor]) -> Callable[..., None]:
+    return lambda *call: boundary.extend(tree.leaves(call[-1]))
+
+
+def _is_branch(boundary: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Return whether freezes took the gradient of an output, and no output that keeps one depends on a layer module.
 
     A hidden state that is put out beside the loss may lose its gradient; a head of its own may not.
+
+    Args:
+        boundary: what the layer module put out before them.
+        before: what the model put out.
+        after: the same, after them.
     """
-    pairs = [pair for pair in zip(before.outputs, outputs_after, strict=True) if pair[0].requires_grad]
+    pairs = [pair for pair in zip(before, after, strict=True) if pair[0].requires_grad]
     kept = [now.float().sum() for now, later in pairs if later.requires_grad]
-    boundary = [tensor for tensor in before.boundary if tensor.requires_grad]
-    if len(kept) == len(pairs) or not boundary:
+    sources = [tensor for tensor in boundary if tensor.requires_grad]
+    if len(kept) == len(pairs) or not sources:
         return False
-    return not kept or not any(entry is not None for entry in torch.autograd.grad(kept, boundary, allow_unused=True))
+    if not kept:
+        return True
+    found = torch.autograd.grad(kept, sources, allow_unused=True, retain_graph=True)
+    return not any(entry is not None for entry in found)

@@ -27,7 +27,7 @@ from egeria.policy import (
     Thaw,
 )
 from egeria.session.accumulation import StepCounter
-from egeria.session.applying import Applier
+from egeria.session.applying import Applier, in_groups
 from egeria.session.checks import MakeController
 from egeria.session.compiling import Compiling
 from egeria.session.cutting import Cut
@@ -252,13 +252,13 @@ class Session:
 
     def _apply(self, parts: CutParts, decisions: Sequence[Decision], batch: Batch | None) -> None:
         """Carry out decisions in order; `_agree` puts them in force at the end of the step."""
-        for decision in decisions:
+        for decision, freezes in in_groups(decisions):
             if self.parts is not parts:  # a callback for events has closed the run
                 return
-            if isinstance(decision, Freeze):
+            if freezes:
                 parts.evaluation.count_memory(batch, is_first=not parts.applier.depth)
-                together = [*parts.applier.waiting, decision.module]
-                parts.applier.freeze(decision, batch, parts.evaluation.saved_s(dict.fromkeys(together, 1.0)))
+                modules = [*parts.applier.waiting, *(freeze.module for freeze in freezes)]
+                parts.applier.freeze(freezes, batch, parts.evaluation.saved_s(dict.fromkeys(modules, 1.0)))
             elif isinstance(decision, SetPeriods):
                 rested = {place: 1 - 1 / decision.periods[place] for place in range(self.frozen, len(self.modules))}
                 parts.applier.set_periods(decision, batch, parts.evaluation.saved_s(rested))

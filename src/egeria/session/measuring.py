@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from egeria.layers.modules import LayerModule, count_stepped, count_trainable
 from egeria.layers.shards import own_part
-from egeria.policy import FORESIGHT, GRADIENTS, NOISE, WEIGHTS, WORTH
+from egeria.policy import FORESIGHT, GRADIENTS, NOISE, PREDICTION, WEIGHTS, WORTH
 from egeria.session.following import Training
 from egeria.session.foreseeing import Foresight
 from egeria.session.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
 from egeria.session.worth import StepWorth
+from egeria.smartfrz import WeightHistory, load_predictor
 
 
 @dataclass(eq=False)
@@ -50,6 +51,8 @@ class Measures:
             )
         if WORTH in needs and self.training.is_pretrained and self.training.total_steps:
             self._open_worth(hook)
+        if PREDICTION in needs:
+            self._parts[PREDICTION] = FreezeScores(model)
         if FORESIGHT in needs:
             self._parts[FORESIGHT] = self._foresee()
 
@@ -58,8 +61,8 @@ class Measures:
         for hooks in self._hooks.values():
             if hooks.is_closed:
                 hooks.close()
-        found: dict[str, Any] = {"gradients": None, "weight_changes": None, "noise": None, "worth": None}
-        for name, field_name in zip((GRADIENTS, WEIGHTS, NOISE, WORTH), found, strict=True):
+        found: dict[str, Any] = dict.fromkeys(("gradients", "weight_changes", "noise", "worth", "freeze_scores"))
+        for name, field_name in zip((GRADIENTS, WEIGHTS, NOISE, WORTH, PREDICTION), found, strict=True):
             if name in self._parts and not (name in self._hooks and self._hooks[name].is_closed):
                 values = self._parts[name].take(modules)
                 found[field_name] = [None if index < num_frozen else value for index, value in enumerate(values)]
@@ -111,7 +114,9 @@ class Measures:
         return [part + each * count for part, count in zip(timed, stepped, strict=True)]
 
     def end_step(self) -> None:
-        """Leave the optimizers alone for the rest of the interval where all of it was measured."""
+        """Take note of a step, and leave the optimizers alone for the rest of an interval that is measured."""
+        if PREDICTION in self._parts:
+            self._parts[PREDICTION].end_step()
         hooks = self._hooks.get(NOISE)
         if hooks is not None and not hooks.is_resting and self._parts[NOISE].is_done(self.training.optimizers):
             hooks.rest()
@@ -161,6 +166,18 @@ class Measures:
     def _is_whole(self, name: str) -> bool:
         """Return whether a measure is the same in all processes."""
         return not self.training.is_sharded or name == FORESIGHT
+
+
+class FreezeScores(WeightHistory):
+    """What the predictor of SmartFRZ says of each layer module."""
+
+    def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
+        """Return the probability that each may freeze; None where it cannot be asked, or its weights are not finite."""
+        windows = self.windows(modules)
+        known = [window for window in windows if window is not None]
+        scores = iter(load_predictor().score(torch.stack(known)) if known else ())
+        found = [None if window is None else next(scores) for window in windows]
+        return [None if score is None or math.isnan(score) else score for score in found]
 
 
 class GradientSums(ByParameter):
