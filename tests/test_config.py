@@ -33,6 +33,7 @@ DEFAULTS = {
         "scaled": True,
         "percentile": 50.0,
         "evaluations": 20,
+        "freeze_score": 0.5,
         "seed": 0,
         "limit": 0.01,
         "loss_limit": 0.0025,
@@ -112,6 +113,7 @@ CONTRACTS = [
     ("policy.scaled", "true or false", ("true", 1, None)),
     ("policy.percentile", "a number from 0 to 100", (-1, 101, math.nan, "50", None, True)),
     ("policy.evaluations", "a whole number of at least 2", (*no_count(2), None)),
+    ("policy.freeze_score", SHARE, NO_SHARE),
     ("policy.seed", "a whole number of at least 0", (*no_count(0), None)),
     ("policy.limit", POSITIVE, NOT_POSITIVE),
     ("policy.loss_limit", POSITIVE, NOT_POSITIVE),
@@ -309,6 +311,7 @@ configs = st.builds(
         scaled=st.booleans(),
         percentile=st.floats(0, 100),
         evaluations=st.integers(2, 10**6),
+        freeze_score=shares,
         seed=st.integers(0, 10**6),
     ),
     modules=st.builds(

@@ -40,7 +40,9 @@ POLICY = {
     "random": {"start": 0.3, "seed": 1},
     "forecast": {"limit": 1e6, "loss_limit": 1e6, "patience": 1},
     "worth": {"limit": 1e6, "loss_limit": 1e6, "patience": 1},  # of models that begin untrained
+    "smartfrz": {"freeze_score": 1e-9},
 }
+GROUPS = {"smartfrz": {"plasticity": {"interval_steps": 30}}}  # for as many snapshots
 TIMED = ("static", "linear", "freezeout", "random")
 MODELS = ("residual", "with_dropout", "Tied")
 each_rival = pytest.mark.parametrize("policy", POLICY)
@@ -53,6 +55,7 @@ def attaching(policy, directory, **groups):
         **FAST,
         "freezing": {"tolerance_share": 3.0},
         "policy": {"name": policy, **POLICY.get(policy, {})},
+        **GROUPS.get(policy, {}),
         **groups,
     }
     return {"config": config, "policy": policy, "total_steps": STEPS, "directory": directory}

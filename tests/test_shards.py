@@ -169,9 +169,9 @@ def measured(policy, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = {
-            "plasticity": {"interval_steps": 2, "mode": "train"},
+            "plasticity": {"interval_steps": 40 if policy == "smartfrz" else 2, "mode": "train"},
             "controller": FAST["controller"],
-            "policy": {"watched_share": 1.0},
+            "policy": {"watched_share": 1.0, "freeze_score": 1e-9},
         }
         run = attach(
             model,
@@ -219,6 +219,14 @@ def test_measures_of_parts_add_up_to_those_of_the_whole(policy, tmp_path):
         for name, weight in weights.items():
             assert torch.allclose(parts_weights[name], weight, rtol=1e-4, atol=1e-6)
     assert max(frozen) > 0 or policy == "weight_change"  # whose threshold is for longer runs
+
+
+def test_the_predictor_looks_at_a_part_and_all_processes_freeze_by_what_the_first_one_says(tmp_path):
+    found = run_ranks(measured, "smartfrz", str(tmp_path))
+    first, second = read_journal(tmp_path / "smartfrz").of(IntervalMeasured)
+    assert all(0 < score < 1 for score in first.freeze_scores) and first.frozen == 0 < second.frozen
+    assert found[0][0] == found[1][0] and max(found[0][0]) == second.frozen
+    assert not read_journal(tmp_path / "smartfrz").of(FaultCaught)
 
 
 def _flat(values):

@@ -16,6 +16,7 @@ from egeria.policy import (
     NOISE,
     PLASTICITY,
     POLICIES,
+    PREDICTION,
     WEIGHTS,
     WORTH,
     EndBootstrapping,
@@ -164,7 +165,7 @@ def _measured(history: History, started: events.RunStarted) -> frozenset[str]:
 def _lacks(policy: Policy, event: events.IntervalMeasured, measured: frozenset[str]) -> bool:
     """Return whether the policy needs something that the run did not measure in this interval."""
     wanted = policy.needs if policy.monitored is not None else policy.needs - {PLASTICITY}
-    here = {GRADIENTS: event.gradients, WEIGHTS: event.weight_changes}
+    here = {GRADIENTS: event.gradients, WEIGHTS: event.weight_changes, PREDICTION: event.freeze_scores}
     return not wanted <= measured | {need for need, found in here.items() if found is not None}
 
 
