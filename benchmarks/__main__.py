@@ -28,6 +28,7 @@ from benchmarks.proving import commands
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.limit import now_s
 from benchmarks.proving.policies import PLAIN
+from benchmarks.proving.smartfrz import Labelling
 from benchmarks.workloads.workload import TIERS, MissingDataError
 from egeria.errors import ConfigError
 
@@ -108,14 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     posthoc.add_argument("--out", type=commands.folder, metavar="DIR", help="folder of the record")
     _add_making(posthoc)
     posthoc.set_defaults(verb=commands.run_posthoc)
-    smartfrz = verbs.add_parser("smartfrz", help="train the predictor of 'smartfrz' on plain trainings")
-    smartfrz.add_argument("workload", type=_names, metavar="WORKLOAD[,WORKLOAD]")
-    held_out = "of --seeds: judges it, and trains nothing"
-    smartfrz.add_argument("--held-out", type=_seeds, default=[], metavar="3", help=held_out)
-    smartfrz.add_argument("--epochs", type=_count, default=20, metavar="N", help="over the examples")
-    smartfrz.add_argument("--out", type=commands.folder, metavar="DIR", help="none only watches the trainings")
-    _add_making(smartfrz)
-    smartfrz.set_defaults(verb=commands.run_smartfrz)
+    _add_smartfrz(verbs)
     return parser
 
 
@@ -140,6 +134,23 @@ def _add_trials(verbs: Any) -> None:
     trials.add_argument("--out", type=commands.folder, metavar="DIR", help="folder of the record")
     _add_making(trials)
     trials.set_defaults(verb=commands.run_trials)
+
+
+def _add_smartfrz(verbs: Any) -> None:
+    smartfrz = verbs.add_parser("smartfrz", help="train the predictor of 'smartfrz' on plain trainings")
+    smartfrz.add_argument("workload", type=_names, metavar="WORKLOAD[,WORKLOAD]")
+    held_out = "of --seeds: judges it, and trains nothing"
+    smartfrz.add_argument("--held-out", type=_seeds, default=[], metavar="3", help=held_out)
+    smartfrz.add_argument("--epochs", type=_count, default=20, metavar="N", help="over the examples")
+    usual = Labelling()
+    least = "likeness to the trained network, by linear CKA, that makes the label 'freeze'"
+    smartfrz.add_argument("--least-cka", type=float, default=usual.least_cka, metavar="X", help=least)
+    most = "variance that it may have over --span intervals"
+    smartfrz.add_argument("--most-variance", type=float, default=usual.most_variance, metavar="X", help=most)
+    smartfrz.add_argument("--span", type=_count, default=usual.span, metavar="N", help="twentieths of the training")
+    smartfrz.add_argument("--out", type=commands.folder, metavar="DIR", help="none only watches the trainings")
+    _add_making(smartfrz)
+    smartfrz.set_defaults(verb=commands.run_smartfrz)
 
 
 def _add_making(parser: argparse.ArgumentParser) -> None:

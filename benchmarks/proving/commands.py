@@ -28,8 +28,8 @@ from benchmarks.proving.results import Outcome, read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.runs import Place, make, sort_out
 from benchmarks.proving.sensitivity import section, write_sensitivity
-from benchmarks.proving.smartfrz import Watched, watch
-from benchmarks.proving.smartfrz_record import train_and_record
+from benchmarks.proving.smartfrz import Labelling, Watched, watch
+from benchmarks.proving.smartfrz_record import Lesson, train_and_record
 from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table
 from benchmarks.proving.trials_record import describe_findings, find_correlations, write_trials
@@ -212,7 +212,8 @@ def run_smartfrz(options: argparse.Namespace, console: Console) -> int:
         raise RefusedError(
             f"--held-out must be some of --seeds and not all, found {options.held_out} of {options.seeds}. Give both."
         )
-    train_and_record(found, options.held_out, options.epochs, options.out, console)
+    labelling = Labelling(span=options.span, most_variance=options.most_variance, least_cka=options.least_cka)
+    train_and_record(Lesson(found, options.held_out, labelling, options.epochs), options.out, console)
     console.print(f"written: {options.out / 'CARD.md'}", soft_wrap=True)
     return 0
 

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,28 @@ BEGINNINGS = 3
 """From how many random beginnings it is trained, to tell the spread; the first is kept."""
 
 
-def train_and_record(
-    found: Sequence[Watched], held_out: Sequence[int], epochs: int, folder: Path, console: Console
-) -> None:
+@dataclass(frozen=True)
+class Lesson:
+    """What the predictor is to learn, and from what."""
+
+    found: Sequence[Watched]
+    """All trainings that were watched."""
+    held_out: Sequence[int]
+    """Seeds that it is judged by and not trained on."""
+    labelling: Labelling
+    epochs: int
+    """Over the examples."""
+
+
+def train_and_record(lesson: Lesson, folder: Path, console: Console) -> None:
     """Train the predictor, judge it on what it has not seen, and write both.
 
     Args:
-        found: all trainings that were watched.
-        held_out: seeds that it is judged by and not trained on.
-        epochs: over the examples.
+        lesson: what it is to learn.
         folder: gets predictor.safetensors, CARD.md and results.json.
         console: is told how far it is.
     """
-    labelling = Labelling()
+    found, held_out, labelling, epochs = lesson.found, lesson.held_out, lesson.labelling, lesson.epochs
     watch = Stopwatch(torch.device("cpu"))
     watch.go()
     seen = [entry for entry in found if entry.seed not in held_out]
@@ -118,7 +127,9 @@ def describe(results: dict[str, Any], on_seeds: Sequence[Verdict], on_networks: 
         minutes=results["training_cpu_s"] / 60,
         table=markdown(header, rows),
         command=f"python -m benchmarks smartfrz {','.join(results['workloads'])} --seeds {seeds} --held-out {held_out} "
-        f"--epochs {results['epochs']} --data DIR --out FOLDER",
+        f"--epochs {results['epochs']} --least-cka {results['labelling']['least_cka']:g} "
+        f"--most-variance {results['labelling']['most_variance']:g} --span {results['labelling']['span']} "
+        "--data DIR --out FOLDER",
     )
 
 
