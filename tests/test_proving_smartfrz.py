@@ -78,8 +78,8 @@ def test_the_command_watches_each_training_once_and_writes_predictor_and_card(tm
     assert "seeds 0:" in card and "--held-out 1" in card and "toy, trained without it" in card
 
 
-@pytest.mark.parametrize("held_out", ["2", "0,1"])
+@pytest.mark.parametrize("held_out", [["--held-out", "2"], ["--held-out", "0,1"], []])
 def test_what_is_held_out_must_leave_something_to_train_on(held_out, tmp_path, capsys):
     place = ["--results", str(tmp_path / "results"), "--data", str(tmp_path), "--seeds", "0,1", "--out", str(tmp_path)]
-    assert main(["smartfrz", "toy-narrow", *COMMON, *place, "--held-out", held_out]) == 2
+    assert main(["smartfrz", "toy-narrow", *COMMON, *place, *held_out]) == 2
     assert "some of --seeds and not all" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import egeria
 from egeria import events
@@ -63,12 +64,14 @@ def test_an_interval_with_fewer_steps_than_snapshots_shows_nothing():
 
 def test_each_snapshot_shows_the_same_weights_of_matrices_that_train():
     model = network()
-    model[1][0].weight.requires_grad_(False)
+    model[1].requires_grad_(False)
+    model[2][0].weight.requires_grad_(False)
     history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
     for _ in range(NUM_SNAPSHOTS):
         history.end_step()
-    first, fixed, _, head = history.windows(modules)
+    first, fixed, biases, head = history.windows(modules)
     assert fixed is None, "nothing in it trains"
+    assert set(biases[0].tolist()) == set(model[2][0].bias.tolist()), "where no matrix trains, what does"
     assert (first == first[0]).all() and first[0].unique().numel() > 500
     assert set(first[0].tolist()) <= set(model[0][0].weight.flatten().tolist())
     assert set(head[0].tolist()) == set(model[3].weight.flatten().tolist()), "80 weights, again and again"
@@ -170,14 +173,16 @@ def test_the_limit_is_a_setting():
 # In a run
 
 
-def train(directory, steps=STEPS, **policy):
+def train(directory, steps=STEPS, plasticity=None, meanwhile=lambda model, step: None, **policy):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     settings = {"policy": {"name": "smartfrz", "evaluations": 4, **policy}, "modules": {"pattern": r"\d"}}
+    settings |= {"plasticity": plasticity or {}}
     arguments = {"total_steps": steps, "controller": "inline", "directory": directory, "config": settings}
     with egeria.attach(model, optimizer, **arguments) as run:
         draw = torch.Generator().manual_seed(1)
-        for _ in range(steps):
+        for step in range(steps):
+            meanwhile(model, step)
             x = torch.randn(16, 40, generator=draw)
             loss = nn.functional.cross_entropy(run.model(x), (x[:, 0] > 0).long())
             optimizer.zero_grad()
@@ -200,9 +205,44 @@ def test_a_run_asks_the_predictor_at_the_end_of_each_interval_and_can_be_replaye
     assert not stricter.replayed
 
 
-def test_a_run_with_too_few_steps_freezes_nothing(tmp_path):
-    journal = train(tmp_path, steps=25, freeze_score=1e-9)
+def test_intervals_that_are_too_short_for_the_predictor_are_told(tmp_path):
+    journal = train(tmp_path, plasticity={"interval_steps": 20})
     assert not journal.of(events.ModuleFrozen) and not journal.of(events.FaultCaught)
+    (declined,) = [event for event in journal.of(events.Declined) if "smartfrz" in event.what]
+    assert "20 steps" in declined.reason and "at least 30" in declined.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_the_user_does_not_matter(dtype, tmp_path):
+    load_predictor.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        journal = train(tmp_path, freeze_score=1e-9)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        load_predictor.cache_clear()
+    assert len(journal.of(events.ModuleFrozen)) == 3 and not journal.of(events.FaultCaught)
+
+
+def test_weights_that_leave_the_model_end_it_and_the_training_goes_on(tmp_path):
+    def shrink(model, step):
+        if step == 40:
+            prune.l1_unstructured(model[1][0], "weight", 0.5)
+
+    journal = train(tmp_path, meanwhile=shrink, freeze_score=1.0)
+    assert journal.of(events.FaultCaught)[0].where == "looking at weights"
+    assert journal.of(events.RunClosed)[0].step == STEPS
+    assert not journal.of(events.ModuleFrozen)
+
+
+def test_a_state_of_other_weights_begins_the_interval_anew():
+    model, count_up.step = network(), 0
+    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    count_up(model, history, 45)
+    model[0].requires_grad_(False)
+    other = WeightHistory(model)
+    other.load_state_dict(history.state_dict())
+    assert other.num_steps == 0 and other.windows(modules) == [None] * len(modules)
 
 
 def test_a_predictor_that_fails_leaves_the_training_alone(tmp_path, monkeypatch):

@@ -22,12 +22,23 @@ from egeria.config import Config
 from egeria.journal import read_journal
 from egeria.layers import backward_times
 from egeria.layers.backward_times import BackwardTimes
-from egeria.layers.modules import count_stepped, parse_modules
+from egeria.layers.modules import parse_modules
 from egeria.layers.pretrained import count_pretrained, find_trained_norms
-from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, SetPeriods, Thaw, find_policy, find_rule
+from egeria.policy import (
+    WORTH,
+    EndBootstrapping,
+    Freeze,
+    Interval,
+    Reading,
+    SetPeriods,
+    Thaw,
+    find_policy,
+    find_rule,
+)
 from egeria.policy.evidence import TREND_INTERVALS, LossGuard
 from egeria.report import report
 from egeria.report.replay import replay
+from egeria.session.measuring import Measures
 from egeria.session.worth import StepWorth
 
 WIDTH, CLASSES, STEPS = 16, 4, 200
@@ -270,6 +281,35 @@ def test_backward_passes_are_timed_by_layer_module(passes):
     assert loop == pytest.approx(0.2, abs=0.05)
     assert shares[:3] == [pytest.approx(0.3, abs=0.08), pytest.approx(0, abs=0.05), pytest.approx(0.6, abs=0.1)]
     assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_one_backward_pass_through_several_forward_passes_is_timed_by_layer_module_too():
+    model = nn.Sequential(*(SlowBlock(0.03) for _ in range(4)))
+    modules, times = parse_modules(model, pattern=r"\d"), BackwardTimes()
+    times.arm(model, modules)
+    (model(torch.randn(8, 4)) * model(torch.randn(8, 4))).sum().backward()
+    times.end_step()
+    shares, loop = times.shares(4, 0.24)
+    assert shares == [pytest.approx(0.25, abs=0.08)] * 4 and loop == pytest.approx(0, abs=0.05)
+
+
+def test_a_backward_pass_that_fails_is_not_timed_and_the_next_one_is():
+    def fail(_gradient):
+        raise RuntimeError("the user's own")
+
+    model = nn.Sequential(SlowBlock(0.0), SlowBlock(0.03))
+    modules, times = parse_modules(model, pattern=r"\d"), BackwardTimes()
+    times.arm(model, modules)
+    model[0].register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        model(torch.randn(8, 4)).sum().backward()
+    times.end_step()
+    assert times.shares(2, 0.1) is None
+    model[0]._forward_hooks.clear()
+    times.arm(model, modules)
+    model(torch.randn(8, 4)).sum().backward()
+    times.end_step()
+    assert times.shares(2, 0.1)[0][1] == pytest.approx(0.3, abs=0.08)
 
 
 def test_a_pass_that_nothing_was_made_of_is_no_pass():
@@ -736,15 +776,33 @@ def test_of_a_model_that_begins_untrained_it_decides_as_forecast():
 # What a freeze saves
 
 
-def test_the_optimizer_goes_by_elements_and_on_an_accelerator_by_tensors():
-    model = Words()
-    first, second = parse_modules(model)[:2]  # the table and a block, a block
-    block = 2 * 32 * WIDTH + 3 * WIDTH + 32
-    assert (count_stepped(model, first), count_stepped(model, second)) == (50 * WIDTH + block, block)
-    model.to("meta")
-    assert (count_stepped(model, first), count_stepped(model, second)) == (7, 6)
-    model.blocks[1].norm.requires_grad_(False)
-    assert count_stepped(model, second) == 4
+class Timed:
+    """Stands for the worth of steps: half of an iteration is the optimizer's, backward passes take a tenth each."""
+
+    def __init__(self, num_modules):
+        self.backward = SimpleNamespace(shares=lambda *_: ([0.1] * num_modules, 0.1))
+
+    def optimizer_share(self, _iteration_s):
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("device", "is_alone", "of_first"),
+    [("cpu", True, 1904 / 2992), ("meta", True, 7 / 12), ("meta", False, 1904 / 2992)],
+)
+def test_the_optimizer_goes_by_elements_and_on_one_accelerator_by_tensors(device, is_alone, of_first):
+    """On an accelerator the time to queue it is what is timed; among processes reducing goes by elements."""
+    model = Words().to(device)
+    modules = parse_modules(model)  # the table and a block, three more blocks, the head
+    for module in modules[2:]:
+        for name in module.parameters:
+            model.get_parameter(name).requires_grad_(False)
+    model.blocks[1].norm.bias.requires_grad_(False)
+    training = SimpleNamespace(model=model, ranks=SimpleNamespace(is_alone=is_alone))
+    measures = SimpleNamespace(training=training, _parts={WORTH: Timed(len(modules))})
+    shares = Measures.time_shares(measures, 1.0, modules, [0.2] * len(modules))
+    assert shares[0] == pytest.approx(0.1 + 0.6 * of_first)
+    assert sum(shares) == pytest.approx(0.1 * len(modules) + 0.6)
 
 
 # In a run

@@ -208,7 +208,7 @@ def run_smartfrz(options: argparse.Namespace, console: Console) -> int:
             found.append(Watched.load(kept))
     if options.out is None:
         return 0
-    if not {*options.held_out} < {*options.seeds}:
+    if not options.held_out or not {*options.held_out} < {*options.seeds}:
         raise RefusedError(
             f"--held-out must be some of --seeds and not all, found {options.held_out} of {options.seeds}. Give both."
         )

@@ -29,8 +29,9 @@ class BackwardTimes:
     """Times when the gradient reaches the output of each layer module, at one step after each `arm`.
 
     The backward pass of a layer module lies between the gradient of its output and that of the one before it; that of
-    the first one ends with the pass. What the loop does from there to the optimizer's step, such as clipping, is timed
-    as well. Time is that of the stream on CUDA, elsewhere that of the clock. A fault of ours in a pass ends the timing.
+    the first one ends with the pass, or where that of another forward pass begins. What follows until the optimizer's
+    step, such as clipping, or waiting for other processes, is timed as well. Time is that of the stream on CUDA,
+    elsewhere that of the clock. A fault of ours in a pass ends the timing.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,8 @@ class BackwardTimes:
         """For each pass of the step by the place of the layer module, or `OVER`; the last is the one under way."""
         self._ended: tuple[int, list[dict[int, Stamp]], Stamp] | None = None
         """Of the step that was timed: how many layer modules there were, its passes, and when the optimizer began."""
+        self._seen: set[int] = set()
+        """Places of the layer modules that the forward pass under way has come through."""
         self._num_modules = 0
         self._shares: list[list[float]] = []
         """Of an iteration, for each step that was timed: what each layer module took, then what the loop did."""
@@ -58,6 +61,7 @@ class BackwardTimes:
     def disarm(self) -> None:
         """Take the hooks off the model."""
         handles, self._handles, self._passes = self._handles, [], []
+        self._seen.clear()
         for handle in handles:
             handle.remove()
 
@@ -72,8 +76,10 @@ class BackwardTimes:
     def begin_pass(self, place: int, output: Any) -> None:
         """Watch for the gradient of an output; the first layer module begins a pass."""
         activation = tree.first_activation(output)
-        if not self._passes or place in self._passes[-1] or (place == 0 and self._passes[-1]):
+        if not self._passes or place in self._seen:
             self._passes.append({})
+            self._seen.clear()
+        self._seen.add(place)
         if activation is not None and activation.requires_grad:
             stamps = self._passes[-1]
 
@@ -84,6 +90,9 @@ class BackwardTimes:
 
     def _note(self, stamps: dict[int, Stamp], place: int, is_cuda: bool) -> None:
         if not stamps:
+            for earlier in self._passes:  # in one backward pass through several forward passes, the last one is first
+                if earlier:
+                    earlier.setdefault(OVER, _now(is_cuda))
             finish = partial(self.guard, lambda: stamps.setdefault(OVER, _now(is_cuda)))
             torch.autograd.Variable._execution_engine.queue_callback(finish)
         stamps.setdefault(place, _now(is_cuda))
@@ -161,7 +170,7 @@ def _by_module(num_modules: int, passes: Sequence[Mapping[int, Stamp]], stepped:
     for stamps in passes:
         for before, place in itertools.pairwise(sorted(stamps)):
             seconds[place] += _seconds(stamps[place], stamps[before])
-    seconds.append(_seconds(passes[-1][OVER], stepped))
+    seconds.append(min(_seconds(stamps[OVER], stepped) for stamps in passes))
     return seconds if min(seconds) >= 0 else None
 
 

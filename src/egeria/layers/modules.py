@@ -68,11 +68,9 @@ def count_trainable(model: nn.Module, module: LayerModule) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
-def count_stepped(model: nn.Module, module: LayerModule) -> int:
-    """Return what the time of an optimizer step goes by: trained elements, or on an accelerator trained tensors."""
-    parameters = (model.get_parameter(name) for name in module.parameters)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return sum(parameter.numel() if parameter.device.type == "cpu" else 1 for parameter in trained)
+def count_trained_tensors(model: nn.Module, module: LayerModule) -> int:
+    """Return the number of those parameters of a layer module that need a gradient."""
+    return sum(model.get_parameter(name).requires_grad for name in module.parameters)
 
 
 def trains_elsewhere(model: nn.Module, module: LayerModule) -> bool:

@@ -83,8 +83,8 @@ def choose_interval(config: Config, *, total_steps: int | None, num_modules: int
         return config.plasticity.interval_steps, "set in plasticity.interval_steps"
     if total_steps is None:
         return DEFAULT_INTERVAL_STEPS, "default: give attach total_steps to derive it from the length of the run"
-    if config.policy.name in _LEAST_STEPS:
-        least = _LEAST_STEPS[config.policy.name]
+    least = _LEAST_STEPS.get(config.policy.name) if isinstance(config.policy.name, str) else None
+    if least is not None:
         return max(least, total_steps // evaluations), f"{total_steps} steps / {evaluations} evaluations of the policy"
     steps = round(total_steps / (2 * window) / num_modules / PASSES)
     return max(1, steps), f"guideline: {total_steps} steps / (2 x {window}) / {num_modules} modules / {PASSES}"

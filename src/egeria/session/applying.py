@@ -32,11 +32,10 @@ from egeria.session.timing import Stopwatch
 
 def in_groups(decisions: Sequence[Decision]) -> Iterator[tuple[Decision, list[Freeze]]]:
     """Yield decisions in order, with freezes that follow each other as one: the first and all of them, else none."""
-    for _, group in itertools.groupby(
-        enumerate(decisions), lambda pair: -1 if isinstance(pair[1], Freeze) else pair[0]
-    ):
-        found = [decision for _, decision in group]
-        yield found[0], [decision for decision in found if isinstance(decision, Freeze)]
+    for is_freeze, group in itertools.groupby(decisions, lambda decision: isinstance(decision, Freeze)):
+        found = list(group)
+        for first in found[:1] if is_freeze else found:
+            yield first, [decision for decision in found if isinstance(decision, Freeze)]
 
 
 class _Rehearsal(NamedTuple):
@@ -73,6 +72,7 @@ class Applier:
         self._state = self._find_state()
         self.waiting: list[int] = []
         """Layer modules that were decided to freeze, and train on until compiling again repays itself."""
+        self._is_released = False
         self._depth_in_force = 0
         self._was_overruled = False
         self._thawed = (0, -1)
@@ -214,6 +214,7 @@ class Applier:
 
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
+        self._is_released = True
         self.waiting = []
         self.landing.cancel(None)
         self._duty.end()
@@ -266,49 +267,62 @@ class Applier:
         if found:
             self._duty.wake()
         for decided in found:
+            if self._is_released:  # a callback for events has closed the run
+                return
             if decided.module < num_landed or not self.landing.takes(decided, self.depth + len(at_once)):
                 at_once.append(decided)
-        self._freeze(at_once, batch)
+        if not self._is_released:
+            self._freeze(at_once, batch)
 
     def _freeze(self, found: Sequence[Decided], batch: Batch | None) -> None:
+        """Freeze layer modules, front to back; one by one only where all together would break the training."""
         if not found:
             return
         self._duty.wake()
         modules = [self.modules[decided.module] for decided in found]
         before = None if batch is None else self._rehearse(modules, batch)
-        reached: list[tuple[int, int]] = []
-        for decided in found:
-            self._freezer.freeze_to(decided.module + 1, input_needs_grad=batch is not None and batch.needs_grad)
-            reached.append((self.depth, self._freezer.num_frozen))
+        depth, reached = self.depth, [self._freeze_up_to(decided.module + 1, batch) for decided in found]
         if batch is not None and before is not None:
-            self._judge(modules, before, batch)
+            branch = self._find_fault(modules, before, batch)
+            if branch is not None and len(found) > 1:
+                self._freezer.thaw()
+                self._freeze_up_to(depth, batch)
+                for decided in found:
+                    if not self._is_released:
+                        self._freeze([decided], batch)
+                return
+            self._refuse(branch)
         self._duty.begin(self.periods, self.depth)
-        for decided, module, (depth, num_frozen) in zip(found, modules, reached, strict=True):
+        for decided, module, (frozen, num_parameters) in zip(found, modules, reached, strict=True):
             self.recorder.write(
                 ModuleFrozen(
                     step=self.recorder.step,
                     module=decided.module,
                     name=module.name,
-                    frozen=depth,
+                    frozen=frozen,
                     reason=decided.reason,
-                    parameter_share=num_frozen / max(1, self._num_trainable),
+                    parameter_share=num_parameters / max(1, self._num_trainable),
                     decided_at=decided.step if decided.is_journaled else None,
                 )
             )
 
-    def _judge(self, modules: Sequence[LayerModule], before: _Rehearsal, batch: Batch) -> None:
-        """Refuse a freeze that took the gradient of an output, and report one that saves less than it could."""
+    def _freeze_up_to(self, depth: int, batch: Batch | None) -> tuple[int, int]:
+        """Freeze the front; return how many layer modules are frozen now, and how many of their elements."""
+        self._freezer.freeze_to(depth, input_needs_grad=batch is not None and batch.needs_grad)
+        return self.depth, self._freezer.num_frozen
+
+    def _find_fault(self, modules: Sequence[LayerModule], before: _Rehearsal, batch: Batch) -> LayerModule | None:
+        """Return a layer module that takes the gradient of an output; report a freeze that saves less than it could."""
         self._has_declined = False
         after = self._rehearse(modules, batch)
-        if after is None:
-            return
-        self._refuse_branch(modules, before, after)
-        if batch.needs_grad or tree.requires_grad(after.boundaries[-1]):
+        branch = after and _find_branch(modules, before, after)
+        if branch is None and after is not None and (batch.needs_grad or tree.requires_grad(after.boundaries[-1])):
             self._has_declined = True
             self._decline_saving(
                 "its output still needs a gradient, because a trainable tensor outside the frozen layer modules "
                 "(the input, or a parameter of another module) feeds it; the backward pass runs through it",
             )
+        return branch
 
     def _rehearse_rest(self, batch: Batch) -> None:
         """Refuse periods by which an output has no gradient at some steps."""
@@ -318,20 +332,20 @@ class Applier:
             with self._duty.trial(depth):
                 after = before and self._rehearse(modules, batch)
             if before is not None and after is not None:
-                self._refuse_branch(modules, before, after)
+                self._refuse(_find_branch(modules, before, after))
 
-    def _refuse_branch(self, modules: Sequence[LayerModule], before: _Rehearsal, after: _Rehearsal) -> None:
+    def _refuse(self, branch: LayerModule | None) -> None:
         """Thaw everything and raise HarmfulFreezeError where an output has lost its gradient."""
-        for module, boundary in zip(modules, before.boundaries, strict=True):
-            if _is_branch(boundary, before.outputs, after.outputs):
-                self._duty.end()
-                self._freezer.thaw()
-                if self._state is not None:
-                    self._state.follow(())
-                raise HarmfulFreezeError(
-                    f"with {module.name} frozen an output of the model would have no gradient left, "
-                    f"because it is a branch of its own and not in front of the others"
-                )
+        if branch is None:
+            return
+        self._duty.end()
+        self._freezer.thaw()
+        if self._state is not None:
+            self._state.follow(())
+        raise HarmfulFreezeError(
+            f"with {branch.name} frozen an output of the model would have no gradient left, "
+            f"because it is a branch of its own and not in front of the others"
+        )
 
     def _decline_saving(self, reason: str) -> None:
         if self.depth:
@@ -357,6 +371,12 @@ class Applier:
 
 def _make_note(boundary: list[Tensor]) -> Callable[..., None]:
     return lambda *call: boundary.extend(tree.leaves(call[-1]))
+
+
+def _find_branch(modules: Sequence[LayerModule], before: _Rehearsal, after: _Rehearsal) -> LayerModule | None:
+    """Return the first of some layer modules whose freeze takes the gradient of an output; None for none."""
+    pairs = zip(modules, before.boundaries, strict=True)
+    return next((module for module, own in pairs if _is_branch(own, before.outputs, after.outputs)), None)
 
 
 def _is_branch(boundary: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egeria.layers.modules import LayerModule, count_stepped, count_trainable
+from egeria.journal import Recorder
+from egeria.layers.modules import LayerModule, count_trainable, count_trained_tensors
 from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, PREDICTION, WEIGHTS, WORTH
 from egeria.session.following import Training
 from egeria.session.foreseeing import Foresight
 from egeria.session.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
 from egeria.session.worth import StepWorth
-from egeria.smartfrz import WeightHistory, load_predictor
+from egeria.smartfrz import NUM_SNAPSHOTS, WeightHistory, load_predictor
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class Measures:
         if WORTH in needs and self.training.is_pretrained and self.training.total_steps:
             self._open_worth(hook)
         if PREDICTION in needs:
-            self._parts[PREDICTION] = FreezeScores(model)
+            self._parts[PREDICTION] = FreezeScores(model, self.training.recorder)
         if FORESIGHT in needs:
             self._parts[FORESIGHT] = self._foresee()
 
@@ -90,10 +91,10 @@ class Measures:
     def time_shares(self, iteration_s: float, modules: Sequence[LayerModule], shares: Sequence[float]) -> list[float]:
         """Return which share of an iteration a freeze of each layer module saves, where all in front are frozen.
 
-        Its backward pass as it was timed, and its part of what follows, such as clipping, and the optimizer's step: of
-        the elements on a CPU, of the tensors on an accelerator, where putting that into the queue is what is timed.
-        Backward passes that could not be timed, as in compiled models, are counted: for weights that are trained two
-        multiplications for each of the forward pass, for others one.
+        Its backward pass as it was timed, and its part of what follows, such as clipping and reducing, and the
+        optimizer's step: by its elements; where one process trains on an accelerator by its tensors, since putting
+        that into the queue is what is timed. Backward passes that could not be timed, as in compiled models, are
+        counted: for weights that are trained two multiplications for each of the forward pass, for others one.
 
         Args:
             iteration_s: seconds of an iteration.
@@ -109,14 +110,20 @@ class Measures:
             share * (1 + count / max(1, size)) for share, count, size in zip(shares, trained, sizes, strict=True)
         ]
         timed, loop = found or ([(1 - step) * part / (sum(shares) + sum(backward)) for part in backward], 0.0)
-        stepped = [count_stepped(model, module) for module in modules]
-        each = (loop + step) / max(1, sum(stepped))
-        return [part + each * count for part, count in zip(timed, stepped, strict=True)]
+        is_queued = all(parameter.device.type != "cpu" for parameter in model.parameters())
+        if is_queued and self.training.ranks.is_alone:
+            trained = [count_trained_tensors(model, module) for module in modules]
+        each = (loop + step) / max(1, sum(trained))
+        return [part + each * count for part, count in zip(timed, trained, strict=True)]
 
     def end_step(self) -> None:
         """Take note of a step, and leave the optimizers alone for the rest of an interval that is measured."""
         if PREDICTION in self._parts:
-            self._parts[PREDICTION].end_step()
+            try:
+                self._parts[PREDICTION].end_step()
+            except Exception as error:  # such as weights that were taken out of the model
+                del self._parts[PREDICTION]
+                self.training.recorder.fault("looking at weights", error)
         hooks = self._hooks.get(NOISE)
         if hooks is not None and not hooks.is_resting and self._parts[NOISE].is_done(self.training.optimizers):
             hooks.rest()
@@ -171,9 +178,19 @@ class Measures:
 class FreezeScores(WeightHistory):
     """What the predictor of SmartFRZ says of each layer module."""
 
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        super().__init__(model)
+        self._recorder = recorder
+
     def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
         """Return the probability that each may freeze; None where it cannot be asked, or its weights are not finite."""
-        windows = self.windows(modules)
+        num_steps, windows = self.num_steps, self.windows(modules)
+        if num_steps < NUM_SNAPSHOTS:
+            self._recorder.decline(
+                "freezing by 'smartfrz'",
+                f"an interval had {num_steps} steps, and the predictor looks at {NUM_SNAPSHOTS} snapshots of it; set "
+                f"plasticity.interval_steps to at least {NUM_SNAPSHOTS}, or leave it out",
+            )
         known = [window for window in windows if window is not None]
         scores = iter(load_predictor().score(torch.stack(known)) if known else ())
         found = [None if window is None else next(scores) for window in windows]

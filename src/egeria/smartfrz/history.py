@@ -17,9 +17,9 @@ from egeria.smartfrz.predictor import NUM_SNAPSHOTS, NUM_WEIGHTS
 class WeightHistory:
     """Keeps evenly spaced snapshots of an interval, of the same `NUM_WEIGHTS` weights at most of each parameter.
 
-    Matrices and kernels that train when it is made are looked at. How long an interval is need not be known: where
-    twice the snapshots that are wanted have come together, every other one goes, and half as many are taken from then
-    on. Takes 8 KB for each parameter and snapshot. Of parameters in parts it is this process' part.
+    How long an interval is need not be known: where twice the snapshots that are wanted have come together, every other
+    one goes, and half as many are taken from then on. Takes up to 250 KB for each parameter that trains when it is
+    made. Of parameters in parts it is this process' part.
 
     Source: SmartFRZ "tailors" each layer to 1,024 of its weights, drawn once.
     """
@@ -29,20 +29,22 @@ class WeightHistory:
         self._places = {
             name: _draw(name, own_part(parameter.detach())).to(parameter.device)
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.dim() > 1 and own_part(parameter.detach()).numel()
+            if parameter.requires_grad and own_part(parameter.detach()).numel()
         }
-        self._spacing, self._steps = 1, 0
-        """Steps between snapshots, and steps of the interval so far."""
+        self.num_steps = 0
+        """Of the interval so far."""
+        self._spacing = 1
+        """Steps between snapshots."""
         self._snapshots: list[dict[str, Tensor]] = []
 
     @torch.no_grad()
     def end_step(self) -> None:
         """Take a snapshot after an optimizer step, where it is time for one."""
-        self._steps += 1
-        if self._steps % self._spacing == 0:
+        self.num_steps += 1
+        if self.num_steps % self._spacing == 0:
             self._snapshots.append(
                 {
-                    name: own_part(self._model.get_parameter(name).detach()).reshape(-1)[places].float()
+                    name: own_part(self._model.get_parameter(name).detach()).take(places).float()
                     for name, places in self._places.items()
                 }
             )
@@ -53,11 +55,11 @@ class WeightHistory:
         """Return the snapshots of the interval that ends, and begin the next; synchronises the device.
 
         Returns:
-            For each layer module [`NUM_SNAPSHOTS`, `NUM_WEIGHTS`] on the CPU, oldest first: of its parameters as many
-            weights as their share in it, those of a small one again and again. None where it has none that train, or
-            the interval had too few steps.
+            For each layer module [`NUM_SNAPSHOTS`, `NUM_WEIGHTS`] on the CPU, oldest first: of its matrices and
+            kernels, or of what trains in a module without any, as many weights as their share in it, those of a small
+            one again and again. None where none train, or the interval had too few steps.
         """
-        found, self._snapshots, self._steps = self._snapshots, [], 0
+        found, self._snapshots, self.num_steps = self._snapshots, [], 0
         if len(found) < NUM_SNAPSHOTS:
             self._spacing = 1
             return [None] * len(modules)
@@ -65,7 +67,8 @@ class WeightHistory:
         return [self._window(module, chosen) for module in modules]
 
     def _window(self, module: LayerModule, snapshots: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-        names = [name for name in module.parameters if name in self._places]
+        trained = [name for name in module.parameters if name in self._places]
+        names = [name for name in trained if self._model.get_parameter(name).dim() > 1] or trained
         if not names:
             return None
         sizes = [own_part(self._model.get_parameter(name).detach()).numel() for name in names]
@@ -79,23 +82,29 @@ class WeightHistory:
         again = -(-NUM_WEIGHTS // rows.shape[1])
         return rows.repeat(1, again)[:, :NUM_WEIGHTS]
 
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: len(places) for name, places in self._places.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
         shots = [{name: values.clone() for name, values in shot.items()} for shot in self._snapshots]
-        return {"spacing": self._spacing, "steps": self._steps, "snapshots": shots}
+        return {"spacing": self._spacing, "steps": self.num_steps, "snapshots": shots}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; from an empty one with the next interval."""
-        self._spacing, self._steps = state.get("spacing", 1), state.get("steps", 0)
+        """Continue from a saved state; of an empty one, or of other parameters, with the next interval."""
+        shots = state.get("snapshots", ())
+        if not all({name: len(values) for name, values in shot.items()} == self._sizes for shot in shots):
+            state, shots = {}, ()
+        self._spacing, self.num_steps = state.get("spacing", 1), state.get("steps", 0)
         self._snapshots = [
-            {name: values.to(self._places[name].device, copy=True) for name, values in shot.items()}
-            for shot in state.get("snapshots", ())
+            {name: values.to(self._places[name].device, copy=True) for name, values in shot.items()} for shot in shots
         ]
 
 
 def _draw(name: str, values: Tensor) -> Tensor:
     """Return which elements of a parameter are looked at: the same ones in each run of the model."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
     if values.numel() <= NUM_WEIGHTS:
-        return torch.randperm(values.numel(), generator=generator)
-    return torch.randint(values.numel(), (NUM_WEIGHTS,), generator=generator)
+        return torch.randperm(values.numel(), generator=generator, device="cpu")
+    return torch.randint(values.numel(), (NUM_WEIGHTS,), generator=generator, device="cpu")

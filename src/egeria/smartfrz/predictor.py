@@ -65,7 +65,7 @@ def _network(*widths: int) -> nn.Sequential:
 def load_predictor(path: Path = OWN_WEIGHTS) -> FreezePredictor:
     """Return a trained predictor, on the CPU, in float32 and inference mode; read once."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the numbers that it begins with are of no use
-        predictor = FreezePredictor()
+        predictor = FreezePredictor().float()  # whatever the user's default is
     predictor.load_state_dict({name: values.float() for name, values in load_file(path).items()})
     return predictor.eval().requires_grad_(False)
 
