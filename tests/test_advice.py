@@ -529,13 +529,20 @@ def test_a_cache_takes_as_much_as_the_largest_of_what_fronts_put_out():
     assert f"{40 * 64 * 4 / 2**20:,.1f} MiB" in note
 
 
-def test_a_loader_that_takes_long_is_told():
-    class SlowToRead(Noisy):
-        def __getitem__(self, place):
-            CLOCK.now_s += PLAIN_S
-            return super().__getitem__(place)
+class SlowToRead(Noisy):
+    """A batch of four takes as long as three iterations."""
 
-    assert any("Reading a batch" in note for note in ask(loader=DataLoader(SlowToRead(), batch_size=4)).notes())
+    def __getitem__(self, place):
+        CLOCK.now_s += 3 * PLAIN_S / 4
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize(("num_workers", "share"), [(0, 0.25), (2, 1.0)])
+def test_a_loader_that_takes_long_is_told_and_counts_where_nobody_reads_meanwhile(num_workers, share):
+    advice = ask(loader=DataLoader(SlowToRead(), batch_size=4, num_workers=num_workers))
+    assert advice.saving("0:4") == pytest.approx(share * ask().saving("0:4"))
+    (note,) = [note for note in advice.notes() if "Reading a batch" in note]
+    assert ("Workers of the loader would hide it" in note) is (num_workers == 0)
     assert not any("Reading a batch" in note for note in ask().notes())
 
 

@@ -64,7 +64,8 @@ class Advice:
     """What freezing could save in a training.
 
     Shares are of the time of its iterations: forward pass, backward pass and optimizer; of evaluations too where they
-    were timed. Reading batches is not in them, and what else the loop does between steps neither.
+    were timed, and of reading batches where the loader has no workers that do it meanwhile. What else the loop does
+    between steps is not in them.
     """
 
     modules: tuple[str, ...]
@@ -78,7 +79,9 @@ class Advice:
     num_samples: int | None
     """Of an epoch; None where nobody knows."""
     reading_s: float
-    """Seconds that a batch took to be read in this process. Workers of a loader hide it, or divide it among them."""
+    """Seconds that a batch took to be read in this process."""
+    has_workers: bool
+    """Of the loader, which hide that, or divide it among them."""
     repeats: bool | None
     """Whether a sample is the same each time it is drawn, as a cache needs; None where that cannot be tried."""
     obstacles: tuple[str, ...]
@@ -108,7 +111,7 @@ class Advice:
         for (begin, depth), end in zip(moves, ends, strict=True):
             left_s = self._iteration_s(depth) - (self._prefix_s(depth) if cached else 0.0)
             saved_s += (end - begin) * (plain_s - left_s)
-        return saved_s / (plain_s + self._evaluation_share_s)
+        return saved_s / (plain_s + self._unchanged_s)
 
     @property
     def half_saving(self) -> float:
@@ -173,6 +176,9 @@ class Advice:
             found.append(
                 f"Reading a batch takes {duration(self.reading_s)} in this process. Where the loader's workers do not "
                 f"hide that, training waits for it, and freezing saves less than is told here."
+                if self.has_workers
+                else f"Reading a batch takes {duration(self.reading_s)}, for which training waits, and which freezing "
+                f"does not change. Workers of the loader would hide it."
             )
         stored = max((cost.stored_bytes or 0 for cost in self.costs), default=0)
         if self.repeats and stored and self.num_samples:
@@ -196,9 +202,10 @@ class Advice:
         return f"<table><caption>What freezing could save</caption>{''.join(lines)}</table>{notes}"
 
     @property
-    def _evaluation_share_s(self) -> float:
-        """Seconds of evaluation for each iteration."""
-        return (self.evaluation_s or 0.0) / self.iterations_per_evaluation if self.iterations_per_evaluation else 0.0
+    def _unchanged_s(self) -> float:
+        """Seconds of evaluation and of waiting for the batch, for each iteration."""
+        evaluation_s = (self.evaluation_s or 0.0) / (self.iterations_per_evaluation or 1)
+        return evaluation_s + (0.0 if self.has_workers else self.reading_s)
 
     def _iteration_s(self, depth: int) -> float:
         return _between([(cost.depth, cost.iteration_s) for cost in self.costs], depth)

@@ -83,6 +83,7 @@ def advise(
             iterations_per_evaluation=iterations_per_evaluation,
             num_samples=source.num_samples,
             reading_s=source.reading_s,
+            has_workers=source.has_workers,
             repeats=repeats,
             obstacles=obstacles,
         )

@@ -37,6 +37,7 @@ class Source:
         self.num_samples: int | None = None
         self.reading_s = 0.0
         """Seconds that a batch took to be read, in this process."""
+        self.has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
         if self._dataset is not None and not self._is_stream:
             with suppress(TypeError, NotImplementedError):  # a data set need not know its length
                 self.num_samples = len(cast(Any, self._dataset))
