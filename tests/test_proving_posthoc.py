@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmarks.__main__ import main
 from benchmarks.proving.posthoc import SLOPE, STABLE, Analysis, Probe, Reading
-from benchmarks.proving.posthoc_record import describe_analysis
+from benchmarks.proving.posthoc_record import describe_analysis, in_any_order
 
 COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke", "--seeds", "0"]
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
@@ -80,6 +80,13 @@ class TestVerdicts:
         assert "too few samples for PWCCA" in describe_analysis(unknown)[0]
         partly = analysis(distances=[MOVING, [None] * 5, MOVING], moved=[[1.0, 0.9, 0.1, 0.1]] * 3)
         assert "Not known of, and counted as moving: b." in describe_analysis(partly)[0]
+
+
+def test_what_smartfrz_would_freeze_in_any_order_counts_for_as_long_as_it_says_so():
+    final = SimpleNamespace(epoch=4)
+    predicted = ((1.0, (True, False, True)), (2.0, (True, True, False)), (3.0, (False, False, False)))
+    outcome = SimpleNamespace(predicted=predicted, final=final)
+    assert in_any_order(FOUND, outcome) == pytest.approx(1 / 4 * 0.3 + 1 / 4 * (0.3 + 0.2))
 
 
 def test_padding_is_no_sample_and_samples_come_from_everywhere():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.runfile import RunFile
 from benchmarks.proving.skipping import Skipped, Span, measure_skipped, spans
 from egeria.errors import JournalError
-from egeria.events import Declined, FaultCaught, MetricLogged, RunStarted
+from egeria.events import Declined, FaultCaught, IntervalMeasured, MetricLogged, RunStarted
 from egeria.report.history import History, read_history
 
 
@@ -46,6 +46,10 @@ class Outcome:
     """Steps between evaluations of plasticity as the run began; 0 where nothing is judged."""
     judged: float | None = None
     """The workload's metric on the larger set that is asked at the end; None where there is none."""
+
+    predicted: tuple[tuple[float, tuple[bool, ...]], ...] = ()
+    """Of 'smartfrz', at the end of each interval: the epochs done, and for each layer module whether it is frozen or,
+    by the predictor, might be. That is what the original freezes, which goes by no order."""
 
     @property
     def final(self) -> Evaluation:
@@ -124,7 +128,19 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
         remarks=_remarks(history),
         interval_steps=max([event.interval_steps for event in history.of(RunStarted)], default=0),
         judged=_judged(history, run.workload.metric),
+        predicted=tuple(_predicted(history, run.recipe["steps_per_epoch"])),
     )
+
+
+def _predicted(history: History, steps_per_epoch: int) -> Iterator[tuple[float, tuple[bool, ...]]]:
+    limit = max([event.config["policy"].get("freeze_score", 0.0) for event in history.of(RunStarted)], default=0.0)
+    for event in history.of(IntervalMeasured):
+        if event.freeze_scores is not None:
+            rests = (
+                place < event.frozen or (score is not None and score > limit)
+                for place, score in enumerate(event.freeze_scores)
+            )
+            yield event.step / steps_per_epoch, tuple(rests)
 
 
 def _judged(history: History, metric: str) -> float | None:
