@@ -133,7 +133,9 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
 
 
 def _predicted(history: History, steps_per_epoch: int) -> Iterator[tuple[float, tuple[bool, ...]]]:
-    limit = max([event.config.get("policy", {}).get("freeze_score", 0.0) for event in history.of(RunStarted)], default=0.0)
+    limit = max(
+        [event.config.get("policy", {}).get("freeze_score", 0.0) for event in history.of(RunStarted)], default=0.0
+    )
     for event in history.of(IntervalMeasured):
         if event.freeze_scores is not None:
             rests = (
