@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.proving.smartfrz import Examples, Labelling, Watched, fit, judge, without_each
+from benchmarks.proving.smartfrz import Examples, Labelling, Threshold, Watched, fit, judge, without_each
 
 from egeria.smartfrz import NUM_SNAPSHOTS, NUM_WEIGHTS, load_predictor
 
@@ -39,6 +39,8 @@ def test_it_learns_to_tell_what_moves_from_what_does_not():
     verdict = judge(fit(examples, seed=0, epochs=6), Examples.of([watched("two", 9)], Labelling(span=1)))
     assert verdict.right > 0.9 and verdict.balanced > 0.9 and verdict.num_examples == 48
     assert verdict.common == 0.5
+    rule = Threshold.fit(examples)
+    assert judge(rule, Examples.of([watched("two", 9)], Labelling(span=1))).right == 1 and 0.001 < rule.most < 1
 
 
 def test_windows_without_weights_that_train_are_left_out():

@@ -211,7 +211,33 @@ def fit(examples: Examples, *, seed: int, epochs: int) -> FreezePredictor:
     return predictor.eval()
 
 
-def judge(predictor: FreezePredictor, examples: Examples) -> Verdict:
+@dataclass(frozen=True)
+class Threshold:
+    """Freezes what moved little in the interval: the least that a predictor must be better than."""
+
+    most: float
+    """Of the norm of the difference between the first and the last snapshot, as a share of that of the last."""
+
+    @classmethod
+    def fit(cls, examples: Examples) -> Threshold:
+        """Return the one that is right of most examples."""
+        moved, order = _movements(examples.windows).sort()
+        freezes = examples.labels[order].float()
+        right = freezes.cumsum(0) + (1 - freezes).sum() - (1 - freezes).cumsum(0)
+        return cls(float(moved[right.argmax()]))
+
+    def score(self, windows: Tensor) -> list[float]:
+        """Return 1 for "freeze" and 0 for "train"."""
+        return [float(moved <= self.most) for moved in _movements(windows)]
+
+
+def _movements(windows: Tensor) -> Tensor:
+    last = windows[:, -1]
+    sizes = (last - last.mean(dim=1, keepdim=True)).norm(dim=1)
+    return (windows[:, 0] - last).norm(dim=1) / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
+
+
+def judge(predictor: FreezePredictor | Threshold, examples: Examples) -> Verdict:
     """Ask a predictor about examples that it has not seen."""
     scores = torch.tensor([score for part in examples.windows.split(256) for score in predictor.score(part)])
     says, labels = (scores > 0.5).long(), examples.labels

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.proving.recipe import describe_circumstances
-from benchmarks.proving.smartfrz import Examples, Labelling, Verdict, Watched, fit, judge, without_each
+from benchmarks.proving.smartfrz import Examples, Labelling, Threshold, Verdict, Watched, fit, judge, without_each
 from benchmarks.proving.stopwatch import Stopwatch
 from benchmarks.proving.tables import markdown
 from egeria.smartfrz import NUM_SNAPSHOTS, NUM_WEIGHTS, save_predictor
@@ -58,6 +58,7 @@ def train_and_record(lesson: Lesson, folder: Path, console: Console) -> None:
         console.print(f"held-out seeds, beginning {beginning}: {on_seeds[-1].right:.1%} right", highlight=False)
         if not beginning:
             save_predictor(predictor, folder / "predictor.safetensors")
+    by_movement = judge(Threshold.fit(examples), tests)
     on_networks: dict[str, Verdict] = {}
     for name, others, own in without_each(found):
         learned = Examples.of([entry for entry in others if entry.seed not in held_out], labelling)
@@ -73,6 +74,7 @@ def train_and_record(lesson: Lesson, folder: Path, console: Console) -> None:
         "num_examples": len(examples.labels),
         "freeze_share": examples.share,
         "on_seeds": [{**asdict(verdict), "balanced": verdict.balanced} for verdict in on_seeds],
+        "by_movement": {**asdict(by_movement), "balanced": by_movement.balanced},
         "on_networks": {
             name: {**asdict(verdict), "balanced": verdict.balanced} for name, verdict in on_networks.items()
         },
@@ -108,7 +110,9 @@ half precision. Only like it: the paper's text leaves open what its own was trai
 def describe(results: dict[str, Any], on_seeds: Sequence[Verdict], on_networks: dict[str, Verdict]) -> str:
     """Return the card."""
     rights = [verdict.right for verdict in on_seeds]
+    by_movement = {name: value for name, value in results["by_movement"].items() if name != "balanced"}
     rows = [_row("held-out seeds", on_seeds[0])]
+    rows += [_row("the same, by a threshold on how far weights moved", Verdict(**by_movement))]
     rows += [_row(f"{name}, trained without it", verdict) for name, verdict in on_networks.items()]
     header = ["judged by", "examples", "right", 'right of "freeze"', 'right of "train"', "mean of both", "one answer"]
     held_out = ",".join(map(str, results["held_out_seeds"]))
