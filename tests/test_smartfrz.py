@@ -16,6 +16,7 @@ from egeria.layers.modules import parse_modules
 from egeria.policy import Freeze
 from egeria.report.replay import replay
 from egeria.smartfrz import NUM_SNAPSHOTS, NUM_WEIGHTS, FreezePredictor, WeightHistory, load_predictor, save_predictor
+from egeria.smartfrz.predictor import OWN_WEIGHTS
 from test_rivals import interval, make
 
 STEPS = 120
@@ -116,6 +117,16 @@ def test_what_it_says_of_a_module_does_not_depend_on_the_others():
     together = predictor.score(asked)
     assert all(0 <= score <= 1 for score in together)
     assert [predictor.score(asked[place : place + 1])[0] for place in range(4)] == pytest.approx(together, abs=1e-5)
+
+
+def test_what_comes_with_egeria_was_trained_and_has_its_card():
+    draw = torch.Generator().manual_seed(0)
+    base, way = (0.05 * torch.randn(16, 1, NUM_WEIGHTS, generator=draw) for _ in range(2))
+    steps = torch.linspace(0, 1, NUM_SNAPSHOTS)[None, :, None]
+    still, moving = (load_predictor().score(base + share * way * steps) for share in (0.001, 0.5))
+    assert min(still) > 0.9 and max(moving) < 0.5
+    card = OWN_WEIGHTS.with_name("CARD.md").read_text(encoding="utf-8")
+    assert "Trained on" in card and "trained without it" in card
 
 
 def test_layers_of_all_scales_look_alike_to_it():
