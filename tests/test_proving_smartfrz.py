@@ -58,12 +58,12 @@ def test_each_network_is_left_out_once():
     assert list(without_each(found[:2])) == []
 
 
-def test_the_command_watches_each_training_once_and_writes_predictor_and_card(tmp_path, capsys):
+def test_the_command_watches_each_training_once_and_writes_predictor_and_card(tmp_path, capfd):
     place = ["--results", str(tmp_path / "results"), "--data", str(tmp_path), "--seeds", "0,1"]
     out = tmp_path / "out"
-    assert main(["smartfrz", "toy-narrow,toy", *COMMON, *place]) == 0
+    assert main(["smartfrz", "toy-narrow,toy", *COMMON, *place, "--jobs", "2"]) == 0
     kept = sorted((tmp_path / "results").rglob("*.safetensors"))
-    assert len(kept) == 4 and "epoch 5/5" in capsys.readouterr().out
+    assert len(kept) == 4 and "epoch 5/5" in capfd.readouterr().out
     seen = Watched.load(kept[0])
     assert (seen.workload, seen.seed) == ("toy", 0)
     assert seen.windows.shape[:2] == seen.cka.shape and float(seen.cka.max()) <= 1 + 1e-5
@@ -71,7 +71,7 @@ def test_the_command_watches_each_training_once_and_writes_predictor_and_card(tm
         main(["smartfrz", "toy-narrow,toy", *COMMON, *place, "--held-out", "1", "--epochs", "1", "--out", str(out)])
         == 0
     )
-    assert "epoch 5/5" not in capsys.readouterr().out, "nothing is trained again"
+    assert "epoch 5/5" not in capfd.readouterr().out, "nothing is trained again"
     results = json.loads((out / "results.json").read_text())
     assert results["workloads"] == ["toy-narrow", "toy"] and results["held_out_seeds"] == [1]
     assert set(results["on_networks"]) == {"toy-narrow", "toy"} and len(results["on_seeds"]) == 3

@@ -28,7 +28,7 @@ from benchmarks.proving.results import Outcome, read_results
 from benchmarks.proving.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.runs import Place, make, sort_out
 from benchmarks.proving.sensitivity import section, write_sensitivity
-from benchmarks.proving.smartfrz import Labelling, Watched, watch
+from benchmarks.proving.smartfrz import Labelling, Wanted, Watched, watch_all
 from benchmarks.proving.smartfrz_record import Lesson, train_and_record
 from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
 from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table
@@ -195,23 +195,29 @@ def run_posthoc(options: argparse.Namespace, console: Console) -> int:
 
 def run_smartfrz(options: argparse.Namespace, console: Console) -> int:
     """Watch plain trainings, those that were watched left out, and train the predictor of 'smartfrz' on them."""
-    torch.set_num_threads(1)
-    found = []
-    for _, workload in _find_workloads(options):
-        known = None
-        for seed in options.seeds:
-            kept = options.results / "smartfrz" / workload.name / options.tier / f"seed{seed}.safetensors"
-            if not kept.is_file():
-                known = known or survey(_build(workload, options))
-                training = build(workload, options.data, options.tier, seed, torch.device(options.device or "cpu"))
-                watch(training, known, workload.name, seed, console.print).save(kept)
-            found.append(Watched.load(kept))
+    device, folder = torch.device(options.device or "cpu"), options.results / "smartfrz"
+    wanted = [
+        Wanted(
+            workload=workload.name,
+            modules=options.workloads,
+            data=options.data,
+            tier=options.tier,
+            seed=seed,
+            device=device,
+            kept=folder / workload.name / options.tier / f"seed{seed}.safetensors",
+        )
+        for _, workload in _find_workloads(options)
+        for seed in options.seeds
+    ]
+    watch_all([entry for entry in wanted if not entry.kept.is_file()], options.jobs)
     if options.out is None:
         return 0
     if not options.held_out or not {*options.held_out} < {*options.seeds}:
         raise RefusedError(
             f"--held-out must be some of --seeds and not all, found {options.held_out} of {options.seeds}. Give both."
         )
+    torch.set_num_threads(1)
+    found = [Watched.load(entry.kept) for entry in wanted]
     labelling = Labelling(span=options.span, most_variance=options.most_variance, least_cka=options.least_cka)
     train_and_record(Lesson(found, options.held_out, labelling, options.epochs), options.out, console)
     console.print(f"written: {options.out / 'CARD.md'}", soft_wrap=True)

@@ -7,9 +7,12 @@ are trained for this; the predictor is then asked about others.
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from benchmarks.proving.catalogue import find_workloads
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.oracle import Survey
+from benchmarks.proving.execution import build
+from benchmarks.proving.oracle import Survey, survey
 from benchmarks.proving.posthoc import Probe
 from benchmarks.proving.training import train_epoch
 from benchmarks.workloads.workload import Training
@@ -149,6 +154,35 @@ def watch(training: Training, known: Survey, workload: str, seed: int, told: Cal
         for state in watcher.states
     ]
     return Watched(workload=workload, seed=seed, windows=torch.stack(watcher.windows), cka=torch.tensor(cka))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A training that is to be watched."""
+
+    workload: str
+    modules: Sequence[str]
+    """In which it is looked for beside the registry."""
+    data: Path
+    tier: str
+    seed: int
+    device: torch.device
+    kept: Path
+    """Where what was seen is kept."""
+
+    def make(self) -> None:
+        """Watch it, in one thread."""
+        torch.set_num_threads(1)
+        ((_, workload),) = find_workloads([self.workload], self.modules)
+        before, training = (build(workload, self.data, self.tier, self.seed, self.device) for _ in range(2))
+        watch(training, survey(before), self.workload, self.seed, partial(print, flush=True)).save(self.kept)
+
+
+def watch_all(wanted: Sequence[Wanted], jobs: int) -> None:
+    """Watch trainings, as many at a time as there are `jobs`, in processes of their own."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as workers:
+        for _ in workers.map(Wanted.make, wanted):
+            pass
 
 
 @dataclass(frozen=True, kw_only=True)
