@@ -85,3 +85,11 @@ def test_what_is_held_out_must_leave_something_to_train_on(held_out, tmp_path, c
     place = ["--results", str(tmp_path / "results"), "--data", str(tmp_path), "--seeds", "0,1", "--out", str(tmp_path)]
     assert main(["smartfrz", "toy-narrow", *COMMON, *place, *held_out]) == 2
     assert "some of --seeds and not all" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists(), "before anything is trained"
+
+
+def test_a_training_that_cannot_be_made_ends_the_others(tmp_path, capsys):
+    place = ["--results", str(tmp_path / "results"), "--data", str(tmp_path), "--seeds", "0"]
+    assert main(["smartfrz", "no-data,toy", *COMMON, *place]) == 2
+    assert "benchmarks: " in capsys.readouterr().err
+    assert not list((tmp_path / "results").rglob("*.safetensors"))

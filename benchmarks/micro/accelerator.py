@@ -7,7 +7,7 @@ Times only, on made-up batches: what is learnt does not matter to them. Advice i
 half and three quarters of the layer modules, two copies train in one process in turn, a few steps at a time: one
 plainly, one attached with these modules frozen by the policy 'static' from the start. A turn ends when the accelerator
 has done all of it. The saving is 1 less the ratio of the sums, its spread that of rounds. The cache is off, but in one
-more row for the half: the same few batches come again and again, so that there it has all of them.
+more row for the half: the same few batches come again and again, so that there it may have all of them.
 """
 
 from __future__ import annotations

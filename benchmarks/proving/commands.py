@@ -195,6 +195,10 @@ def run_posthoc(options: argparse.Namespace, console: Console) -> int:
 
 def run_smartfrz(options: argparse.Namespace, console: Console) -> int:
     """Watch plain trainings, those that were watched left out, and train the predictor of 'smartfrz' on them."""
+    if options.out is not None and not (options.held_out and {*options.held_out} < {*options.seeds}):
+        raise RefusedError(
+            f"--held-out must be some of --seeds and not all, found {options.held_out} of {options.seeds}. Give both."
+        )
     device, folder = torch.device(options.device or "cpu"), options.results / "smartfrz"
     wanted = [
         Wanted(
@@ -212,10 +216,6 @@ def run_smartfrz(options: argparse.Namespace, console: Console) -> int:
     watch_all([entry for entry in wanted if not entry.kept.is_file()], options.jobs)
     if options.out is None:
         return 0
-    if not options.held_out or not {*options.held_out} < {*options.seeds}:
-        raise RefusedError(
-            f"--held-out must be some of --seeds and not all, found {options.held_out} of {options.seeds}. Give both."
-        )
     torch.set_num_threads(1)
     found = [Watched.load(entry.kept) for entry in wanted]
     labelling = Labelling(span=options.span, most_variance=options.most_variance, least_cka=options.least_cka)

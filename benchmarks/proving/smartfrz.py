@@ -181,8 +181,14 @@ class Wanted:
 def watch_all(wanted: Sequence[Wanted], jobs: int) -> None:
     """Watch trainings, as many at a time as there are `jobs`, in processes of their own."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as workers:
-        for _ in workers.map(Wanted.make, wanted):
-            pass
+        try:
+            for _ in workers.map(Wanted.make, wanted):
+                pass
+        except BaseException:  # nothing is to outlive us, nor to be waited for
+            workers.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
 
 
 @dataclass(frozen=True, kw_only=True)
