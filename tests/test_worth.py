@@ -35,7 +35,7 @@ from egeria.policy import (
     find_policy,
     find_rule,
 )
-from egeria.policy.evidence import TREND_INTERVALS, LossGuard
+from egeria.policy.evidence import TREND_INTERVALS, LossCurve, LossGuard
 from egeria.report import report
 from egeria.report.replay import replay
 from egeria.session.measuring import Measures
@@ -467,7 +467,7 @@ def interval(evaluation, rate=1.0, loss=None, worth=None, to_come=None, **measur
     return Interval(
         step=step,
         evaluation=evaluation,
-        loss=1.0 - 0.01 * min(evaluation, 10) if loss is None else loss,
+        loss=1.0 if loss is None else loss,
         learning_rate=rate,
         remaining_rate_sum=rate * (1000 - step) / 2 if to_come is None else to_come,
         last_rate=0.0,
@@ -717,16 +717,77 @@ def test_a_loss_that_leaves_its_trend_thaws_and_the_limit_is_stricter_then():
     made = policy()
     measured(made)
     for evaluation in range(11, 40):
-        made.observe_interval(interval(evaluation, loss=0.9))
+        made.observe_interval(interval(evaluation))
     found = [
         made.observe_interval(
-            interval(evaluation, rate=0.70 if evaluation == 40 else 0.69, loss=0.9 if evaluation == 40 else 1.5)
+            interval(evaluation, rate=0.70 if evaluation == 40 else 0.69, loss=1.0 if evaluation == 40 else 1.5)
         )
         for evaluation in range(40, 50)
     ]
     decisions = list(itertools.chain(*found))
     assert any(isinstance(decision, Thaw) and "trend" in decision.reason for decision in decisions)
     assert made.frozen == 0  # at a quarter of the limit nothing is a bargain at seven tenths of the rate
+
+
+def course(made, loss, until=100, rates=lambda at: 1 - at):
+    """Give a whole run of 200 intervals up to one, with a rate and a loss by share of it; return when what froze."""
+    found = {}
+    for evaluation in range(1, until + 1):
+        at = evaluation / 200
+        worth = tuple(0.01 * share for share in SHARES) if evaluation <= 10 else None
+        to_come = 5 * math.fsum(rates(later / 200) for later in range(evaluation + 1, 201))
+        given = interval(evaluation, rate=rates(at), loss=loss(at), worth=worth, to_come=to_come)
+        for decision in made.observe_interval(given):
+            if isinstance(decision, Freeze):
+                found[decision.module] = at
+            elif isinstance(decision, Thaw):
+                found = {}
+    return found
+
+
+def test_a_loss_that_falls_with_the_rate_has_the_share_of_it_to_come_that_is_left_of_the_rate():
+    curve, rate_sum = LossCurve(total_steps=1000), 0.0
+    for evaluation in range(1, 121):
+        rate_sum += 5 * (rate := 1 - evaluation / 200)
+        curve = curve.observe(interval(evaluation, rate=rate, loss=3.0 - rate_sum / 500), 5, rate_sum)
+    least, most = curve.share_to_come(5 * math.fsum(1 - at / 200 for at in range(121, 201)), 0.0, 0.01)
+    assert len(curve.parts) == 60
+    assert least == pytest.approx(most, abs=1e-3) and least == pytest.approx(0.16, abs=0.01)  # of a triangle
+
+
+def test_a_loss_that_has_fallen_lets_the_rest_freeze_sooner_and_one_that_goes_on_falling_later():
+    by_rate = course(policy(), loss=lambda at: 1.0, until=190)
+    fallen = course(policy(), loss=lambda at: 0.5 + math.exp(-20 * at), until=190)
+    falling = course(policy(), loss=lambda at: 2.0 - at**3, until=190)
+    assert fallen[1] < by_rate[1] - 0.05 and fallen[2] < by_rate[2] - 0.1
+    assert falling.get(1, 1.0) > by_rate[1] + 0.1 and falling.get(2, 1.0) > by_rate[2] + 0.05
+    assert by_rate[0] == fallen[0] == falling[0]  # at once, before the loss tells anything
+
+
+def test_a_loss_that_scatters_widely_tells_nothing():
+    draw = torch.Generator().manual_seed(0)
+    scatter = torch.randn(201, generator=draw)
+    by_rate = course(policy(), loss=lambda at: 1.0, until=190)
+    found = course(policy(), loss=lambda at: 2.0 - 0.2 * at + 2.0 * float(scatter[round(200 * at)]), until=190)
+    assert found == by_rate
+
+
+def test_what_froze_because_the_loss_had_fallen_does_not_thaw_because_the_rate_is_high():
+    made = policy(price=0.05)
+    found = course(made, loss=lambda at: 0.5 + math.exp(-20 * at), until=190)
+    assert made.frozen == 3 and max(found.values()) < 0.8  # by the rate alone from 0.91 on
+
+
+def test_a_state_from_before_losses_were_kept_goes_on_by_the_rate():
+    whole, later = policy(), policy()
+    course(whole, loss=lambda at: 0.5 + math.exp(-20 * at), until=40)
+    state = whole.state_dict()
+    assert state.pop("losses") and state.pop("fading_of_rate")
+    later.load_state_dict(state)
+    assert later.frozen == whole.frozen == 1
+    for evaluation in range(41, 60):  # by what has fallen since the second would freeze now
+        later.observe_interval(interval(evaluation, rate=1 - evaluation / 200, loss=0.5))
+    assert later.frozen == 1
 
 
 @pytest.mark.parametrize("duty_cycle", [False, True])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from egeria.policy.evidence import LossGuard
+from egeria.policy.evidence import LossCurve, LossGuard
 from egeria.policy.forecast import STRICTER, Forecast
 from egeria.policy.protocol import BOOTSTRAPPING, FORESIGHT, PLASTICITY, WORTH, Decision, Interval
 
@@ -52,9 +52,10 @@ class Worth(Forecast):
     In the first steps of a fine-tuning all layer modules go one way, and by how much the steps of each lower the
     loss can be measured (`egeria.session.worth`). The front brings little: of MiniLM the embeddings, which take up to a
     fifth of the time, 1 to 2 % of what all but the last module bring. What steps bring fades with the square of the
-    learning rate. So the next front modules freeze when their share of it, times the square of the rate as a share of
-    its largest, is under a limit times their share of an iteration: some at once, most while it falls. The limit is the
-    one at which all that freezes costs `policy.worth_limit` of what is brought, if the rate falls straight to nothing.
+    learning rate, faster or slower where the training loss falls faster or slower for certain. So the next front
+    modules freeze when their share of it, faded, is under a limit times their share of an iteration: some at once, most
+    while it falls. The limit is the one at which all that freezes costs `policy.worth_limit` of what is brought, if the
+    rate falls straight to nothing.
     Modules are taken together where those behind make a bargain of those in front. With `policy.duty_cycle`, what is
     too dear to freeze is updated at every 4th or 2nd step only, where that is cheap enough.
 
@@ -66,7 +67,17 @@ class Worth(Forecast):
     """
 
     needs = Forecast.needs | {WORTH}
-    _saved = (*Forecast._saved, "decides", "worths", "num_unsettled", "shares", "times", "num_pretrained")
+    _saved = (
+        *Forecast._saved,
+        "decides",
+        "worths",
+        "num_unsettled",
+        "shares",
+        "times",
+        "num_pretrained",
+        "losses",
+        "fading_of_rate",
+    )
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -80,6 +91,9 @@ class Worth(Forecast):
         self._times: tuple[float, ...] = ()
         """For each layer module the share of an iteration that a freeze of it saves."""
         self._num_pretrained = 0
+        self._losses = LossCurve(total_steps=self._total_steps)
+        self._fading_of_rate = 1.0
+        """What steps brought at the newest freeze, as a share of what the rate alone said."""
 
     @property
     def monitored(self) -> int | None:
@@ -102,6 +116,7 @@ class Worth(Forecast):
         elif self._decides == WORTH and self._rates.interval_steps:
             self._guard = self._guard.in_longer((interval.step - self._rates.step) / self._rates.interval_steps)
         decisions = super().observe_interval(interval)
+        self._losses = self._losses.observe(interval, self._rates.interval_steps, self._rates.past_rate_sum)
         if self._decides != WORTH or self.stage == BOOTSTRAPPING:
             return decisions
         return (*decisions, *self._freeze_bargains(), *self._slow_bargains())
@@ -182,7 +197,14 @@ class Worth(Forecast):
     @property
     def _fading(self) -> float:
         """What steps bring from now on, as a share of what they brought at the largest rate."""
-        return 1.0 if self._rates.rose else self._rate_share**FADING  # what it rises to is not known
+        rates, share = self._rates, self._rate_share
+        if rates.rose or rates.remaining_rate_sum is None:  # what it rises to is not known
+            return 1.0
+        to_come = share ** (FADING + 1)  # as the rate says
+        if found := self._losses.share_to_come(rates.remaining_rate_sum, SETTLED_SHARE, FIRST_LOOK_SHARE):
+            least, most = found
+            to_come = max(min(to_come, most), least)
+        return math.pow(to_come, 1 / COST_POWER)
 
     def _next_bargain(self, depth: int) -> tuple[int, float] | None:
         """Return up to which module the next to freeze go best together, and their worth for their time, as shares."""
@@ -213,15 +235,16 @@ class Worth(Forecast):
             front = slice(self._frozen, bargain[0])
             worth, time = math.fsum(filter(None, self._shares[front])), math.fsum(self._times[front])
             reason = (
-                f"{worth:.1%} of what all but the last layer module bring, faded to {self._fading:.0%} with the "
-                f"learning rate, for {time:.0%} of an iteration"
+                f"{worth:.1%} of what all but the last layer module bring, faded to {self._fading:.0%} with "
+                f"the learning rate and the loss, for {time:.0%} of an iteration"
             )
             found = (*self._move_to(bargain[0], reason), *self._pass_over_untrainable())
             if not found:
                 break
             decisions += found
-        if self._frozen > begin and self._guard.is_ready:
-            self._guard = replace(self._guard, since=())
+        if self._frozen > begin:
+            self._fading_of_rate = self._fading / self._rate_share**FADING if self._rate_share else 1.0
+            self._guard = replace(self._guard, since=()) if self._guard.is_ready else self._guard
         return tuple(decisions)
 
     def _slow_bargains(self) -> tuple[Decision, ...]:
@@ -237,7 +260,7 @@ class Worth(Forecast):
                     break
                 periods += [period] * (bargain[0] - len(periods))
         found = self._update_every(
-            periods, f"what they bring for their time, faded to {self._fading:.0%} with the rate"
+            periods, f"what they bring for their time, faded to {self._fading:.0%} with the rate and the loss"
         )
         if found and self._guard.is_ready:
             self._guard = replace(self._guard, since=())
@@ -249,7 +272,7 @@ class Worth(Forecast):
         if reason or not is_known or not self._frozen:
             return reason
         worth, time = math.fsum(filter(None, self._shares[: self._frozen])), math.fsum(self._times[: self._frozen])
-        if worth * self._rate_share**FADING > THAWS_AT * self._limit * time:
+        if worth * self._rate_share**FADING * self._fading_of_rate > THAWS_AT * self._limit * time:
             return f"the learning rate rose to {self._rate_share:.0%} of its highest"
         return None
 
