@@ -10,6 +10,7 @@ python -m benchmarks oracle WORKLOAD[,WORKLOAD] --seeds 0,1,2 [--confirm 3,4] [-
 python -m benchmarks sensitivity WORKLOAD[,WORKLOAD] --sweep POLICY:key=value,value [--sweep ...] [--out RECORD]
 python -m benchmarks posthoc WORKLOAD[,WORKLOAD] --seeds 0 [--out RECORD]
 python -m benchmarks smartfrz WORKLOAD[,WORKLOAD] --seeds 0,1,2,3 --held-out 3 [--out FOLDER]
+python -m benchmarks scale [--out RECORD]
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from benchmarks.distributed import scale_record
 from benchmarks.proving import commands
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.limit import now_s
@@ -33,6 +35,7 @@ from benchmarks.workloads.workload import TIERS, MissingDataError
 from egeria.errors import ConfigError
 
 DATA, RESULTS = Path("../shared/data"), Path("benchmarks/results")
+RECORDS = Path(__file__).parent / "records"
 
 
 def main(arguments: list[str] | None = None, began_s: float | None = None) -> int:
@@ -110,6 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_making(posthoc)
     posthoc.set_defaults(verb=commands.run_posthoc)
     _add_smartfrz(verbs)
+    scale = verbs.add_parser("scale", help="what freezing saves on up to a thousand ranks, simulated")
+    scale.add_argument("--steps", type=_count, default=scale_record.STEPS, metavar="N", help="of a run")
+    scale.add_argument(
+        "--exchanges", type=_count, default=scale_record.EXCHANGES, metavar="N", help="of egeria in a run"
+    )
+    scale.add_argument("--records", type=commands.folder, default=RECORDS, metavar="DIR", help="with 0010 and 0020")
+    scale.add_argument("--out", type=commands.folder, metavar="DIR", help="folder of the record")
+    scale.set_defaults(verb=scale_record.run_scale)
     return parser
 
 
