@@ -178,8 +178,8 @@ def test_the_cifar10_example_names_what_is_missing(tmp_path):
     assert "labels.npz" in done.stderr
 
 
-def start_ddp(launcher, *arguments):
-    command = [sys.executable, *launcher, str(ROOT / "examples" / "ddp.py"), *map(str, arguments)]
+def start_job(launcher, *arguments):
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "cluster" / "train.py"), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True, env=environment)
     return [line for line in done.stdout.splitlines() if line.startswith(("epoch", "accuracy"))]
@@ -187,15 +187,15 @@ def start_ddp(launcher, *arguments):
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-def test_the_ddp_example_runs_under_python_and_torchrun_and_goes_on_in_either(tmp_path):
+def test_the_cluster_example_runs_under_python_and_torchrun_and_goes_on_in_either(tmp_path):
     pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     checkpoint = ("--checkpoint", tmp_path / "last.pt")
-    first = start_ddp(torchrun, "--epochs", 2, *checkpoint, "--directory", tmp_path / "two")
+    first = start_job(torchrun, "--epochs", 2, *checkpoint, "--directory", tmp_path / "two")
     assert [line.split()[1] for line in first[:-1]] == ["1", "2"] and first[-1].startswith("accuracy")
     journal = egeria.read_journal(tmp_path / "two")
-    assert journal.of(RunStarted)[0].total_steps == 2 * (1348 // 2 // 32)
-    later = start_ddp((), "--epochs", 3, *checkpoint, "--directory", tmp_path / "one")
+    assert journal.of(RunStarted)[0].total_steps == 2 * (1348 // 64)
+    later = start_job((), "--epochs", 3, *checkpoint, "--directory", tmp_path / "one")
     assert [line.split()[1] for line in later[:-1]] == ["3"]
     assert egeria.read_journal(tmp_path / "one").of(Resumed)
 
@@ -203,21 +203,21 @@ def test_the_ddp_example_runs_under_python_and_torchrun_and_goes_on_in_either(tm
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-def test_the_ddp_example_trains_on_two_hosts_as_on_one(tmp_path):
+def test_the_cluster_example_trains_on_two_hosts_as_on_one(tmp_path):
     pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
     refusal = why_not()
     if refusal:
         pytest.skip(refusal)
     arguments = ("--epochs", "2", "--directory")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    one = start_ddp(torchrun, *arguments, tmp_path / "one")
+    one = start_job(torchrun, *arguments, tmp_path / "one")
     with two_hosts(rate_mbit=200) as hosts:
         processes = []
         for rank, host in enumerate(hosts):
             nodes = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1"]
             master = ["--master-addr", hosts[0].address, "--master-port", "29519"]
             command = [*host.prefix, sys.executable, "-m", "torch.distributed.run", *nodes, *master]
-            command += [str(ROOT / "examples" / "ddp.py"), *arguments, str(tmp_path / "two")]
+            command += [str(ROOT / "examples" / "cluster" / "train.py"), *arguments, str(tmp_path / "two")]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": host.interface}
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
         outputs = [process.communicate(timeout=200)[0] for process in processes]
@@ -232,11 +232,31 @@ def test_the_ddp_example_trains_on_two_hosts_as_on_one(tmp_path):
     assert decided[0] == decided[1]
 
 
-def test_the_launch_files_start_the_script_that_is_there():
-    launch = ROOT / "examples" / "launch"
-    job = (launch / "kubeflow.yaml").read_text()
-    assert "kind: TrainJob" in job and "trainer.kubeflow.org/" in job and "examples/ddp.py" in job
-    checked = subprocess.run(["bash", "-n", str(launch / "slurm.sbatch")], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0 and not checked.stderr
-    assert "examples/ddp.py" in (launch / "slurm.sbatch").read_text()
-    compile((launch / "ray_train.py").read_text(), "ray_train.py", "exec")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_process_and_two_come_to_the_same_losses_and_freeze_at_the_same_steps(tmp_path):
+    pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    arguments = ("--epochs", 4, "--freeze", "0.3:2 0.6:4", "--directory")
+    one, two = (start_job(launcher, *arguments, tmp_path / name) for launcher, name in (((), "one"), (torchrun, "two")))
+    assert one == two and len(one) == 5
+    frozen = [
+        [(event.step, event.module) for event in egeria.read_journal(tmp_path / name).of(ModuleFrozen)]
+        for name in ("one", "two")
+    ]
+    assert frozen[0] == frozen[1] and len(frozen[0]) == 4
+
+
+def test_the_descriptions_of_jobs_start_the_script_that_is_there():
+    cluster = ROOT / "examples" / "cluster"
+    for name in ("torchrun.sh", "slurm.sbatch", "kubeflow.yaml", "sky.yaml"):
+        assert "examples/cluster/train.py" in (cluster / name).read_text(), name
+    for name in ("torchrun.sh", "slurm.sbatch", "ray_job.sh"):
+        checked = subprocess.run(["bash", "-n", str(cluster / name)], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0 and not checked.stderr, name
+    assert "examples/cluster/ray_train.py" in (cluster / "ray_job.sh").read_text()
+    compile((cluster / "ray_train.py").read_text(), "ray_train.py", "exec")
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((cluster / "kubeflow.yaml").read_text())
+    assert (job["kind"], job["apiVersion"]) == ("TrainJob", "trainer.kubeflow.org/v1alpha1")
+    assert yaml.safe_load((cluster / "sky.yaml").read_text())["num_nodes"] == 2

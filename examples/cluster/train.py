@@ -157,7 +157,8 @@ def train(options: argparse.Namespace, job: Job) -> float:
             sampler.epoch = epoch
             losses = train_epoch(run, loader, optimizer, scheduler, device)
             accuracy = evaluate(model, held_out, device)
-            job.save(parts, run, epoch + 1, {"loss": losses, "accuracy": accuracy, "epoch": epoch + 1})
+            metrics = {"loss": losses, "accuracy": accuracy, "epoch": epoch + 1, "processes": num_ranks}
+            job.save(parts, run, epoch + 1, metrics)
             if rank == 0:
                 line = f"epoch {epoch + 1:3}  loss {losses!r}  accuracy {accuracy:.2%}  frozen {run.frozen}"
                 print(line, flush=True)

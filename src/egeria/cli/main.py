@@ -58,10 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--pattern", help="regular expression: each submodule it matches becomes a layer module")
 
     verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
-    verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
+    verb.add_argument("directory", metavar="DIR", help="directory of the run, or its URL")
 
     verb = verbs.add_parser("replay", help="decide a run again from its journal, with its own settings or others")
-    verb.add_argument("directory", type=Path, metavar="DIR", help="directory of the run")
+    verb.add_argument("directory", metavar="DIR", help="directory of the run, or its URL")
     verb.add_argument("--config", type=Path, help="TOML file with the settings to try")
 
     verb = verbs.add_parser("cache", help="list, check and prune the stored activations in a cache directory")

@@ -24,6 +24,8 @@ except ImportError as error:
     raise ImportError("egeria.integrations.ray needs Ray Train. Run `pip install egeria[ray]`.") from error
 
 STATE_FILE, FOLDER = "egeria.pt", "egeria"
+PROTOCOLS = {"s3": "s3", "gcs": "gs", "abfs": "abfs", "hdfs": "hdfs"}
+"""By the name that Arrow has for a file system, the one that fsspec has."""
 
 
 def attach(
@@ -151,11 +153,11 @@ class RayRun:
         return getattr(self.__dict__["_run"], name)
 
 
-def _place(context: Any) -> Path | None:
-    """Return where the journal goes: beside the checkpoints."""
+def _place(context: Any) -> str | None:
+    """Return where the journal goes: beside the checkpoints, where fsspec knows how to get there."""
     storage = context.get_storage()
-    is_local = storage.storage_filesystem.type_name == "local"
-    return Path(storage.experiment_fs_path) / FOLDER if is_local else None
+    kind, place = storage.storage_filesystem.type_name, f"{storage.experiment_fs_path}/{FOLDER}"
+    return place if kind == "local" else f"{PROTOCOLS[kind]}://{place}" if kind in PROTOCOLS else None
 
 
 def _context() -> Any:

@@ -26,7 +26,7 @@ import egeria
 from egeria import dist
 from egeria.config import Config
 from egeria.errors import EgeriaError, brief
-from egeria.journal import FILE_NAME, Recorder
+from egeria.journal import FILE_NAME, Recorder, is_url
 from egeria.policy import PolicyMaker
 from egeria.report.build import write_files
 from egeria.report.trackers import find_trackers, scalars
@@ -53,7 +53,7 @@ class EgeriaCallback(TrainerCallback):
         config: an `egeria.Config`, nested dictionaries, or the path of a TOML file.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of your own.
         directory: where the journal and the report go. None takes `egeria` in the trainer's `output_dir`. Where the
-            journal of another training is there already, a number is appended: `egeria-2`.
+            journal of another training is there already, a number is appended: `egeria-2`; not to a URL.
         log: whether the entries of `Trainer.log` about the training also have egeria's numbers, so that all trackers
             in `report_to` draw them.
         save_reference: whether checkpoints hold the reference model too, which may take as many bytes as the
@@ -80,7 +80,8 @@ class EgeriaCallback(TrainerCallback):
         self.report: Path | None = None
         self._config = read_config(config, None, policy)
         choose_rule(self._config, scheduler=None, total_steps=1)  # finds what it names
-        self._directory = None if directory is None else Path(directory)
+        self._url = str(directory) if is_url(directory) else None
+        self._directory = None if directory is None or self._url else Path(directory)
         self._logs, self._saves_reference = log, save_reference
         self._trainer: Any = None
         self._checkpoint: Path | None = None
@@ -166,7 +167,7 @@ class EgeriaCallback(TrainerCallback):
                 scheduler=lr_scheduler,
                 total_steps=max(1, state.max_steps - done),
                 config=self._config,
-                directory=directory,
+                directory=self._url or directory,
             )
             return self.run
 

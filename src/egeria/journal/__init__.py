@@ -2,5 +2,15 @@
 
 from egeria.journal.reader import FILE_NAME, Journal, read_journal
 from egeria.journal.recorder import EgeriaWarning, Recorder, run_directory
+from egeria.journal.store import is_url, write_bytes
 
-__all__ = ["FILE_NAME", "EgeriaWarning", "Journal", "Recorder", "read_journal", "run_directory"]
+__all__ = [
+    "FILE_NAME",
+    "EgeriaWarning",
+    "Journal",
+    "Recorder",
+    "is_url",
+    "read_journal",
+    "run_directory",
+    "write_bytes",
+]

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 from egeria.errors import JournalError
 from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Event
+from egeria.journal.store import is_url, local_directory, read_bytes
 
 FILE_NAME = "journal.jsonl"
+RUNS = Path("egeria_runs")
 NOT_FINITE = ("nan", "inf", "-inf")
 Kind = TypeVar("Kind", bound=Event)
 
@@ -47,20 +49,12 @@ def read_journal(directory: str | Path) -> Journal:
     """Read the journal of a run.
 
     Args:
-        directory: the run's directory, or the journal file itself.
+        directory: the run's directory, or the journal file itself; also the URL of a directory.
 
     Raises:
         JournalError: there is no journal, or a newer version of egeria wrote it.
     """
-    path = Path(directory)
-    path = path / FILE_NAME if path.is_dir() else path
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise JournalError(
-            f"A run's directory holds a {FILE_NAME}; {path} cannot be read: {error}. "
-            f"Give the directory that `attach` was given, or that `run.directory` names."
-        ) from error
+    path, text = _read(directory)
     events: list[Event] = []
     times: list[float] = []
     damaged = 0
@@ -75,6 +69,26 @@ def read_journal(directory: str | Path) -> Journal:
             time = record.get("time")
             times.append(float(time) if isinstance(time, (int, float)) else 0.0)
     return Journal(directory=path.parent, events=tuple(events), times=tuple(times), num_damaged=damaged)
+
+
+def _read(directory: str | Path) -> tuple[Path, str]:
+    """Return the file of a journal, or where it would be on this host, and its text."""
+    place: object = directory
+    try:
+        if is_url(directory):
+            place = url = f"{str(directory).rstrip('/')}/{FILE_NAME}"
+            content = read_bytes(url)
+            if not content:
+                raise FileNotFoundError(f"there is no {url}")
+            return local_directory(str(directory), RUNS) / FILE_NAME, content.decode("utf-8", errors="replace")
+        path = Path(directory)
+        place = path = path / FILE_NAME if path.is_dir() else path
+        return path, path.read_text(encoding="utf-8", errors="replace")
+    except Exception as error:
+        raise JournalError(
+            f"A run's directory holds a {FILE_NAME}; {place} cannot be read: {error}. "
+            f"Give the directory that `attach` was given, or that `run.directory` names."
+        ) from error
 
 
 def _parse(line: str) -> dict[str, Any]:

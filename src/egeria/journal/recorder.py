@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from egeria.events import SCHEMA_VERSION, Declined, Event, FaultCaught
-from egeria.journal.reader import FILE_NAME
+from egeria.events import SCHEMA_VERSION, Declined, Event, FaultCaught, JournalCopied
+from egeria.journal.reader import FILE_NAME, RUNS
+from egeria.journal.store import JournalCopy, is_url, local_directory
 
 KEPT_IN_MEMORY = 1000
-RUNS = Path("egeria_runs")
 
 
 class EgeriaWarning(UserWarning):
@@ -34,11 +34,14 @@ class Recorder:
 
     Args:
         directory: where the journal lives; None keeps it in memory.
+        url: of a directory in a store, where a copy of it follows behind.
         echoes: whether another process of the job says the same, so that only failures of this one are told here.
     """
 
-    def __init__(self, directory: Path | None, *, echoes: bool = False) -> None:
+    def __init__(self, directory: Path | None, *, url: str | None = None, echoes: bool = False) -> None:
         self.directory = directory
+        self._url = url
+        self._copy: JournalCopy | None = None
         self.step = 0
         self.recent: deque[Event] = deque(maxlen=KEPT_IN_MEMORY)
         self._echoes = echoes
@@ -55,6 +58,8 @@ class Recorder:
         self.recent.append(event)
         if self._file is not None:
             self._guard(lambda: self._append(event.to_dict()))
+        if self._copy is not None and (news := self._copy.news()):
+            self._tell(*news)
         for key, listener in list(self._listeners.items()):
             try:
                 listener(event)
@@ -83,6 +88,9 @@ class Recorder:
         file, self._file = self._file, None
         if file is not None:
             self._guard(file.close)
+        copy, self._copy = self._copy, None
+        if copy is not None and (error := copy.close()):
+            self.warn("copy", f"egeria: the end of the journal is in {self.directory} only: {copy.url}: {error}.")
 
     def warn(self, what: str, message: str) -> None:
         """Warn unless there was a warning about `what` before."""
@@ -118,12 +126,25 @@ class Recorder:
     def _open(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILE_NAME
+        copy = JournalCopy(path, f"{self._url.rstrip('/')}/{FILE_NAME}") if self._url else None
         torn = path.exists() and not _ends_with_newline(path)
         self._file = path.open("a", encoding="utf-8")
         weakref.finalize(self, _close, self._file)  # a run that is never closed must not leak its file
         if torn:
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
+        if copy is not None:
+            copy.start()
+            self._copy = copy
+
+    def _tell(self, error: str, seconds: float) -> None:
+        """Say that the store is away, or journal that it is back."""
+        copy = self._copy
+        assert copy is not None
+        if error:
+            self.decline(f"copy the journal to {copy.url}", f"{error}; it is kept in {self.directory} until that works")
+        else:
+            self.write(JournalCopied(step=self.step, url=copy.url, behind_s=seconds))
 
     def _append(self, record: dict[str, Any]) -> None:
         assert self._file is not None
@@ -146,9 +167,12 @@ class Recorder:
 
 
 def run_directory(given: str | Path | None) -> Path:
-    """Return what was given, else make one that no other run writes to; where that fails, the journal says so."""
+    """Return what was given, else make one that no other run writes to; where that fails, the journal says so.
+
+    Of a URL it is the local directory behind which the copy there follows.
+    """
     if given is not None:
-        return Path(given)
+        return local_directory(str(given), RUNS) if is_url(given) else Path(given)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
         try:

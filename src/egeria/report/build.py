@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from egeria.journal import is_url, write_bytes
 from egeria.report.history import read_history
 from egeria.report.summary import Clock, Summary, summarize
 from egeria.report.wording import (
@@ -75,7 +76,8 @@ def report(directory: str | Path) -> Report:
     """Summarise a run and write `report.html` beside its journal.
 
     Args:
-        directory: the run's directory, or the journal file in it. The run may still be going on.
+        directory: the run's directory, or the journal file in it; also the URL of a directory, which gets the page
+            too. The run may still be going on.
 
     Returns:
         The numbers, and the page's path; a directory that cannot be written costs only the page.
@@ -88,15 +90,25 @@ def report(directory: str | Path) -> Report:
 
     summary = summarize(read_history(directory))
     path = summary.history.directory / PAGE_NAME
+    page = render_page(summary).encode("utf-8", errors="replace")
     try:
-        path.write_text(render_page(summary), encoding="utf-8", errors="replace")
+        path.parent.mkdir(parents=True, exist_ok=True)  # of a URL there may be none here yet
+        path.write_bytes(page)
     except OSError as error:
         message = (
             f"The page belongs beside the journal; {path} cannot be written: {error}. "
             f"Make the directory writable, or copy the journal to one that is."
         )
         return Report(summary=summary, path=None, message=message)
-    return Report(summary=summary, path=path, message=f"page: {path}")
+    message = f"page: {path}"
+    if is_url(directory):
+        url = f"{str(directory).rstrip('/')}/{PAGE_NAME}"
+        try:
+            write_bytes(url, page)
+            message += f", and {url}"
+        except Exception as error:  # of the store's own kind
+            message += f"; {url} cannot be written: {error}"
+    return Report(summary=summary, path=path, message=message)
 
 
 def write_files(directory: str | Path, into: Path) -> None:

@@ -18,7 +18,7 @@ from egeria.config import Config
 from egeria.controller import Controller, ControllerChoice
 from egeria.errors import ConfigError, StateError, UnsupportedModelError
 from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClosed, RunStarted
-from egeria.journal import Recorder, run_directory
+from egeria.journal import Recorder, is_url, run_directory
 from egeria.layers.gradients import prompts_refusal
 from egeria.layers.modules import LayerModule
 from egeria.layers.pretrained import find_trained_norms
@@ -76,7 +76,8 @@ def attach(
         scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw; never stepped.
         total_steps: optimizer steps of the whole run; without it the default policy freezes nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
-        directory: where the journal and the report go; None makes one under `egeria_runs/`.
+        directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a URL that fsspec
+            knows, such as 's3://bucket/run', it is one there too, and a copy of the journal follows to the URL.
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your own.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of your own.
         parallel: how several processes train together; None takes that from the model's wrapper and the job.
@@ -98,7 +99,8 @@ def attach(
     ranks = Ranks(parallel)
     # Of several processes only the first keeps a journal and logs; others may not even have what it logs to.
     trackers = find_trackers(log_to) if ranks.leads else []
-    recorder = Recorder(run_directory(directory) if ranks.leads else None, echoes=not ranks.leads)
+    url = str(directory) if is_url(directory) else None
+    recorder = Recorder(run_directory(directory) if ranks.leads else None, url=url, echoes=not ranks.leads)
     showing = Showing(recorder, trackers, speaks=ranks.leads)
     training = Training(
         model=model,
