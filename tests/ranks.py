@@ -26,23 +26,22 @@ from torch import distributed
 
 TIMEOUT_S = 60.0
 LONGEST_S = 240.0
-NUM_RANKS = 2
 Answer = tuple[bool, Any]
 """Whether the function returned, and what; else the traceback."""
 
 
 class Pool:
-    """Two processes that run one job after the other, each job in a process group and a directory of its own.
+    """Processes that run one job after the other, each job in a process group and a directory of its own.
 
     Starting a process and importing torch takes seconds, setting up a process group takes milliseconds. A pool in
     which a job failed is not to be used again: its processes may still wait for each other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(NUM_RANKS)]
+        pairs = [context.Pipe() for _ in range(size)]
         self.connections = [ours for ours, _ in pairs]
-        self.processes = [context.Process(target=_serve, args=(rank, pairs[rank][1])) for rank in range(NUM_RANKS)]
+        self.processes = [context.Process(target=_serve, args=(rank, pairs[rank][1])) for rank in range(size)]
         for process in self.processes:
             process.start()
         for _, theirs in pairs:
@@ -81,8 +80,8 @@ class Pool:
                 process.join()
 
 
-_pools: list[Pool] = []
-"""The pool of the test session, once a test has asked for one."""
+_pools: dict[int, Pool] = {}
+"""By their number of processes, the pools of the test session for which a test has asked."""
 _last_group: list[Any] = []
 """In a process of a pool: the process group of the newest job, until the next one has its own."""
 
@@ -95,17 +94,18 @@ def run_ranks(
     Args:
         work: a function at the top of a module.
         arguments: for each process the same.
-        num_ranks: processes, at most two.
+        num_ranks: processes.
         timeout_s: of the process group.
         fresh: whether the processes are started for this job alone, because it kills them or leaves them hanging.
     """
-    pool = Pool() if fresh or not _pools else _pools.pop()
+    size = max(2, num_ranks)
+    pool = (None if fresh else _pools.pop(size, None)) or Pool(size)
     answers: list[Answer] = []
     try:
         answers = pool.run(num_ranks, timeout_s, work, arguments)
     finally:
         if not fresh and answers and all(returned for returned, _ in answers):
-            _pools.append(pool)
+            _pools[size] = pool
         else:
             pool.close(kill=True)
     failed = [f"rank {rank}:\n{answer}" for rank, (returned, answer) in enumerate(answers) if not returned]
@@ -135,7 +135,7 @@ def each_third(names: Iterable[str], *, always: Collection[str] = ()) -> list[An
 @atexit.register
 def _close_pools() -> None:
     while _pools:
-        _pools.pop().close()
+        _pools.popitem()[1].close()
 
 
 def _work_through(work: Callable[..., Any], cases: list[Any]) -> list[Any]:

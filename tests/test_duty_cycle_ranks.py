@@ -41,7 +41,7 @@ def train(name, folder):
     return course, loop.everything()
 
 
-@pytest.mark.parametrize("name", each_third(SUPPORTED))
+@pytest.mark.parametrize("name", each_third(SUPPORTED, always=["stochastic_depth"]))
 def test_law_6_two_ranks_train_like_one(name, tmp_path):
     [(course, end)] = run_ranks(train, name, str(tmp_path / "one"), num_ranks=1)
     for also, found in run_ranks(train, name, str(tmp_path / "two")):
@@ -169,7 +169,8 @@ def test_a_step_picks_what_reduces_its_gradients_whatever_the_wrapper_was_built_
         for expected, found, num_made, periods, _ in answers:
             assert periods[:3] == (8, 4, 2), case
             assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), case
-            assert num_made <= 3, f"{case}: made anew at a step"
+            # What looks for unused parameters cannot be kept: it takes those used at other steps for used.
+            assert num_made <= 3 or "find_unused_parameters" in dict(case), f"{case}: made anew at a step"
 
 
 def test_power_sgd_keeps_every_layer_module_in_every_step():

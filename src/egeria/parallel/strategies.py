@@ -228,6 +228,11 @@ class Replicas(ParallelStrategy):
         if self._wrapper is None or depth == before:
             return
         held = vars(self._wrapper)
+        if self._wrapper.find_unused_parameters:
+            # What reduced at other steps would take what is used at this one for used at its next.
+            del self._wrapper.reducer, self._wrapper.logger
+            _make_reducer(self._wrapper)
+            return
         self._kept[before] = tuple(held[name] for name in _REDUCING)
         if depth in self._kept:
             held.update(zip(_REDUCING, self._kept.pop(depth), strict=True))
