@@ -87,16 +87,12 @@ def elastic(folder: Path) -> list[dict[str, Any]]:
     cluster.add_node(num_cpus=1)
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, runtime_env={"env_vars": _environment()})
-    epochs = 3 * EPOCHS
-
-    def lend() -> None:
-        wait_for(folder / "elastic", 3)
-        cluster.remove_node(second, allow_graceful=False)
-        wait_for(folder / "elastic", 10)
-        cluster.add_node(num_cpus=1)
-
-    thread = beside(lend)
-    found = [train(folder, "elastic", (1, 2), epochs)]
+    found: list[dict[str, Any]] = []
+    thread = beside(lambda: found.append(train(folder, "elastic", (1, 2), 5 * EPOCHS)))
+    wait_for(folder / "elastic", 3)
+    cluster.remove_node(second, allow_graceful=False)
+    wait_for(folder / "elastic", 10)
+    cluster.add_node(num_cpus=1)  # only the main thread can
     thread.join()
     return found
 

@@ -121,7 +121,8 @@ def test_outside_of_a_worker_it_says_where_it_belongs():
 
 def in_ray(what, folder):
     command = [sys.executable, str(HERE / "ray_jobs.py"), what, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": paths, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("[{")))
