@@ -143,6 +143,7 @@ def train(name, folder):
         "misses": used[-1].misses if used else 0,
         "mismatches": used[-1].mismatches if used else 0,
         "modes": [event.mode for event in events if isinstance(event, CacheDecided)],
+        "num_hosts": [event.numbers.get("num_hosts") for event in events if isinstance(event, CacheDecided)],
         "reasons": [event.reason for event in events if isinstance(event, (Declined, CacheDecided))],
         "faults": [event.error for event in events if isinstance(event, FaultCaught)],
     }
@@ -195,7 +196,8 @@ def test_batches_that_accelerate_deals_out_are_served(ranks):
 
 def test_on_several_hosts_it_takes_a_sampler_that_deals_once(ranks):
     for found in ranks:
-        assert served(found["two hosts"]) < 0.9
+        assert served(found["two hosts"]) < 0.9 and found["two hosts"]["num_hosts"][0] == 2.0
+        assert set(found["two hosts, dealt once"]["num_hosts"]) == set(found["one host"]["num_hosts"]) == {None}
         assert served(found["two hosts, dealt once"]) > 0.95
 
 

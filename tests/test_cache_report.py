@@ -88,3 +88,15 @@ def test_a_front_that_is_not_stored_has_no_traffic(tmp_path):
 
 def test_a_run_without_the_cache_says_nothing_of_it(tmp_path):
     assert not [label for label in tables_of(tmp_path).tables if label and "forward pass" in label]
+
+
+def test_what_another_host_had_stored_is_told_and_only_where_there_are_several(tmp_path):
+    """4 epochs of 10 batches of 8: the first stores, and of the 240 samples behind it 120 were stored elsewhere."""
+    course = {"hits": 120, "misses": 200, "batches": 40}
+    for hosts, told in (({"num_hosts": 2.0}, True), ({}, False)):
+        directory = tmp_path / str(told)
+        environment = {"torch": "2.11.0", "steps_per_epoch": 10}
+        begun = [started(environment=environment), interval(10), decided(10, 1, "stored", {**NUMBERS, **hosts})]
+        write(directory, [*begun, used(50, 1, **course), closed(50)])
+        assert ("120 samples that another host had stored" in str(egeria.report(directory))) is told
+    assert "in 1.47" in str(egeria.report(tmp_path / "True"))  # 15 batches at 98 ms

@@ -137,7 +137,8 @@ class GenerationOpener:
                 return None, refusal or reason, prospects.to_dict()
             generation = self._generation(prefix, layouts, store)
             unless_used.pop_all()
-        return generation, reason, prospects.to_dict()
+        hosts = {"num_hosts": float(self.outlook.num_hosts)} if self.outlook.num_hosts > 1 else {}
+        return generation, reason, prospects.to_dict() | hosts
 
     def join(self, place: CacheDirectory) -> Opening:
         """Use the store that another process of the host has opened, if it has."""

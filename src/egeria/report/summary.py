@@ -130,6 +130,20 @@ class CacheUse:
         """Share of the samples that came from the store; None where nothing was stored."""
         return None if self.used is None else _ratio(self.used.hits, self.used.hits + self.used.misses)
 
+    def stored_elsewhere(self, steps_per_epoch: object) -> tuple[int, float] | None:
+        """Return how many samples were computed though another host had them stored, and the seconds that took.
+
+        All that are computed behind the first epoch of a store are such, where a sampler deals them to another host in
+        each epoch. None where there is one store for all, or the length of an epoch is not known.
+        """
+        used, numbers = self.used, self.decided.numbers
+        if used is None or not used.batches or not isinstance(steps_per_epoch, int) or "num_hosts" not in numbers:
+            return None
+        per_batch = (used.hits + used.misses) / used.batches
+        again = round(used.misses - used.mismatches - used.damaged - steps_per_epoch * per_batch)
+        gain_s = (numbers.get("prefix_s") or 0.0) - (numbers.get("serve_s") or 0.0)
+        return (again, again / per_batch * gain_s) if again > 0 and gain_s > 0 else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:

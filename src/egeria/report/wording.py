@@ -186,6 +186,13 @@ def cautions(summary: Summary) -> list[str]:
     if summary.num_dropped:
         reasons = "; ".join(f"{reason} ({amount})" for reason, amount in summary.dropped.items())
         found.append(f"{plural(summary.num_dropped, 'evaluation')} gave no usable reading: {reasons}.")
+    for use in summary.cache:
+        if again := use.stored_elsewhere(summary.started.environment.get("steps_per_epoch")):
+            found.append(
+                f"{plural(again[0], 'sample')} that another host had stored were computed again on the first, in "
+                f"{duration(again[1])}: each host stores what comes to it. `egeria.ShardSampler` gives a process the "
+                f"same samples in every epoch."
+            )
     found += [f"Declined: {what} ({reason})." for what, reason in summary.declined]
     for where, error, amount in summary.faults:
         found.append(f"Fault in {where}, {plural(amount, 'time')}; training went on: {error}")
