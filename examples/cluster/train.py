@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,10 @@ def train(options: argparse.Namespace, job: Job) -> float:
     loader = DataLoader(digits, batch_sampler=sampler)
     model = Transformer().to(device)
     network = job.prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     total_steps = len(loader) * options.epochs
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=total_steps)
+    shape = partial(warmup_and_decay, num_warm=len(loader), num_steps=total_steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
     policy = {"name": "static", "schedule": options.freeze} if options.freeze else {}
     run = job.attach(
         network,
@@ -163,6 +165,11 @@ def train(options: argparse.Namespace, job: Job) -> float:
                 line = f"epoch {epoch + 1:3}  loss {losses!r}  accuracy {accuracy:.2%}  frozen {run.frozen}"
                 print(line, flush=True)
     return accuracy
+
+
+def warmup_and_decay(step: int, num_warm: int, num_steps: int) -> float:
+    """Return the learning rate at a step as a share of its largest."""
+    return min((step + 1) / num_warm, max(0.0, 1 - step / num_steps))
 
 
 def train_epoch(run: Any, loader: Any, optimizer: Any, scheduler: Any, device: torch.device) -> float:
