@@ -731,7 +731,7 @@ def test_a_loss_that_leaves_its_trend_thaws_and_the_limit_is_stricter_then():
 
 def course(made, loss, until=100, rates=lambda at: 1 - at):
     """Give a whole run of 200 intervals up to one, with a rate and a loss by share of it; return when what froze."""
-    found = {}
+    found, made.thaws = {}, 0
     for evaluation in range(1, until + 1):
         at = evaluation / 200
         worth = tuple(0.01 * share for share in SHARES) if evaluation <= 10 else None
@@ -741,7 +741,7 @@ def course(made, loss, until=100, rates=lambda at: 1 - at):
             if isinstance(decision, Freeze):
                 found[decision.module] = at
             elif isinstance(decision, Thaw):
-                found = {}
+                found, made.thaws = {}, made.thaws + 1
     return found
 
 
@@ -775,7 +775,22 @@ def test_a_loss_that_scatters_widely_tells_nothing():
 def test_what_froze_because_the_loss_had_fallen_does_not_thaw_because_the_rate_is_high():
     made = policy(price=0.05)
     found = course(made, loss=lambda at: 0.5 + math.exp(-20 * at), until=190)
-    assert made.frozen == 3 and max(found.values()) < 0.8  # by the rate alone from 0.91 on
+    assert made.frozen == 3 and max(found.values()) < 0.86  # by the rate alone from 0.91 on
+    assert made.thaws == 0
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        lambda at: 1.0 if at < 0.8 else 5 * (1 - at),  # warmup, stable, decay
+        lambda at: 1.0 if at < 0.5 else 0.1,
+        lambda at: 1.0,
+    ],
+)
+@pytest.mark.parametrize("loss", [lambda at: 0.5 + math.exp(-20 * at), lambda at: 0.5 + math.exp(-20 * at) + at**2])
+def test_while_the_rate_stays_high_a_loss_that_stands_still_or_rises_freezes_nothing_sooner(rates, loss):
+    by_rate = course(policy(), loss=lambda at: 1.0, until=99, rates=rates)
+    assert course(policy(), loss=loss, until=99, rates=rates) == by_rate
 
 
 def test_a_state_from_before_losses_were_kept_goes_on_by_the_rate():

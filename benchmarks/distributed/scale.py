@@ -145,6 +145,7 @@ class Network:
         """
         now, held, limit = 0.0, 0, FIRST_BUCKET
         for piece in reversed(self.pieces[depth:]):
+            now += 0.0 if piece.tensors else piece.backward_s
             for size in reversed(piece.tensors):
                 now, held = now + piece.backward_s / len(piece.tensors), held + size
                 if held >= limit:

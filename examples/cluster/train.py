@@ -96,7 +96,14 @@ class Job:
 
     def load(self, parts: dict[str, Any], run: Any) -> int:
         """Bring all parts to where the last epoch ended, in every process; return how many epochs are done."""
-        if self.checkpoint is None or not self.checkpoint.exists():
+        is_there = self.checkpoint is not None and self.checkpoint.exists()
+        found = [is_there]
+        if distributed.is_initialized():
+            found *= distributed.get_world_size()
+            distributed.all_gather_object(found, is_there)
+        if any(found) and not all(found):
+            raise SystemExit(f"Not all hosts have {self.checkpoint}. Put it on storage that all of them mount.")
+        if self.checkpoint is None or not is_there:
             return 0
         saved = torch.load(self.checkpoint, map_location="cpu", weights_only=False)
         for name, part in {**parts, "run": run}.items():

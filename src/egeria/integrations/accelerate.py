@@ -12,6 +12,7 @@ from egeria import session
 from egeria.config import Config
 from egeria.controller import Controller
 from egeria.errors import ConfigError
+from egeria.integrations.wrapped import WrappedRun
 from egeria.policy import PolicyMaker
 from egeria.report.trackers import Tracker
 from egeria.session import Run
@@ -77,14 +78,12 @@ def attach(
     return accelerated
 
 
-class AcceleratedRun:
-    """An `egeria.Run` that knows from the accelerator which iterations end with an optimizer step.
-
-    Whatever is not defined here is that of the run.
-    """
+class AcceleratedRun(WrappedRun):
+    """An `egeria.Run` that knows from the accelerator which iterations end with an optimizer step."""
 
     def __init__(self, run: Run, accelerator: Accelerator) -> None:
-        self._run, self._accelerator = run, accelerator
+        super().__init__(run)
+        self._accelerator = accelerator
         self._losses: list[Any] = []
         """Those of the iterations since the last optimizer step."""
         self._last_state: dict[str, Any] | None = None
@@ -128,20 +127,6 @@ class AcceleratedRun:
             self._last_state = self._run.state_dict()
         finally:
             self._run.close()
-
-    def __enter__(self) -> AcceleratedRun:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return repr(self._run)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copying and pickling ask for, before there is a run
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["_run"], name)
 
 
 def _check(accelerator: Any, model: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from egeria import session
 from egeria.config import Config
 from egeria.controller import Controller
 from egeria.errors import ConfigError
+from egeria.integrations.wrapped import WrappedRun
 from egeria.policy import PolicyMaker
 from egeria.report.trackers import scalars
-from egeria.session import EgeriaWarning, Run
+from egeria.session import Run
 
 try:
     from ray import train
@@ -24,8 +24,6 @@ except ImportError as error:
     raise ImportError("egeria.integrations.ray needs Ray Train. Run `pip install egeria[ray]`.") from error
 
 STATE_FILE, FOLDER = "egeria.pt", "egeria"
-PROTOCOLS = {"s3": "s3", "gcs": "gs", "abfs": "abfs", "hdfs": "hdfs"}
-"""By the name that Arrow has for a file system, the one that fsspec has."""
 
 
 def attach(
@@ -54,7 +52,8 @@ def attach(
         total_steps: optimizer steps of the whole run, of one worker.
         config: as of `egeria.attach`, as are the next two.
         policy: the name of a policy, or what makes one.
-        directory: where the journal and the report go; None takes the folder `egeria` where Ray keeps the run.
+        directory: where the journal and the report go; None takes the folder `egeria` where Ray keeps the run, if that
+            is a folder and not a bucket: then give a URL.
         controller: 'auto', 'process' or 'inline', or a controller of your own.
 
     Returns:
@@ -78,14 +77,12 @@ def attach(
     return RayRun(run, leads=context.get_world_rank() == 0)
 
 
-class RayRun:
-    """An `egeria.Run` whose state rides in the checkpoints of Ray, and whose numbers are in its results.
-
-    Whatever is not defined here is that of the run.
-    """
+class RayRun(WrappedRun):
+    """An `egeria.Run` whose state rides in the checkpoints of Ray, and whose numbers are in its results."""
 
     def __init__(self, run: Run, *, leads: bool) -> None:
-        self._run, self._leads = run, leads
+        super().__init__(run)
+        self._leads = leads
 
     def report(self, metrics: Mapping[str, Any], checkpoint: train.Checkpoint | None = None, **options: Any) -> None:
         """Report metrics to Ray, those of egeria beside them, and its state in the checkpoint of the first worker.
@@ -119,7 +116,7 @@ class RayRun:
         with checkpoint.as_directory() as folder:
             file = Path(folder) / STATE_FILE
             if not file.is_file():
-                _warn(f"the checkpoint {checkpoint.path} has no {STATE_FILE}, so that freezing begins anew")
+                self._warn(f"the checkpoint {checkpoint.path} has no {STATE_FILE}, so that freezing begins anew")
                 return False
             self._run.load_state_dict(torch.load(file, map_location="cpu", weights_only=False))
         return True
@@ -129,35 +126,28 @@ class RayRun:
             torch.save(self._run.state_dict(), file)
         except Exception as error:
             file.unlink(missing_ok=True)
-            _warn(f"its state could not be saved ({error}), so that a restart from here begins unfrozen")
+            self._warn(f"its state could not be saved ({error}), so that a restart from here begins unfrozen")
+
+    def _warn(self, what: str) -> None:
+        self._run._recorder.warn(what, f"egeria: {what}")
 
     def _scalars(self) -> dict[str, float]:
         try:
             return scalars(self._run.summary())
         except Exception as error:
-            _warn(f"its numbers could not be told ({error})")
+            self._warn(f"its numbers could not be told ({error})")
             return {}
-
-    def __enter__(self) -> RayRun:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._run.close()
-
-    def __repr__(self) -> str:
-        return repr(self._run)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copying and pickling ask for, before there is a run
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["_run"], name)
 
 
 def _place(context: Any) -> str | None:
-    """Return where the journal goes: beside the checkpoints, where fsspec knows how to get there."""
-    storage = context.get_storage()
-    kind, place = storage.storage_filesystem.type_name, f"{storage.experiment_fs_path}/{FOLDER}"
-    return place if kind == "local" else f"{PROTOCOLS[kind]}://{place}" if kind in PROTOCOLS else None
+    """Return where the journal goes: beside the checkpoints; None where that is no folder, or is not told."""
+    try:
+        storage = context.get_storage()
+        if storage.storage_filesystem.type_name == "local":
+            return f"{storage.experiment_fs_path}/{FOLDER}"
+    except Exception:  # Ray may change what it tells, and does not tell it in its local mode
+        return None
+    return None
 
 
 def _context() -> Any:
@@ -170,7 +160,3 @@ def _context() -> Any:
             f"this is no worker ({error}). Call it there, or `egeria.attach` elsewhere."
         ) from error
     return context
-
-
-def _warn(what: str) -> None:
-    warnings.warn(f"egeria: {what}", EgeriaWarning, stacklevel=3)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 import time
 import warnings
 import weakref
@@ -134,8 +135,11 @@ class Recorder:
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
         if copy is not None:
-            copy.start()
-            self._copy = copy
+            try:
+                copy.start()
+                self._copy = copy
+            except RuntimeError as error:  # no more threads
+                self.decline(f"copy the journal to {copy.url}", f"{error}; it is in {directory}")
 
     def _tell(self, error: str, seconds: float) -> None:
         """Say that the store is away, or journal that it is back."""
@@ -172,7 +176,7 @@ def run_directory(given: str | Path | None) -> Path:
     Of a URL it is the local directory behind which the copy there follows.
     """
     if given is not None:
-        return local_directory(str(given), RUNS) if is_url(given) else Path(given)
+        return _local_directory(str(given)) if is_url(given) else Path(given)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
         try:
@@ -183,6 +187,16 @@ def run_directory(given: str | Path | None) -> Path:
             break
         return RUNS / f"{name}{suffix}"
     return RUNS / name
+
+
+def _local_directory(url: str) -> Path:
+    """Return where a run with a URL is kept on this host; somewhere temporary where nothing can be written here."""
+    place = local_directory(url, RUNS)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.gettempdir()) / place
+    return place
 
 
 def _close(file: IO[str]) -> None:

@@ -7,6 +7,7 @@ it has grown, by a thread of its own, and what could not be copied is with the n
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections import deque
@@ -17,6 +18,10 @@ EVERY_S = 10.0
 LAST_S = 20.0
 """Seconds that the end of a run waits for the store at most."""
 RETRY_S = 1.0
+HOPELESS = (ImportError, ValueError, PermissionError)
+"""What trying again will not mend: no package for the protocol, no such protocol, no right."""
+AT_THE_END = "shutdown"
+"""In what stores say once the interpreter ends, and threads and connections can no longer be made."""
 WITH_FOLDERS = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "hdfs", "webhdfs"})
 """Protocols of fsspec by which a folder must be made before there can be a file in it."""
 
@@ -41,7 +46,16 @@ def read_bytes(url: str) -> bytes:
     """
     store, key = _find(url)
     store.invalidate_cache()
-    return store.cat_file(key) if store.exists(key) else b""
+    try:  # not `exists`, which takes every failure for no
+        content: bytes = store.cat_file(key)
+    except FileNotFoundError:
+        return b""
+    return content
+
+
+def without_login(url: str) -> str:
+    """Return a URL as it may be told: without a name and a password."""
+    return re.sub(r"://[^/@]*@", "://", url)
 
 
 def write_bytes(url: str, content: bytes) -> None:
@@ -76,8 +90,9 @@ class JournalCopy:
     """
 
     def __init__(self, path: Path, url: str, every_s: float = EVERY_S) -> None:
-        self.url = url
-        self._path, self._every_s = path, every_s
+        self.url = without_login(url)
+        """As it may be told."""
+        self._url, self._path, self._every_s = url, path, every_s
         self._earlier = path.read_bytes() if path.exists() else b""
         self._before: bytes | None = None
         """What stands in front of the copy; None before the store was reached."""
@@ -85,7 +100,7 @@ class JournalCopy:
         """Bytes of the file, from its beginning, that are in there."""
         self._copied = -1
         """Bytes of the file that have been copied."""
-        self._error = ""
+        self._error, self._is_hopeless = "", False
         self._failed_s: float | None = None
         """When the store was first found to be away; None while it is there."""
         self._news: deque[tuple[str, float]] = deque()
@@ -117,7 +132,7 @@ class JournalCopy:
                 last_s = time.monotonic() + LAST_S - RETRY_S
                 self._wake.clear()
             is_copied = self._copy()
-            if last_s is not None and (is_copied or time.monotonic() > last_s):
+            if last_s is not None and (is_copied or self._is_hopeless or time.monotonic() > last_s):
                 return
 
     def _copy(self) -> bool:
@@ -127,10 +142,11 @@ class JournalCopy:
             if len(content) == self._copied:
                 return True
             if self._before is None:
-                self._before, self._skipped = _front(read_bytes(self.url), self._earlier)
-            write_bytes(self.url, self._before + content[self._skipped :])
+                self._before, self._skipped = _front(read_bytes(self._url), self._earlier)
+            write_bytes(self._url, self._before + content[self._skipped :])
         except Exception as error:
-            self._error = f"{type(error).__name__}: {error}"
+            self._error = without_login(f"{type(error).__name__}: {error}")
+            self._is_hopeless = isinstance(error, HOPELESS) or AT_THE_END in str(error)
             if self._failed_s is None:
                 self._failed_s = time.monotonic()
                 self._news.append((self._error, 0.0))
@@ -153,4 +169,6 @@ def _front(stored: bytes, earlier: bytes) -> tuple[bytes, int]:
         return b"", 0
     if stored and not stored.endswith(b"\n"):
         stored += b"\n"
-    return (stored, len(earlier)) if stored.startswith(earlier) else (stored, 0)
+    known = set(stored.split(b"\n"))
+    own = [line for line in earlier.split(b"\n") if line not in known]  # each has the time at which it was written
+    return stored + b"".join(line + b"\n" for line in own), len(earlier)

@@ -126,7 +126,8 @@ class Replicas(ParallelStrategy):
     frameworks wrap it; else the first call of `run.model` makes one. It stays the same object with its options and
     communication hooks, and its buckets are rebuilt whenever layers freeze or thaw. Where layers rest at some steps,
     what reduces (torch's `Reducer`) is kept for each depth of rest, and a step picks one: the others, which are not
-    prepared for its backward pass, let all gradients go by.
+    prepared for its backward pass, let all gradients go by. With `find_unused_parameters` they take note of what is
+    used all the same, so that it is made anew at each such step.
 
     Args:
         options: of `DistributedDataParallel`, where it is made here.
@@ -230,8 +231,12 @@ class Replicas(ParallelStrategy):
         held = vars(self._wrapper)
         if self._wrapper.find_unused_parameters:
             # What reduced at other steps would take what is used at this one for used at its next.
-            del self._wrapper.reducer, self._wrapper.logger
-            _make_reducer(self._wrapper)
+            kept = {name: held[name] for name in _REDUCING}
+            try:
+                _make_reducer(self._wrapper)
+            except BaseException:
+                held.update(kept)
+                raise
             return
         self._kept[before] = tuple(held[name] for name in _REDUCING)
         if depth in self._kept:

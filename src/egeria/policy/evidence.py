@@ -39,6 +39,8 @@ LEAST_PARTS = 5  # of a curve, to judge how fast the loss falls
 FALL_ERRORS = 3.0
 """Standard errors by which the fall of the loss to come may be smaller or larger than it seems. With two, a
 plateau of the loss in an epoch counted for too much: parts that follow each other are alike."""
+FALLEN = 0.95
+"""Of the mean rate in the first half of a stretch, that in its second half, under which the rate falls."""
 NOISE_INTERVALS = 5  # of which the median of the noise is taken: a single step shows little
 
 
@@ -305,7 +307,8 @@ class LossCurve:
     def share_to_come(self, remaining_rate_sum: float, begin: float, end: float) -> tuple[float, float] | None:
         """Return between which shares of its fall since the beginning of a run the loss has yet to fall.
 
-        It goes on as it did over the second half of the run so far, per learning rate.
+        It goes on as it did over the second half of the run so far, per learning rate. Where the rate has not fallen in
+        that time, what a fall would bring is not to be seen yet.
 
         Args:
             remaining_rate_sum: the learning rate, added up over the steps to come.
@@ -313,7 +316,8 @@ class LossCurve:
             end: share of the run up to which it began.
 
         Returns:
-            `FALL_ERRORS` standard errors to both sides; None where the loss tells nothing: too few parts, no fall.
+            `FALL_ERRORS` standard errors to both sides, 1 for the second while the rate has not fallen. None where the
+            loss tells nothing: too few parts, no fall so far, or a loss that rises for certain.
         """
         if not self.parts or not self.total_steps:
             return None
@@ -336,10 +340,19 @@ class LossCurve:
         if not fallen > 0:
             return None
         least, most = (max(0.0, -remaining_rate_sum * (slope + sign * error)) for sign in (1, -1))
-        return least / (fallen + least), most / (fallen + most)
+        if not most > 0:
+            return None
+        falls = _rate(late[len(late) // 2 :]) < FALLEN * _rate(late[: len(late) // 2 + 1])
+        return least / (fallen + least), most / (fallen + most) if falls else 1.0
 
     def _place(self, step: int) -> int:
         return (step * CURVE_PARTS - 1) // (self.total_steps or 1)
+
+
+def _rate(parts: Sequence[tuple[int, int, float, float]]) -> float:
+    """Return the mean learning rate between the middles of the first and the last of some parts of a curve."""
+    (first, number, begin, _), *_, (last, later, end, _) = parts
+    return (end - begin) / max(1e-9, last - later / 2 - (first - number / 2))
 
 
 def _end_of_trend(values: Sequence[float]) -> tuple[float, float]:

@@ -39,6 +39,8 @@ left to be learned. In trials with one seed what a freeze at 1/2 cost was 0.21 (
 COST_POWER = (FADING + 1) / FADING
 """Power by which what a freeze costs falls with the limit on its price, where the rate falls straight to nothing: at a
 rate `r` it costs `r ** (FADING + 1)` of what it would cost at the largest, and `r ** FADING` is limit / price."""
+LEAST_TO_COME = 0.1
+"""Of what the rate leaves to be brought, the least that counts, whatever the loss says."""
 ROUNDING = 1e-9
 LOOKS = 100
 """Intervals of a whole run once worth decides and no freeze is watched: only the learning rate moves that any more."""
@@ -203,7 +205,7 @@ class Worth(Forecast):
         to_come = share ** (FADING + 1)  # as the rate says
         if found := self._losses.share_to_come(rates.remaining_rate_sum, SETTLED_SHARE, FIRST_LOOK_SHARE):
             least, most = found
-            to_come = max(min(to_come, most), least)
+            to_come = max(min(to_come, most), least, LEAST_TO_COME * to_come)
         return math.pow(to_come, 1 / COST_POWER)
 
     def _next_bargain(self, depth: int) -> tuple[int, float] | None:

@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from egeria.events import Event, IntervalMeasured, PlasticityRead, ReferenceRefreshed, Resumed, RunClosed, RunStarted
+from egeria.events import (
+    Event,
+    IntervalChanged,
+    IntervalMeasured,
+    PlasticityRead,
+    ReferenceRefreshed,
+    Resumed,
+    RunClosed,
+    RunStarted,
+)
 from egeria.journal import Journal, read_journal
 
 Kind = TypeVar("Kind", bound=Event)
@@ -98,7 +107,9 @@ def _missing(kept: list[list[Event]], step: int) -> int:
     if not intervals:
         return 0
     last = intervals[-1]
-    return missing if (missing := step - last.step) > last.num_steps else 0
+    changed = [event.after for process in kept for event in process if isinstance(event, IntervalChanged)]
+    missing = step - last.step
+    return missing if missing > max([last.num_steps, *changed[-1:]]) else 0
 
 
 def _processes(journal: Journal) -> list[list[Event]]:

@@ -139,6 +139,8 @@ class CacheUse:
         used, numbers = self.used, self.decided.numbers
         if used is None or not used.batches or not isinstance(steps_per_epoch, int) or "num_hosts" not in numbers:
             return None
+        if used.dropped_writes or numbers.get("stored_share", 1.0) < 1:  # some are stored nowhere
+            return None
         per_batch = (used.hits + used.misses) / used.batches
         again = round(used.misses - used.mismatches - used.damaged - steps_per_epoch * per_batch)
         gain_s = (numbers.get("prefix_s") or 0.0) - (numbers.get("serve_s") or 0.0)
