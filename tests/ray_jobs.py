@@ -64,7 +64,7 @@ def beside(work: Callable[[], None]) -> threading.Thread:
 
 def kill(folder: Path) -> list[dict[str, Any]]:
     """Train once to the end, and some times with a worker killed at a random step."""
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": _environment()})
+    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": _environment()})
     found, draw = [train(folder, "whole")], random.Random(0)
     for attempt in range(NUM_KILLS):
         place = folder / f"killed-{attempt}"
@@ -94,6 +94,8 @@ def elastic(folder: Path) -> list[dict[str, Any]]:
     wait_for(folder / "elastic", 10)
     cluster.add_node(num_cpus=1)  # only the main thread can
     thread.join()
+    ray.shutdown()
+    cluster.shutdown()
     return found
 
 
