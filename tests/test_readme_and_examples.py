@@ -234,17 +234,18 @@ def test_the_cluster_example_trains_on_two_hosts_as_on_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_one_process_and_two_come_to_the_same_losses_and_freeze_at_the_same_steps(tmp_path):
+@pytest.mark.parametrize("how", [("--epochs", 4, "--freeze", "0.3:2 0.6:4"), ("--epochs", 20)])
+def test_one_process_and_two_come_to_the_same_losses_and_freeze_at_the_same_steps(how, tmp_path):
     pytest.importorskip("sklearn", reason="the digits ship with scikit-learn")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    arguments = ("--epochs", 4, "--freeze", "0.3:2 0.6:4", "--directory")
+    arguments = (*how, "--directory")
     one, two = (start_job(launcher, *arguments, tmp_path / name) for launcher, name in (((), "one"), (torchrun, "two")))
-    assert one == two and len(one) == 5
+    assert one == two and len(one) == how[1] + 1
     frozen = [
         [(event.step, event.module) for event in egeria.read_journal(tmp_path / name).of(ModuleFrozen)]
         for name in ("one", "two")
     ]
-    assert frozen[0] == frozen[1] and len(frozen[0]) == 4
+    assert frozen[0] == frozen[1] and len(frozen[0]) >= 3
 
 
 def test_the_descriptions_of_jobs_start_the_script_that_is_there():

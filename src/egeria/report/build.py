@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from egeria.journal import is_url, write_bytes
+from egeria.journal import is_url, without_login, write_bytes
 from egeria.report.history import read_history
 from egeria.report.summary import Clock, Summary, summarize
 from egeria.report.wording import (
@@ -105,9 +105,9 @@ def report(directory: str | Path) -> Report:
         url = f"{str(directory).rstrip('/')}/{PAGE_NAME}"
         try:
             write_bytes(url, page)
-            message += f", and {url}"
+            message += f", and {without_login(url)}"
         except Exception as error:  # of the store's own kind
-            message += f"; {url} cannot be written: {error}"
+            message += without_login(f"; {url} cannot be written: {error}")
     return Report(summary=summary, path=path, message=message)
 
 
