@@ -39,7 +39,7 @@ DEFAULTS = {
         "loss_limit": 0.0025,
         "pretrained": "auto",
         "watched_share": 0.6,
-        "worth_limit": 0.03,
+        "worth_limit": 0.06,
         "duty_cycle": False,
         "patience": 2,
     },

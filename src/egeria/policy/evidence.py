@@ -34,13 +34,6 @@ NUM_ERRORS = 4.0
 """Standard errors above the trend that make an alarm: seven tests after each freeze shall hardly ever be wrong."""
 LEAST_SHARE = 0.01
 """Share of the loss that it must be above its trend: less is no reason to thaw, however certain."""
-CURVE_PARTS = 100  # of a loss curve over a run
-LEAST_PARTS = 5  # of a curve, to judge how fast the loss falls
-FALL_ERRORS = 3.0
-"""Standard errors by which the fall of the loss to come may be smaller or larger than it seems. With two, a
-plateau of the loss in an epoch counted for too much: parts that follow each other are alike."""
-FALLEN = 0.95
-"""Of the mean rate in the first half of a stretch, that in its second half, under which the rate falls."""
 NOISE_INTERVALS = 5  # of which the median of the noise is taken: a single step shows little
 
 
@@ -274,85 +267,6 @@ class NoiseHistory:
         loss = statistics.fmean(self.losses)
         measure = max(abs(loss), 0.0 if settled_loss is None else settled_loss - loss)
         return max(0.0, statistics.median(known)) / measure if measure else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossCurve:
-    """The training loss over the whole run, in parts of a hundredth of it."""
-
-    total_steps: int | None = None
-    parts: tuple[tuple[int, int, float, float], ...] = ()
-    """Of each part its last step, its number of steps, and their mean rate sum since the beginning and mean loss."""
-
-    def observe(self, interval: Interval, num_steps: int, rate_sum: float | None) -> LossCurve:
-        """Return the curve with one more interval; one that has no loss changes nothing.
-
-        Args:
-            interval: it.
-            num_steps: since the interval before.
-            rate_sum: the learning rate, added up over all steps; None where that is not known.
-        """
-        if interval.loss is None or rate_sum is None or not self.total_steps or num_steps <= 0:
-            return self
-        parts, number = self.parts, num_steps
-        middle, loss = rate_sum - interval.learning_rate * num_steps / 2, interval.loss
-        if parts and self._place(parts[-1][0]) == self._place(interval.step):
-            _, before, middle_before, loss_before = parts[-1]
-            number = before + num_steps
-            middle = (before * middle_before + num_steps * middle) / number
-            loss = (before * loss_before + num_steps * loss) / number
-            parts = parts[:-1]
-        return replace(self, parts=(*parts, (interval.step, number, middle, loss)))
-
-    def share_to_come(self, remaining_rate_sum: float, begin: float, end: float) -> tuple[float, float] | None:
-        """Return between which shares of its fall since the beginning of a run the loss has yet to fall.
-
-        It goes on as it did over the second half of the run so far, per learning rate. Where the rate has not fallen in
-        that time, what a fall would bring is not to be seen yet.
-
-        Args:
-            remaining_rate_sum: the learning rate, added up over the steps to come.
-            begin: share of the run after which it began.
-            end: share of the run up to which it began.
-
-        Returns:
-            `FALL_ERRORS` standard errors to both sides, 1 for the second while the rate has not fallen. None where the
-            loss tells nothing: too few parts, no fall so far, or a loss that rises for certain.
-        """
-        if not self.parts or not self.total_steps:
-            return None
-        step = self.parts[-1][0]
-        first = [part for part in self.parts if begin * self.total_steps < part[0] <= end * self.total_steps]
-        late = [part for part in self.parts if part[0] > step / 2]
-        if not first or len(late) < LEAST_PARTS:
-            return None
-        weight = sum(number for _, number, _, _ in late)
-        centre = math.fsum(number * at for _, number, at, _ in late) / weight
-        mean = math.fsum(number * loss for _, number, _, loss in late) / weight
-        spread = math.fsum(number * (at - centre) ** 2 for _, number, at, _ in late)
-        if not spread > 0:
-            return None
-        slope = math.fsum(number * (at - centre) * (loss - mean) for _, number, at, loss in late) / spread
-        squares = math.fsum(number * (loss - mean - slope * (at - centre)) ** 2 for _, number, at, loss in late)
-        error = FALL_ERRORS * math.sqrt(squares / (len(late) - 2) / spread)
-        began = math.fsum(number * loss for _, number, _, loss in first) / sum(number for _, number, _, _ in first)
-        fallen = began - mean - slope * (late[-1][2] - centre)
-        if not fallen > 0:
-            return None
-        least, most = (max(0.0, -remaining_rate_sum * (slope + sign * error)) for sign in (1, -1))
-        if not most > 0:
-            return None
-        falls = _rate(late[len(late) // 2 :]) < FALLEN * _rate(late[: len(late) // 2 + 1])
-        return least / (fallen + least), most / (fallen + most) if falls else 1.0
-
-    def _place(self, step: int) -> int:
-        return (step * CURVE_PARTS - 1) // (self.total_steps or 1)
-
-
-def _rate(parts: Sequence[tuple[int, int, float, float]]) -> float:
-    """Return the mean learning rate between the middles of the first and the last of some parts of a curve."""
-    (first, number, begin, _), *_, (last, later, end, _) = parts
-    return (end - begin) / max(1e-9, last - later / 2 - (first - number / 2))
 
 
 def _end_of_trend(values: Sequence[float]) -> tuple[float, float]:
