@@ -1,12 +1,15 @@
-"""The records of advice and of an accelerator: what their tables say, and the command on small models."""
+"""The records of advice, of an accelerator and of schedules: what their tables say, and the command on small models."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from benchmarks import advice_record
+from benchmarks import advice_record, schedule_costs
+from benchmarks.__main__ import main
 from benchmarks.micro import accelerator
+from benchmarks.proving.archive import opened
+from benchmarks.proving.results import read_results
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 
@@ -50,3 +53,75 @@ def test_the_command_freezes_ever_more_and_keeps_what_it_found(tmp_path, capsys)
     assert f"| gpt2 | {cached['frozen']} of {cached['num_modules']}, cached |" in page
     assert "not told" in page and "not counted" in page
     assert "Worth a try" in capsys.readouterr().out
+
+
+def known(shares=(0.1, 0.3, 0.6), final_loss=0.25):
+    rates = [(step / 100, 1 - step / 100) for step in range(1, 101)]
+    return schedule_costs.Known(shares=list(shares), rates=rates, final_loss=final_loss)
+
+
+def test_a_schedule_gives_up_what_its_modules_bring_from_their_freeze_on():
+    assert known().part("0.5:3") == pytest.approx(0.5**2)
+    assert known().part("0.2:1+0.5:2 0.9:3") == pytest.approx(0.1 * 0.8**2 + 0.3 * 0.5**2 + 0.6 * 0.1**2)
+    assert known().part("0.5:1", power=3.0) == pytest.approx(0.1 * 0.5**3)
+
+
+def test_the_command_finds_the_cost_of_each_part_again(tmp_path, monkeypatch, capsys):
+    schedules = ("0.2:1", "0.5:2", "0.3:1+0.6:3")
+    policies = ",".join(["none", "default", *(f"static:schedule={schedule}" for schedule in schedules)])
+    arguments = ["--workloads", "tests.toy_workloads", "--tier", "smoke", "--seeds", "0", "--data", "nowhere"]
+    results = tmp_path / "results"
+    assert main(["run", "toy-tuned", "--policy", policies, *arguments, "--results", str(results)]) == 0
+    (shares,) = {
+        tuple(schedule_costs._shares(outcome)[0])
+        for outcome in read_results(results)
+        if outcome.run.policy.text == "default"
+    }
+    assert sum(shares) == pytest.approx(1) and len(shares) == 3
+    own = schedule_costs._know(*schedule_costs.compare(read_results(results), "none"))
+    for outcome in read_results(results):
+        schedule = outcome.run.policy.settings.get("policy", {}).get("schedule")
+        journal = outcome.directory / "journal.jsonl"
+        events = [json.loads(line) for line in journal.read_text().splitlines()]
+        lost = 8.0 * own.part(schedule) if schedule else 0.0
+        [event for event in events if event["event"] == "metric"][-1]["values"]["accuracy"] = 70.0 - lost
+        journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+    for source, target in ((results, tmp_path / "one"), (tmp_path / "one", tmp_path / "two")):
+        schedule_costs.main(["--results", str(source), "--out", str(target), "--tier", "smoke"])
+    found = json.loads((tmp_path / "one" / "results.json").read_text())
+    assert found == json.loads((tmp_path / "two" / "results.json").read_text())
+    (slope,) = found["slopes"]
+    assert slope["lost_per_part"] == pytest.approx(8.0) and slope["unexplained"]["2"] == pytest.approx(0, abs=1e-9)
+    assert slope["unexplained"]["1"] > 0.001 < slope["unexplained"]["3"]
+    assert slope["lost_per_part_by_loss"] == pytest.approx(8.0 / own.final_loss**0.5)
+    assert {point["schedule"] for point in found["points"]} == {it.replace("+", " ") for it in schedules}
+    skipped = [point["skipped"] for point in found["points"]]
+    assert skipped == sorted(skipped, reverse=True) and skipped[-1] > 0
+    with opened(tmp_path / "one") as journals:
+        assert len(list(journals.rglob("journal.jsonl"))) == 5
+    assert "| toy-tuned | no |" in capsys.readouterr().out
+
+
+def test_of_several_workloads_the_order_of_what_was_lost_is_compared():
+    def point(workload, lost, part, by_loss):
+        return schedule_costs.Point(
+            workload=workload,
+            is_held_out=False,
+            schedule="0.5:2",
+            seeds=3,
+            lost=lost,
+            scatter=0.1,
+            is_within=lost < 0.31,
+            skipped=10 * part,
+            part=part,
+            by_loss=by_loss,
+        )
+
+    parts = (0.1, 0.2, 0.3)
+    points = [
+        point(name, 5 * part * root, part, part * root) for name, root in (("a", 1), ("b", 0.2)) for part in parts
+    ]
+    page = schedule_costs.describe(points, [])
+    assert "over all 6 schedules" in page
+    assert "| the part given up · √loss | +1.00" in page and "| the part given up | +0." in page
+    assert page.count("| yes |") == 3

@@ -37,8 +37,8 @@ RARER = ((4, 1.8), (2, 6.0))
 leaving out a share `s` of the updates lost `s ** 2.5` of what all of them bring. Where it was tried they lost more."""
 FADING = 1.0
 """Power of the learning rate by which what steps bring fades over a run: with the rate steps get shorter. Over the
-steps to come that makes what a freeze costs fall with the square of the rate at which it comes: of what 42 schedules
-cost in seven fine-tunings a square leaves 9 % unexplained, a cube 13 % (record 0031)."""
+steps to come that makes what a freeze costs fall with the square of the rate at which it comes: of what 48 schedules
+cost in eight fine-tunings a square leaves 9 % unexplained, a cube 12 % (record 0031)."""
 COST_POWER = (FADING + 1) / FADING
 """Power by which what a freeze costs falls with the limit on its price, where the rate falls straight to nothing: at a
 rate `r` it costs `r ** (FADING + 1)` of what it would cost at the largest, and `r ** FADING` is limit / price."""
@@ -46,10 +46,10 @@ LOSS_SHARE = 0.05
 """Share of the training over which its loss is averaged, ever less of what is older."""
 LEEWAY = (0.5, 2.0)
 """Least and most that the loss makes of `policy.worth_limit`, which holds at a loss of 1. A part of what steps bring
-costs ever less accuracy as less is wrong: the points that 24 schedules of four fine-tunings lost were 5.0 to 5.5 times
+costs ever less accuracy as less is wrong: the points that 24 schedules of four fine-tunings lost were 4.8 to 5.5 times
 that part times the square root of the training loss at the end, in nats, where equal parts differ by a factor of 3; of
-two fine-tunings that had no say in this, 5.2 and 3.7 times (record 0031). For losses of other kinds and scales it is a
-guess, hence no more than this."""
+three fine-tunings that had no say in this, 5.1, 4.9 and 3.5 times (record 0031). For losses of other kinds and scales
+it is a guess, hence no more than this."""
 ROUNDING = 1e-9
 LOOKS = 100
 """Intervals of a whole run once worth decides and no freeze is watched: only the learning rate moves that any more."""

@@ -1,0 +1,263 @@
+"""A record of what schedules of freezing cost in fine-tunings, beside what worth and the loss foretold.
+
+    python -m benchmarks run W[,W] --policy none,default,static:schedule=0.5:6,... --seeds 0,1,2 --results RESULTS
+    python -m benchmarks.schedule_costs --results RESULTS --out benchmarks/records/NAME
+
+Times are left out: such runs may be made many at a time, on an accelerator that they share (`--device cuda --jobs 15`).
+The page from a record: `--results RECORD --out RECORD`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.proving import archive
+from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, compare
+from benchmarks.proving.course import LOSS
+from benchmarks.proving.policies import DEFAULT, PLAIN
+from benchmarks.proving.record import keep_journals, write_results
+from benchmarks.proving.results import Outcome, read_results
+from benchmarks.proving.statistics import rank_correlations
+from benchmarks.proving.tables import markdown
+from egeria.events import IntervalMeasured, MetricLogged
+from egeria.policy.worth import FADING, SETTLED_SHARE
+from egeria.report.history import read_history
+
+POWERS = (1.0, 1.5, 2.0, 2.5, 3.0)
+"""Of the learning rate at which a freeze comes, as a share of its largest, that what it costs may fall with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """Of a workload, means over seeds."""
+
+    shares: list[float]
+    """Of what the steps of all layer modules but the last brought in the first steps, front to back."""
+    rates: list[tuple[float, float]]
+    """By share of the training the learning rate, as a share of its largest."""
+    final_loss: float
+    """Of plain training, over the last stretch before an evaluation."""
+
+    def part(self, schedule: str, power: float = FADING + 1) -> float:
+        """Return the share of what steps bring that a schedule such as '0.3:3+0.65:6' gives up, as far as foretold."""
+        begins: dict[int, float] = {}
+        for at, depth in _parse(schedule):
+            for module in range(depth):
+                begins.setdefault(module, at)
+        times, rates = zip(*self.rates, strict=True)
+        return math.fsum(self.shares[module] * np.interp(at, times, rates) ** power for module, at in begins.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What one schedule cost on one workload."""
+
+    workload: str
+    is_held_out: bool
+    schedule: str
+    seeds: int
+    lost: float
+    """Mean over the seeds: points, or per cent where the workload is judged so."""
+    scatter: float
+    """Standard deviation over the seeds; 0 for one."""
+    is_within: bool
+    """Whether it lost no more than counts as none."""
+    skipped: float
+    """Per cent of the run's compute."""
+    part: float | None
+    """Of what steps bring, given up as far as foretold; None where worth was not measured."""
+    by_loss: float | None
+    """That times the square root of the training loss that plain training ends with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slope:
+    """What a workload lost for each part given up: least squares through nothing, weighed by seeds."""
+
+    workload: str
+    is_held_out: bool
+    final_loss: float
+    lost_per_part: float
+    lost_per_part_by_loss: float
+    unexplained: dict[str, float]
+    """By power of the rate, share of the squares of what its schedules cost that parts do not explain."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read runs, print what was found, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, help="of `run`, or a record")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the record")
+    parser.add_argument("--tier", default="cpu")
+    options = parser.parse_args(arguments)
+    with archive.opened(options.results) as results:
+        comparisons = compare(read_results(results, tier=options.tier), PLAIN)
+        known = {found.workload.name: _know(found) for found in comparisons}
+        points = [point for found in comparisons for point in _points(found, known[found.workload.name])]
+        slopes = [
+            _slope(found, own, [point for point in points if point.workload == found.workload.name])
+            for found in comparisons
+            if (own := known[found.workload.name]) is not None
+        ]
+        options.out.mkdir(parents=True, exist_ok=True)
+        keep_journals(comparisons, options.out)
+    page = describe(points, slopes)
+    write_results({"points": list(map(asdict, points)), "slopes": list(map(asdict, slopes))}, options.out)
+    (options.out / "README.md").write_text(page, encoding="utf-8")
+    print(page)
+
+
+def _know(comparison: WorkloadComparison) -> Known | None:
+    """Return what worth needs, from runs of the default and plain ones; None where worth was not measured of each."""
+    plain, default = comparison.find(PLAIN), comparison.find(DEFAULT)
+    if plain is None or default is None:
+        return None
+    measured = [_shares(outcome) for outcome in default.outcomes]
+    rows = [shares for shares, _ in measured if shares is not None]
+    if not rows:
+        return None
+    losses = [
+        event.values[LOSS]
+        for outcome in plain.outcomes
+        for event in read_history(outcome.directory).of(MetricLogged)[-1:]
+    ]
+    return Known(
+        shares=[statistics.fmean(column) for column in zip(*rows, strict=True)],
+        rates=measured[0][1],
+        final_loss=statistics.fmean(losses),
+    )
+
+
+def _shares(outcome: Outcome) -> tuple[list[float] | None, list[tuple[float, float]]]:
+    """Return what a run's layer modules brought, as `Known` has it, and its learning rates."""
+    intervals = read_history(outcome.directory).of(IntervalMeasured)
+    last = max(event.step for event in intervals)
+    rows = [
+        event.worth[:-1]
+        for event in intervals
+        if event.worth and event.step > SETTLED_SHARE * last and any(part is not None for part in event.worth)
+    ]
+    sums = [max(0.0, math.fsum(part or 0.0 for part in column)) for column in zip(*rows, strict=True)]
+    largest = max(event.learning_rate for event in intervals)
+    rates = [(event.step / last, event.learning_rate / largest) for event in intervals]
+    return ([part / math.fsum(sums) for part in sums] if math.fsum(sums) > 0 else None), rates
+
+
+def _schedule(policy: PolicyComparison) -> str | None:
+    """Return the schedule of a policy 'static' that only freezes, without other settings."""
+    run = policy.outcomes[0].run.policy
+    if run.name != "static" or list(run.settings) != ["policy"]:
+        return None
+    schedule: str = run.settings["policy"]["schedule"]
+    return None if "/" in schedule else schedule
+
+
+def _parse(schedule: str) -> list[tuple[float, int]]:
+    """Return the parts of '0.3:3+0.65:6', as `policy.schedule` has them."""
+    parts = (part.split(":") for part in schedule.replace("+", " ").split())
+    return [(float(at), int(depth)) for at, depth in parts]
+
+
+def _points(comparison: WorkloadComparison, known: Known | None) -> list[Point]:
+    points = []
+    for policy in comparison.policies:
+        schedule = _schedule(policy)
+        if schedule is None or policy.lost is None or policy.difference is None:
+            continue
+        part = known.part(schedule) if known else None
+        points.append(
+            Point(
+                workload=comparison.workload.name,
+                is_held_out=comparison.workload.is_held_out,
+                schedule=schedule,
+                seeds=policy.difference.count,
+                lost=policy.lost,
+                scatter=policy.difference.sd or 0.0,
+                is_within=comparison.is_within(policy),
+                skipped=policy.skipped.mean if policy.skipped else math.nan,
+                part=part,
+                by_loss=part * math.sqrt(known.final_loss) if known and part is not None else None,
+            )
+        )
+    return sorted(points, key=lambda point: -point.skipped)
+
+
+def _slope(comparison: WorkloadComparison, known: Known, points: Sequence[Point]) -> Slope:
+    costs, weights = np.array([point.lost for point in points]), np.array([point.seeds for point in points])
+
+    def fit(power: float) -> tuple[float, float]:
+        parts = np.array([known.part(point.schedule, power) for point in points])
+        slope = float((weights * parts * costs).sum() / (weights * parts**2).sum())
+        return slope, float((weights * (costs - slope * parts) ** 2).sum() / (weights * costs**2).sum())
+
+    slope, _ = fit(FADING + 1)
+    return Slope(
+        workload=comparison.workload.name,
+        is_held_out=comparison.workload.is_held_out,
+        final_loss=known.final_loss,
+        lost_per_part=slope,
+        lost_per_part_by_loss=slope / math.sqrt(known.final_loss),
+        unexplained={f"{power:g}": fit(power)[1] for power in POWERS},
+    )
+
+
+def describe(points: Sequence[Point], slopes: Sequence[Slope]) -> str:
+    """Return the page of the record."""
+    known = [point for point in points if point.part is not None and point.by_loss is not None]
+    parts = ["# What schedules of freezing cost, and what foretold it"]
+    if len({point.workload for point in known}) > 1:
+        columns = {
+            "the part given up · √loss": [point.by_loss or 0.0 for point in known],
+            "the part given up": [point.part or 0.0 for point in known],
+            "compute skipped": [point.skipped for point in known],
+        }
+        found = rank_correlations(
+            columns, [point.lost for point in known], [point.workload for point in known], within=False
+        )
+        lines = [
+            [name, own.shows(), above.shows() if place else ""]
+            for place, (name, (own, above)) in enumerate(found.items())
+        ]
+        told = f"Rank correlation with what was lost, over all {len(known)} schedules whose worth is known [95 %]:"
+        parts += [told, markdown(["foretold by", "correlation", "of the first above it"], lines)]
+    if slopes:
+        parts += [
+            "Lost for each part given up, by workload: the part is the share of what steps bring in the first steps, "
+            "times the learning rate at its freeze, as a share of the largest, to the power of "
+            f"{FADING + 1:g}. The loss is that of the training at its end.",
+            markdown(
+                ["workload", "held out", "training loss at the end", "lost per part", "per part · √loss"]
+                + [f"unexplained, power {power:g}" for power in POWERS],
+                [_slope_line(slope) for slope in slopes],
+            ),
+        ]
+    header = ["workload", "schedule", "seeds", "lost", "without loss", "compute skipped %", "part given up", "· √loss"]
+    parts += [
+        "Lost: points, or per cent of the metric where the workload is judged so.",
+        markdown(header, list(map(_line, points))),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _slope_line(slope: Slope) -> list[str]:
+    numbers = [f"{slope.final_loss:.3f}", f"{slope.lost_per_part:.2f}", f"{slope.lost_per_part_by_loss:.2f}"]
+    shares = [f"{100 * share:.0f} %" for share in slope.unexplained.values()]
+    return [slope.workload, "yes" if slope.is_held_out else "no", *numbers, *shares]
+
+
+def _line(point: Point) -> list[str]:
+    lost = f"{point.lost:+.2f} ± {point.scatter:.2f}"
+    part, by_loss = ("" if value is None else f"{value:.3f}" for value in (point.part, point.by_loss))
+    told = "yes" if point.is_within else "no"
+    return [point.workload, point.schedule, str(point.seeds), lost, told, f"{point.skipped:.1f}", part, by_loss]
+
+
+if __name__ == "__main__":
+    main()
