@@ -655,6 +655,17 @@ def test_what_the_front_brings_while_the_head_is_fresh_does_not_count():
     assert made.observe_interval(interval(11)) == ()  # 83 % for a fifth of the time, though 42 % over all
 
 
+@pytest.mark.parametrize("last", [5, 6, 7])
+def test_where_too_few_intervals_are_settled_all_of_them_count(last):
+    """The first five are of the first 2.5 %."""
+    made = policy()
+    for evaluation in range(1, 11):
+        worth = tuple(0.01 * share for share in SHARES) if evaluation <= last else None
+        made.observe_interval(interval(evaluation, worth=worth))
+    made.observe_interval(interval(11))
+    assert made.frozen == 1 and made.needs == {"foresight"}
+
+
 def test_an_interval_that_lacks_a_module_is_left_out():
     made = policy()
     for evaluation in range(1, 11):

@@ -154,7 +154,8 @@ class Worth(Forecast):
         num_errors = NUM_ERRORS if self._is_within(FIRST_LOOK_SHARE, self._rates.step) else LATER_ERRORS
         if is_possible and _is_certain(rows, num_errors):
             settled = _complete(self._worths[self._num_unsettled :])
-            self._shares = self._find_shares(settled) or self._find_shares(rows)
+            found = self._find_shares(settled) if len(settled) >= LEAST_INTERVALS else ()
+            self._shares = found or self._find_shares(rows)
         if self._shares:
             self._decide_by(WORTH)
         else:
@@ -340,7 +341,7 @@ def _error(parts: Sequence[float]) -> float:
     By the differences from one to the next, so that what merely grows or fades over the intervals is no error.
     """
     steps = [(after - before) ** 2 for before, after in itertools.pairwise(parts)]
-    return math.sqrt(statistics.fmean(steps) / 2 * len(parts)) if steps else math.inf
+    return math.sqrt(statistics.fmean(steps) / 2 * len(parts))
 
 
 def _upper_end(parts: Sequence[float]) -> float:
