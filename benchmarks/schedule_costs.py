@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         slopes = [
             _slope(found, own, [point for point in points if point.workload == found.workload.name])
             for found in comparisons
-            if (own := known[found.workload.name]) is not None
+            if (own := known[found.workload.name]) is not None and any(map(_schedule, found.policies))
         ]
         options.out.mkdir(parents=True, exist_ok=True)
         keep_journals(comparisons, options.out)
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _know(comparison: WorkloadComparison) -> Known | None:
-    """Return what worth needs, from runs of the default and plain ones; None where worth was not measured of each."""
+    """Return what worth needs, from runs of the default and plain ones; None where none of them measured worth."""
     plain, default = comparison.find(PLAIN), comparison.find(DEFAULT)
     if plain is None or default is None:
         return None

@@ -33,7 +33,7 @@ SAVED_AS = {
     "remaining_rate_sum": "way_ahead",
 }
 """Keys in saved states that differ from the names of attributes and fields."""
-ADDED_LATER = frozenset({"periods", "loss"})
+ADDED_LATER = frozenset({"periods", "loss", "rate_at_freeze"})
 """Keys that states of earlier versions do not have."""
 NOT_SAVED = {"memory", "total_steps"}  # fields that the settings and the call of `attach` give
 

@@ -35,10 +35,12 @@ the first module brought 3.6 ± 2.6 % with one seed and 8.7 ± 0.9 % with anothe
 RARER = ((4, 1.8), (2, 6.0))
 """Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely: about as if
 leaving out a share `s` of the updates lost `s ** 2.5` of what all of them bring. Where it was tried they lost more."""
+HELD = 1.5
+"""Times what makes an update rarer at which it becomes oftener again: the limit moves with the loss, which scatters."""
 FADING = 1.0
 """Power of the learning rate by which what steps bring fades over a run: with the rate steps get shorter. Over the
 steps to come that makes what a freeze costs fall with the square of the rate at which it comes: of what 48 schedules
-cost in eight fine-tunings a square leaves 9 % unexplained, a cube 12 % (record 0031)."""
+cost in eight fine-tunings that leaves 9 % unexplained, the rate itself 9 % too, and a cube 12 % (record 0031)."""
 COST_POWER = (FADING + 1) / FADING
 """Power by which what a freeze costs falls with the limit on its price, where the rate falls straight to nothing: at a
 rate `r` it costs `r ** (FADING + 1)` of what it would cost at the largest, and `r ** FADING` is limit / price."""
@@ -78,7 +80,17 @@ class Worth(Forecast):
     """
 
     needs = Forecast.needs | {WORTH}
-    _saved = (*Forecast._saved, "decides", "worths", "num_unsettled", "shares", "times", "num_pretrained", "loss")
+    _saved = (
+        *Forecast._saved,
+        "decides",
+        "worths",
+        "num_unsettled",
+        "shares",
+        "times",
+        "num_pretrained",
+        "loss",
+        "rate_at_freeze",
+    )
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -94,6 +106,8 @@ class Worth(Forecast):
         self._num_pretrained = 0
         self._loss: float | None = None
         """The training loss of late."""
+        self._rate_at_freeze = 0.0
+        """The learning rate at the newest freeze, as `_rate_share`."""
 
     @property
     def monitored(self) -> int | None:
@@ -177,7 +191,7 @@ class Worth(Forecast):
         Empty where they brought nothing.
         """
         columns = list(zip(*rows, strict=True))
-        total = math.fsum(_sum(column) for column in columns[:-1])
+        total = math.fsum(max(0.0, _sum(column)) for column in columns[:-1])
         if not total > 0:
             return ()
         found = [None if None in column else max(0.0, _upper_end(column)) for column in columns]
@@ -199,6 +213,10 @@ class Worth(Forecast):
         if worth_limit >= 1:  # all may be lost
             return math.inf
         return self._strictness * _price_limit(self._bargains(0), self._leeway * worth_limit)
+
+    @property
+    def _at_loss(self) -> str:
+        return "" if self._loss is None else f", at a loss of {self._loss:.2g}"
 
     @property
     def _leeway(self) -> float:
@@ -252,14 +270,15 @@ class Worth(Forecast):
             worth, time = math.fsum(filter(None, self._shares[front])), math.fsum(self._times[front])
             reason = (
                 f"{worth:.1%} of what all but the last layer module bring, faded to {self._fading:.0%} with the "
-                f"learning rate, for {time:.0%} of an iteration, at a loss of {self._loss or math.nan:.2g}"
+                f"learning rate, for {time:.0%} of an iteration{self._at_loss}"
             )
             found = (*self._move_to(bargain[0], reason), *self._pass_over_untrainable())
             if not found:
                 break
             decisions += found
-        if self._frozen > begin and self._guard.is_ready:
-            self._guard = replace(self._guard, since=())
+        if self._frozen > begin:
+            self._rate_at_freeze = self._rate_share
+            self._guard = replace(self._guard, since=()) if self._guard.is_ready else self._guard
         return tuple(decisions)
 
     def _slow_bargains(self) -> tuple[Decision, ...]:
@@ -271,7 +290,8 @@ class Worth(Forecast):
         periods = [1] * self._frozen
         for period, factor in RARER:
             while bargain := self._next_bargain(len(periods)):
-                if bargain[1] * self._fading >= factor * self._limit:
+                held = HELD if self._periods[len(periods)] >= period else 1.0
+                if bargain[1] * self._fading >= held * factor * self._limit:
                     break
                 periods += [period] * (bargain[0] - len(periods))
         found = self._update_every(
@@ -287,7 +307,8 @@ class Worth(Forecast):
         if reason or not is_known or not self._frozen:
             return reason
         worth, time = math.fsum(filter(None, self._shares[: self._frozen])), math.fsum(self._times[: self._frozen])
-        if worth * self._rate_share**FADING > THAWS_AT * self._limit * time:
+        rose = self._rate_share > self._rate_at_freeze  # the limit falls as well, where the loss rises
+        if rose and worth * self._rate_share**FADING > THAWS_AT * self._limit * time:
             return f"the learning rate rose to {self._rate_share:.0%} of its highest"
         return None
 
