@@ -79,7 +79,7 @@ def main() -> None:
     rows: list[Row] = []
     advices: dict[str, Any] = {}
     for comparison in compare(read_results(options.results, tier=options.tier), PLAIN):
-        schedules = [policy for policy in comparison.policies if _schedule(policy)]
+        schedules = [policy for policy in comparison.policies if policy.outcomes[0].run.policy.schedule]
         if not schedules:
             continue
         advice = ask(options, comparison)
@@ -103,17 +103,8 @@ def ask(options: argparse.Namespace, comparison: WorkloadComparison) -> egeria.A
     return egeria.advise(training.model, training.optimizer, training.loader, loss=training.loss, rounds=options.rounds)
 
 
-def _schedule(policy: PolicyComparison) -> str | None:
-    """Return the schedule of a policy 'static' without periods or other settings."""
-    run = policy.outcomes[0].run.policy
-    if run.name != "static" or list(run.settings) != ["policy"]:
-        return None
-    schedule: str = run.settings["policy"]["schedule"]
-    return None if "/" in schedule else schedule
-
-
 def _row(comparison: WorkloadComparison, policy: PolicyComparison, advice: egeria.Advice) -> Row:
-    schedule = _schedule(policy)
+    schedule = policy.outcomes[0].run.policy.schedule
     cpu, wall = policy.saved["cpu"], policy.saved["wall"]
     assert schedule is not None and cpu is not None and wall is not None, "there are plain runs"
     return Row(

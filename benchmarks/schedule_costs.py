@@ -19,13 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.proving import archive
-from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, compare
+from benchmarks.proving.comparison import WorkloadComparison, compare
 from benchmarks.proving.course import LOSS
 from benchmarks.proving.policies import DEFAULT, PLAIN
 from benchmarks.proving.record import keep_journals, write_results
 from benchmarks.proving.results import Outcome, read_results
 from benchmarks.proving.statistics import rank_correlations
 from benchmarks.proving.tables import markdown
+from egeria.config.checks import read_timetable
 from egeria.events import IntervalMeasured, MetricLogged
 from egeria.policy.worth import FADING, SETTLED_SHARE
 from egeria.report.history import read_history
@@ -46,10 +47,10 @@ class Known:
     """Of plain training, over the last stretch before an evaluation."""
 
     def part(self, schedule: str, power: float = FADING + 1) -> float:
-        """Return the share of what steps bring that a schedule such as '0.3:3+0.65:6' gives up, as far as foretold."""
+        """Return the share of what steps bring that a schedule such as '0.3:3 0.65:6' gives up, as far as foretold."""
         begins: dict[int, float] = {}
-        for at, depth in _parse(schedule):
-            for module in range(depth):
+        for at, front in read_timetable(schedule):
+            for module in range(front.frozen):
                 begins.setdefault(module, at)
         times, rates = zip(*self.rates, strict=True)
         return math.fsum(self.shares[module] * np.interp(at, times, rates) ** power for module, at in begins.items())
@@ -104,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         slopes = [
             _slope(found, own, [point for point in points if point.workload == found.workload.name])
             for found in comparisons
-            if (own := known[found.workload.name]) is not None and any(map(_schedule, found.policies))
+            if (own := known[found.workload.name]) is not None
+            and any(policy.outcomes[0].run.policy.schedule for policy in found.policies)
         ]
         options.out.mkdir(parents=True, exist_ok=True)
         keep_journals(comparisons, options.out)
@@ -150,25 +152,10 @@ def _shares(outcome: Outcome) -> tuple[list[float] | None, list[tuple[float, flo
     return ([part / math.fsum(sums) for part in sums] if math.fsum(sums) > 0 else None), rates
 
 
-def _schedule(policy: PolicyComparison) -> str | None:
-    """Return the schedule of a policy 'static' that only freezes, without other settings."""
-    run = policy.outcomes[0].run.policy
-    if run.name != "static" or list(run.settings) != ["policy"]:
-        return None
-    schedule: str = run.settings["policy"]["schedule"]
-    return None if "/" in schedule else schedule
-
-
-def _parse(schedule: str) -> list[tuple[float, int]]:
-    """Return the parts of '0.3:3+0.65:6', as `policy.schedule` has them."""
-    parts = (part.split(":") for part in schedule.replace("+", " ").split())
-    return [(float(at), int(depth)) for at, depth in parts]
-
-
 def _points(comparison: WorkloadComparison, known: Known | None) -> list[Point]:
     points = []
     for policy in comparison.policies:
-        schedule = _schedule(policy)
+        schedule = policy.outcomes[0].run.policy.schedule
         if schedule is None or policy.lost is None or policy.difference is None:
             continue
         part = known.part(schedule) if known else None

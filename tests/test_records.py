@@ -62,7 +62,7 @@ def known(shares=(0.1, 0.3, 0.6), final_loss=0.25):
 
 def test_a_schedule_gives_up_what_its_modules_bring_from_their_freeze_on():
     assert known().part("0.5:3") == pytest.approx(0.5**2)
-    assert known().part("0.2:1+0.5:2 0.9:3") == pytest.approx(0.1 * 0.8**2 + 0.3 * 0.5**2 + 0.6 * 0.1**2)
+    assert known().part("0.2:1 0.5:2 0.9:3") == pytest.approx(0.1 * 0.8**2 + 0.3 * 0.5**2 + 0.6 * 0.1**2)
     assert known().part("0.5:1", power=3.0) == pytest.approx(0.1 * 0.5**3)
 
 

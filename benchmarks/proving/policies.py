@@ -72,6 +72,14 @@ class Policy:
         return not self.is_plain and not self.rests and not self.shortens
 
     @property
+    def schedule(self) -> str | None:
+        """The schedule of 'static', where it only freezes and nothing else is set."""
+        if self.name != "static" or list(self.settings) != ["policy"]:
+            return None
+        schedule: str = self.settings["policy"]["schedule"]
+        return None if "/" in schedule else schedule
+
+    @property
     def folder(self) -> str:
         """Name of the folder that its runs are kept in."""
         name = re.sub(r"[^\w.-]+", "_", self.text)
