@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
@@ -224,10 +223,9 @@ class Probe:
         frozen, rest, buffers = _attributes(self._frozen), _attributes(self._rest), self._buffers()
         seed_random_state(self.model, 0)
         arguments = batch.first_rows(None)
-        trained = {n: p.detach().requires_grad_() for n, p in self.model.named_parameters() if p.requires_grad}
-        if gradients:  # through stand-ins, since a user's hooks on parameters must not fire
-            given = functional_call(self.model, trained, arguments.args, dict(arguments.kwargs))
-        else:
+        trained = {id(p): p.detach().requires_grad_() for p in self.model.parameters() if p.requires_grad}
+        # Through stand-ins, since a user's hooks on parameters must not fire.
+        with _standing_in(self.model, trained) if gradients else nullcontext():
             given = self.model(*arguments.args, **arguments.kwargs)
         parts = {
             "output": given,
@@ -256,6 +254,27 @@ class Probe:
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
+
+
+@contextmanager
+def _standing_in(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[None]:
+    """Put other tensors in the places of parameters, by their `id`.
+
+    `torch.func.functional_call` goes by names: of a module that has two it puts a stand-in back for the parameter.
+    """
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if id(parameter) in stand_ins
+    ]
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = stand_ins[id(parameter)]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
 
 
 def _attributes(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any, int | None]]:
