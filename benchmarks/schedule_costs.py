@@ -4,7 +4,8 @@
     python -m benchmarks.schedule_costs --results RESULTS --out benchmarks/records/NAME
 
 Times are left out: such runs may be made many at a time, on an accelerator that they share (`--device cuda --jobs 15`).
-The page from a record: `--results RECORD --out RECORD`.
+The page from a record: `--results RECORD --out RECORD`. With `--replays RECORD` it has what the default would freeze
+now on the evidence of other runs of it, such as those of record 0015.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from benchmarks.proving.record import keep_journals, write_results
 from benchmarks.proving.results import Outcome, read_results
 from benchmarks.proving.statistics import rank_correlations
 from benchmarks.proving.tables import markdown
+from egeria.config import Config
 from egeria.config.checks import read_timetable
-from egeria.events import IntervalMeasured, MetricLogged
+from egeria.errors import EgeriaError
+from egeria.events import ComputeProfiled, IntervalMeasured, MetricLogged
 from egeria.policy.worth import FADING, SETTLED_SHARE
+from egeria.report.freezing import BACKWARD_SHARE
 from egeria.report.history import read_history
+from egeria.report.replay import replay
 
 POWERS = (1.0, 1.5, 2.0, 2.5, 3.0)
 """Of the learning rate at which a freeze comes, as a share of its largest, that what it costs may fall with."""
@@ -91,11 +96,23 @@ class Slope:
     """By power of the rate, share of the squares of what its schedules cost that parts do not explain."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What the default would take of a workload now, means over seeds; shares of a run, in per cent."""
+
+    workload: str
+    seeds: int
+    time: float
+    """By the share of an iteration that a freeze saves, as these runs measured it."""
+    compute: float
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read runs, print what was found, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, help="of `run`, or a record")
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
+    parser.add_argument("--replays", type=Path, help="runs of the default, or a record with some")
     parser.add_argument("--tier", default="cpu")
     options = parser.parse_args(arguments)
     with archive.opened(options.results) as results:
@@ -110,8 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         options.out.mkdir(parents=True, exist_ok=True)
         keep_journals(comparisons, options.out)
-    page = describe(points, slopes)
-    write_results({"points": list(map(asdict, points)), "slopes": list(map(asdict, slopes))}, options.out)
+    replayed: list[Replayed] = []
+    if options.replays:
+        with archive.opened(options.replays) as results:
+            replayed = _replay(read_results(results, tier=options.tier))
+    page = describe(points, slopes, replayed)
+    parts = {"points": points, "slopes": slopes, "replayed": replayed}
+    write_results({name: list(map(asdict, part)) for name, part in parts.items()}, options.out)
     (options.out / "README.md").write_text(page, encoding="utf-8")
     print(page)
 
@@ -195,7 +217,41 @@ def _slope(comparison: WorkloadComparison, known: Known, points: Sequence[Point]
     )
 
 
-def describe(points: Sequence[Point], slopes: Sequence[Slope]) -> str:
+def _replay(outcomes: Sequence[Outcome]) -> list[Replayed]:
+    """Return what the default takes by replays; runs of earlier versions that cannot be replayed are left out."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for outcome in outcomes:
+        if outcome.run.policy.name != DEFAULT:
+            continue
+        history = read_history(outcome.directory)
+        intervals = history.of(IntervalMeasured)
+        times = next((event.time_shares for event in reversed(intervals) if event.time_shares), None)
+        profile = next(iter(history.of(ComputeProfiled)), None)
+        try:
+            decisions = replay(outcome.directory, Config.from_dict({"policy": {"name": "worth"}})).replayed
+        except EgeriaError:
+            continue
+        last, frozen = max(event.step for event in intervals), dict[int, float]()
+        for decision in decisions:
+            if decision.kind == "thaw":
+                frozen = {}
+            elif decision.kind == "freeze" and decision.module is not None:
+                frozen[decision.module] = 1 - decision.step / last
+        if times is not None and profile is not None:
+            own = (
+                100 * math.fsum(times[module] * rest for module, rest in frozen.items()),
+                100
+                * math.fsum(BACKWARD_SHARE * profile.forward_shares[module] * rest for module, rest in frozen.items()),
+            )
+            found.setdefault(outcome.run.workload.name, []).append(own)
+    return [
+        Replayed(workload=name, seeds=len(rows), time=statistics.fmean(times), compute=statistics.fmean(computes))
+        for name, rows in found.items()
+        for times, computes in [tuple(zip(*rows, strict=True))]
+    ]
+
+
+def describe(points: Sequence[Point], slopes: Sequence[Slope], replayed: Sequence[Replayed] = ()) -> str:
     """Return the page of the record."""
     known = [point for point in points if point.part is not None and point.by_loss is not None]
     parts = ["# What schedules of freezing cost, and what foretold it"]
@@ -230,6 +286,12 @@ def describe(points: Sequence[Point], slopes: Sequence[Slope]) -> str:
         "Lost: points, or per cent of the metric where the workload is judged so.",
         markdown(header, list(map(_line, points))),
     ]
+    if replayed:
+        lines = [[own.workload, str(own.seeds), f"{own.time:.1f}", f"{own.compute:.1f}"] for own in replayed]
+        parts += [
+            "What the default takes by replays of other runs:",
+            markdown(["workload", "seeds", "time of iterations %", "compute %"], lines),
+        ]
     return "\n\n".join(parts) + "\n"
 
 

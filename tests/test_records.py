@@ -87,9 +87,14 @@ def test_the_command_finds_the_cost_of_each_part_again(tmp_path, monkeypatch, ca
         [event for event in events if event["event"] == "metric"][-1]["values"]["accuracy"] = 70.0 - lost
         journal.write_text("".join(json.dumps(event) + "\n" for event in events))
     for source, target in ((results, tmp_path / "one"), (tmp_path / "one", tmp_path / "two")):
-        schedule_costs.main(["--results", str(source), "--out", str(target), "--tier", "smoke"])
+        arguments = ["--results", str(source), "--replays", str(source), "--out", str(target), "--tier", "smoke"]
+        schedule_costs.main(arguments)
     found = json.loads((tmp_path / "one" / "results.json").read_text())
     assert found == json.loads((tmp_path / "two" / "results.json").read_text())
+    (default,) = (outcome for outcome in read_results(results) if outcome.run.policy.text == "default")
+    (replayed,) = found["replayed"]
+    assert replayed["seeds"] == 1 and replayed["time"] > 0
+    assert replayed["compute"] == pytest.approx(100 * default.skipped.backward, abs=3)
     (slope,) = found["slopes"]
     assert slope["lost_per_part"] == pytest.approx(8.0) and slope["unexplained"]["2"] == pytest.approx(0, abs=1e-9)
     assert slope["unexplained"]["1"] > 0.001 < slope["unexplained"]["3"]
