@@ -568,16 +568,31 @@ def test_a_loss_that_leaves_its_trend_has_what_was_updated_rarely_updated_oftene
     assert oftener.periods == (2, 1, 1, 1)  # at a quarter of the limit: 6.7 times, which is held, and 13
 
 
-def test_what_is_uncertain_is_measured_for_longer():
-    made = policy(price=1.5)
-    measured(made, scatter=0.05)  # its error is larger than itself
+def test_where_steps_did_harm_it_is_measured_for_longer():
+    made = policy()
     clear = tuple(0.1 * share for share in SHARES)
-    for worth in (tuple(-share for share in clear), clear):
-        assert made.observe_interval(interval(11, worth=worth)) == ()
+    measured(made, shares=tuple(-0.01 * share for share in SHARES))
+    for evaluation in (11, 12):
+        assert made.observe_interval(interval(evaluation, worth=tuple(-0.01 * part for part in clear))) == ()
         assert made.monitored is None and {"worth", "foresight"} == made.needs
-    found = [made.observe_interval(interval(evaluation, worth=clear)) for evaluation in range(12, 41)]
-    ((first,),) = filter(None, found)
-    assert isinstance(first, Freeze) and made.needs == {"foresight"}
+    made.observe_interval(interval(13, worth=clear))
+    assert made.monitored is None and made.needs == {"foresight"}
+    (first,) = made.observe_interval(interval(14, rate=0.5))
+    assert isinstance(first, Freeze)
+
+
+def test_what_is_not_certain_as_a_whole_freezes_late():
+    def rates(scatter):
+        made, found = policy(), []
+        measured(made, scatter=scatter)
+        for evaluation in range(11, 111):
+            rate = 0.95 ** (evaluation - 11)
+            found += [rate] * len(made.observe_interval(interval(evaluation, rate=rate)))
+        return found
+
+    known, unsure = rates(0.0), rates(0.1)  # 0.1 ± 0 and ± 0.45
+    assert len(known) == len(unsure) == 3
+    assert all(first > 2 * second for first, second in zip(known, unsure, strict=True))
 
 
 def test_what_is_not_known_well_is_no_bargain():
@@ -615,7 +630,6 @@ def test_what_grows_or_fades_while_it_is_measured_is_no_error(course):
 @pytest.mark.parametrize(
     "found",
     [
-        {"scatter": 0.05},  # its error is larger than itself
         {"shares": (-0.1, -0.1, -0.1, -0.7)},  # steps go up the loss, as at the high rates of training from scratch
         {"shares": (0.04, 0.06, 0.2, -0.7)},  # below nothing as a whole
         {"count": 2},
@@ -630,27 +644,11 @@ def test_where_worth_tells_nothing_plasticity_decides(found):
 
 
 @pytest.mark.parametrize("lacks", [{"num_pretrained": 0}, {"time_shares": None}])
-def test_what_can_never_be_certain_is_not_measured_for_longer(lacks):
+def test_what_can_never_be_known_is_not_measured_for_longer(lacks):
     made = policy()
     measured(made, **lacks)
     made.observe_interval(interval(11, worth=SHARES, **lacks))
     assert made.monitored == 0 and "worth" not in made.needs
-
-
-def test_a_later_look_asks_for_more():
-    """With so many looks, one of two standard errors comes by chance."""
-
-    def looks(scatter):
-        made = policy()
-        for evaluation in range(1, 41):
-            part = 0.01 + scatter * (-1) ** evaluation
-            made.observe_interval(interval(evaluation, worth=tuple(part * share for share in SHARES)))
-            if "worth" not in made.needs:
-                return evaluation
-        return None
-
-    assert looks(0.01) == 11
-    assert 24 <= looks(0.012) <= 28  # 0.59 times the root of the number of intervals: two come at the 12th
 
 
 def test_clipped_gradients_that_account_for_little_of_the_fall_of_the_loss_decide_all_the_same():

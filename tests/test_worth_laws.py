@@ -20,8 +20,8 @@ NUM_STEPS = 24  # of 200, of which ten are measured
 
 @pytest.fixture(autouse=True)
 def decides(monkeypatch):
-    """Worth decides whatever it is: in these few steps of untrained models it is seldom certain."""
-    monkeypatch.setattr(worth, "_is_certain", lambda _rows, _num_errors: True)
+    """Worth decides whatever it is: these few steps of untrained models do harm as often as not."""
+    monkeypatch.setattr(worth, "_helped", lambda _rows: True)
 
 
 def attached(directory=None, **groups):
