@@ -109,9 +109,7 @@ class MemoryForward:
             return call()
 
     def complaint(self) -> str:
-        """Return why it is to end: inputs do not come again, or it saves no time; empty where neither is seen."""
-        if reason := self._lack_of_hits():
-            return reason
+        """Return that it saves no time; empty where that is not seen."""
         if not self.is_reviewed or len(self._times[True]) < REVIEWED_BATCHES or not self._times[False]:
             return ""
         served, computed = (statistics.median(self._times[kind]) for kind in (True, False))
@@ -188,7 +186,7 @@ class MemoryForward:
             self._failure = error
         return output
 
-    def _lack_of_hits(self) -> str:
+    def lack_of_hits(self) -> str:
         """Return, each time that so many batches were seen, that too few samples have come again; empty if enough did.
 
         Where the first pass over the data began in the middle of an epoch, some 32 batches have come again when 32 more
