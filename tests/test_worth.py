@@ -575,10 +575,32 @@ def test_where_steps_did_harm_it_is_measured_for_longer():
     for evaluation in (11, 12):
         assert made.observe_interval(interval(evaluation, worth=tuple(-0.01 * part for part in clear))) == ()
         assert made.monitored is None and {"worth", "foresight"} == made.needs
-    made.observe_interval(interval(13, worth=clear))
-    assert made.monitored is None and made.needs == {"foresight"}
-    (first,) = made.observe_interval(interval(14, rate=0.5))
+    for evaluation in range(13, 17):  # three standard errors of that leap, from then on
+        made.observe_interval(interval(evaluation, worth=clear))
+        assert made.monitored is None and ("worth" in made.needs) == (evaluation < 15)
+    (first,) = made.observe_interval(interval(17, rate=0.5))
     assert isinstance(first, Freeze)
+
+
+def test_a_later_look_asks_for_more():
+    """With so many looks, one of two standard errors comes by chance."""
+    made = policy()
+    measured(made, shares=tuple(-0.01 * share for share in SHARES))
+    for evaluation in range(11, 41):
+        part = 0.01 + 0.012 * (-1) ** evaluation
+        made.observe_interval(interval(evaluation, worth=tuple(part * share for share in SHARES)))
+        if "worth" not in made.needs:
+            break
+    assert 30 <= evaluation <= 38  # 0.59 times the root of the number of intervals, less the first ten
+
+
+def test_what_did_harm_once_the_head_had_settled_is_not_taken_for_cheap():
+    made = policy()
+    for evaluation in range(1, 11):
+        shares = SHARES if evaluation <= 5 else (-0.02, 0.01, -0.005, 0.03)
+        made.observe_interval(interval(evaluation, worth=tuple(0.01 * share for share in shares)))
+    (first,) = made.observe_interval(interval(11))
+    assert first.reason.startswith("at most 13.3%")  # by all of it; by the second half alone it would be nothing
 
 
 def test_what_is_not_certain_as_a_whole_freezes_late():

@@ -3,7 +3,7 @@
 from egeria.cache.cache import ActivationCache
 from egeria.cache.decision import Outlook, Share
 from egeria.cache.loader import SampleFeed
-from egeria.cache.memory import FirstSight, MemoryCache
+from egeria.cache.memory import MemoryCache
 from egeria.cache.sampler import ShardSampler
 from egeria.cache.samples import NoSamplesError
 from egeria.cache.store.directory import CacheDirectory
@@ -12,7 +12,6 @@ from egeria.cache.store.rows import StoreError
 __all__ = [
     "ActivationCache",
     "CacheDirectory",
-    "FirstSight",
     "MemoryCache",
     "NoSamplesError",
     "Outlook",

@@ -1,13 +1,12 @@
 """`MemoryCache`: skips the frozen front where inputs come again just as they were, with nothing but memory.
 
 Rows are known by the content of the input (`store/memory.py`). So neither the loader nor the numbers of samples take
-part, and nothing is drawn ahead or read ahead. Before a layer module is frozen a few batches are looked at, to tell
-random augmentation: nothing comes again then, and nothing is stored.
+part, nothing is drawn ahead or read ahead, and nothing is done at all before a layer module is frozen. Random
+augmentation shows in that nothing comes again, and ends it.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,51 +50,9 @@ REPORT_BATCHES = 500
 """Batches between two entries in the journal on how a generation does."""
 UNKNOWN_EPOCH = 10_000
 """Batches after which inputs must have come again where nobody knows how long an epoch is."""
-EXPECTED_AGAIN = 16
-"""Samples that must be due to come again before it is said whether they do."""
-LEAST_AGAIN = 2
-"""Of these; where pictures are cropped at random one in some hundreds comes again by chance."""
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class FirstSight:
-    """Whether inputs come again: some batches of the first epoch are remembered, and looked for in the second.
-
-    As few of each as it takes for `EXPECTED_AGAIN` samples to be due, the square root of 16 epochs counted in samples:
-    2 x 4 batches of 64 where an epoch has 78, 2 x 125 of 32 where it has 31,250.
-    """
-
-    num_batches: int
-    """Of an epoch, for this process."""
-    num_hosts: int = 1
-    """Processes to which a sample may come."""
-    verdict: bool | None = None
-    """None while it is not known."""
-    found: int = 0
-    expected: float = 0.0
-    """Samples that came again, and that should have."""
-    _known: set[bytes] = field(default_factory=set)
-    _num_remembered: int = 0
-
-    def look(self, batch: Batch) -> int | None:
-        """Take in the input of a training call; return in how many calls to look again, None once all is known."""
-        num_rows = count_rows(batch)
-        keys = row_keys(batch, num_rows, true_lengths(batch.kwargs, num_rows)) if num_rows else None
-        if keys is None:
-            return None
-        wanted = math.ceil(math.sqrt(EXPECTED_AGAIN * self.num_hosts * self.num_batches / num_rows))
-        left = min(wanted, self.num_batches) - self._num_remembered
-        if left > 0:
-            self._known.update(keys)
-            self._num_remembered += 1
-            return 1 if left > 1 else self.num_batches + 1 - self._num_remembered
-        self.found += sum(key in self._known for key in keys)
-        self.expected += len(self._known) / self.num_batches / self.num_hosts
-        if self.expected < EXPECTED_AGAIN and self.found < LEAST_AGAIN:
-            return 1
-        self.verdict = self.found >= LEAST_AGAIN
-        self._known.clear()
-        return None
+TRIED_AGAIN = 2
+"""Times as many steps as were made when inputs turned out not to come again, after which storing is tried again: an
+augmentation may be switched off for the last epochs, but most never are, and each try stores an epoch for nothing."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -116,8 +73,6 @@ class MemoryCache:
     """Returns why the forward pass of this model is not skipped; empty where it may be."""
     refusal: str = ""
     """Why nothing is stored any more."""
-    first_sight: FirstSight | None = None
-    """Whether inputs come again, as far as it is known before anything is frozen."""
     mode: PlainForward | MemoryForward = field(default_factory=PlainForward)
     """How they are made now."""
     _modules: tuple[LayerModule, ...] = ()
@@ -125,6 +80,8 @@ class MemoryCache:
     _number: int = 0
     _most_rows: int = 0
     _patience: int = MOST_UNPADDED
+    _random: tuple[int, str] = (0, "")
+    """Until which step inputs are taken to be random, and why."""
 
     @property
     def is_idle(self) -> bool:
@@ -146,7 +103,7 @@ class MemoryCache:
                 self._record("computed", "nothing is frozen any more")
             return
         self._number += 1
-        reason = self.refusal or self.find_refusal() or self._foresee()
+        reason = self.refusal or self.find_refusal() or self._foresee() or self._recall()
         if reason:
             self._record("computed", reason)
             return
@@ -200,25 +157,17 @@ class MemoryCache:
         if mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
             self.report()
         if reason := mode.lack_of_hits():
-            self.refusal = reason  # behind deeper boundaries neither
+            step = self.recorder.step
+            self._random = TRIED_AGAIN * step, f"{reason}, at step {step}"
         if reason := reason or mode.complaint():
             self._compute(reason, {})
 
-    def look(self, batch: Batch) -> int | None:
-        """Look whether inputs come again; return in how many training calls to look again, None for never."""
-        seen = self.first_sight
-        if seen is None or self.settings.gate == "open" or self.refusal or self.find_refusal():
-            return None
-        begin, begin_cpu, ahead = time.perf_counter(), time.process_time(), None
-        try:
-            ahead = seen.look(batch)
-        except Exception as error:
-            self.recorder.fault("looking whether inputs come again", error)
-        if seen.verdict is False:
-            reason = f"inputs do not come again: of {seen.expected:.0f} samples that were due {seen.found} did"
-            self.refuse(reason)
-        self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
-        return ahead
+    def _recall(self) -> str:
+        """Return why storing is not worth another try yet."""
+        until, reason = self._random
+        if self.recorder.step >= until:
+            return ""
+        return f"{reason}; that is tried again from step {until} on"
 
     def _foresee(self) -> str:
         """Return why storing cannot pay, as far as that is known before anything is measured."""

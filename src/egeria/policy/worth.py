@@ -18,13 +18,17 @@ MEASURED = frozenset({FORESIGHT})
 """What is measured once worth decides."""
 
 FIRST_LOOK_SHARE = 0.05
-"""Share of the training, from its beginning, in which worth is measured; where steps did harm, the session goes on
-(`egeria.session.worth.MEASURED_SHARE`)."""
+"""Share of the training, from its beginning, in which worth is measured; where nothing was brought by then, the session
+goes on (`egeria.session.worth.MEASURED_SHARE`)."""
 SETTLED_SHARE = FIRST_LOOK_SHARE / 2
 """Share of the training after which the shares of layer modules are taken, as long as there is anything else. While a
 fresh head learns, what is before it has little to go by: of a ResNet-56 the first module brings 4 % in the first half
 of the look and 6 % in the second, the last but one 23 and 16 %; of MiniLM they hardly change."""
 LEAST_INTERVALS = 3  # with a measure, to judge its error by
+LATER_ERRORS = 3.0
+"""Standard errors by which what the steps of all but the last module brought must stand above nothing at the looks
+after the first, of which one may pass by chance; at the first it must be above nothing. It is not set against the fall
+of the loss: of clipped gradients it is a part of that only, the same for all modules."""
 SHARE_ERRORS = 2.0
 """Standard errors that are added to what a layer module brought: what is not known well is no bargain. Of a ResNet-20
 the first module brought 3.6 ± 2.6 % with one seed and 8.7 ± 0.9 % with another, of one on CamVid -10 ± 17 %. Where
@@ -48,8 +52,8 @@ LEEWAY = (0.5, 2.0)
 """Least and most that the loss makes of `policy.worth_limit`, which holds at a loss of 1. A part of what steps bring
 costs ever less accuracy as less is wrong: the points that 36 schedules of six fine-tunings lost were 4.8 to 5.5, once
 3.5 times that part times the square root of the training loss at the end, in nats, where equal parts differ by a factor
-of 3; of one that was not looked at before, 4.9 times (record 0031). For losses of other kinds and scales it is a guess,
-hence no more than this."""
+of 3; of two that were not looked at before, 4.9 times and 1.0 (record 0031). For losses of other kinds and scales it is
+a guess, hence no more than this."""
 ROUNDING = 1e-9
 LOOKS = 100
 """Intervals of a whole run once worth decides and no freeze is watched: only the learning rate moves that any more."""
@@ -70,8 +74,8 @@ class Worth(Forecast):
     Modules are taken together where those behind make a bargain of those in front. With `policy.duty_cycle`, what is
     too dear to freeze is updated at every 4th or 2nd step only, where that is cheap enough.
 
-    Nothing else is measured then, and no reference model made. Where worth is below nothing as a whole, since steps are
-    too long for it to mean anything, plasticity decides as in 'forecast'. The loss guards a freeze as it does there,
+    Nothing else is measured then, and no reference model made. Where steps brought nothing as a whole, since they are
+    too long for worth to mean anything, plasticity decides as in 'forecast'. The loss guards a freeze as it does there,
     once it has been seen for some intervals.
 
     Source: our own.
@@ -162,10 +166,11 @@ class Worth(Forecast):
                 return
         rows = _complete(self._worths)
         is_possible = bool(rows and self._times and self._num_pretrained)
-        if is_possible and _helped(rows):
+        # Nothing of this interval was given to `super()` yet: its step is that of the one before.
+        num_errors = 0.0 if self._is_within(FIRST_LOOK_SHARE, self._rates.step) else LATER_ERRORS
+        if is_possible and _helped(rows, num_errors):
             settled = _complete(self._worths[self._num_unsettled :])
-            found = self._find_shares(settled) if len(settled) >= LEAST_INTERVALS else ()
-            self._shares = found or self._find_shares(rows)
+            self._shares = self._find_shares(settled if _helped(settled) else rows)
         if self._shares:
             self._decide_by(WORTH)
         else:
@@ -344,10 +349,12 @@ def _complete(worths: Sequence[Sequence[float | None]]) -> list[Sequence[float |
     return [row for row in worths if known == [part is not None for part in row]]
 
 
-def _helped(rows: Sequence[Sequence[float | None]]) -> bool:
+def _helped(rows: Sequence[Sequence[float | None]], num_errors: float = 0.0) -> bool:
     """Return whether the steps of what may freeze brought something, and those of all together did not harm."""
-    fronts = math.fsum(_sum(row[:-1]) for row in rows)
-    return len(rows) >= LEAST_INTERVALS and fronts > 0 and math.fsum(map(_sum, rows)) > 0
+    fronts = [_sum(row[:-1]) for row in rows]
+    if len(fronts) < LEAST_INTERVALS:
+        return False
+    return math.fsum(fronts) > num_errors * _error(fronts) and math.fsum(map(_sum, rows)) > 0
 
 
 def _error(parts: Sequence[float]) -> float:

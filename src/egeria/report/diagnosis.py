@@ -96,7 +96,7 @@ def _own_reason(history: History, start: events.RunStarted) -> str | None:
         return (
             f"no layer module was worth little enough for its time (what all freezes together may cost: {limit} of "
             f"what steps bring, at a training loss of 1): all of the model was learning, or what its steps "
-            f"are worth is not known well enough."
+            f"are worth was not known well enough."
         )
     return None
 

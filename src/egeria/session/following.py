@@ -50,8 +50,6 @@ class ModelHooks:
         self.failure: Exception | None = None
         """What was raised in a call of the loop's, which goes on without us."""
         self._keep: Callable[[Batch], None] | None = None
-        self._look: Callable[[Batch], int | None] | None = None
-        self._next_look = 0
         self._skip: Callable[[Callable[[], Any], Batch], Any] | None = None
         self._before: Callable[[], None] | None = None
         self._notice: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -73,20 +71,13 @@ class ModelHooks:
     def close(self) -> None:
         """Leave the model as it was found."""
         self.skip_with(None)
-        self._keep = self._look = self._before = self._notice = None
+        self._keep = self._before = self._notice = None
         while self._handles:
             self._handles.pop().remove()
 
     def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
         """Hand the arguments of coming training calls to `keep`; None stops that."""
         self._keep = keep
-
-    def look_at(self, look: Callable[[Batch], int | None] | None) -> None:
-        """Show `look` the arguments of the next training call, and then of the one that many ahead which it returns.
-
-        It is shown no more once it returns None.
-        """
-        self._look, self._next_look = look, self.num_calls + 1
 
     def call_before(self, before: Callable[[], None] | None) -> None:
         """Call `before` ahead of each training call; None stops that."""
@@ -142,16 +133,12 @@ class ModelHooks:
         self._parallel.see_call()
         if self._before is not None:
             self._before()
-        is_looked_at = self._look is not None and self.num_calls >= self._next_look
-        if self._keep is None and self._skip is None and not is_looked_at:
+        if self._keep is None and self._skip is None:
             return
         device = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
         batch = Batch.of_call(args, kwargs, device)
         if self._keep is not None:
             self._keep(batch)
-        if self._look is not None and is_looked_at:
-            ahead = self._look(batch)
-            self._look, self._next_look = (None, 0) if ahead is None else (self._look, self.num_calls + ahead)
         if self._skip is not None:
             self._batch = batch
 

@@ -16,7 +16,6 @@ from torch.utils.data import DistributedSampler
 from egeria.cache import (
     ActivationCache,
     CacheDirectory,
-    FirstSight,
     MemoryCache,
     NoSamplesError,
     Outlook,
@@ -150,8 +149,6 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
 
 def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping:
     """Return what skips the frozen forward pass out of the memory of this process, and never touches the loader."""
-    is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
-    num_hosts = 1 if is_dealt_once else training.parallel.num_ranks
     num_batches = None
     with suppress(Exception):  # loaders without a length raise various things
         num_batches = len(loader) or None
@@ -162,10 +159,9 @@ def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, fl
         spend=spend,
         num_batches=num_batches,
         find_refusal=partial(_refusal, training),
-        first_sight=FirstSight(num_batches=num_batches, num_hosts=num_hosts) if num_batches else None,
     )
-    training.hooks.look_at(cache.look)
-    return Skipping(training, cache, partial(Outlook, num_hosts=num_hosts))
+    is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
+    return Skipping(training, cache, partial(Outlook, num_hosts=1 if is_dealt_once else training.parallel.num_ranks))
 
 
 def _refusal(training: Training) -> str:
