@@ -54,7 +54,7 @@ def ours_in(module):
     found = []
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
-            entries = value.values() if attribute.endswith("_hooks") else [value]
+            entries = value.values() if attribute.endswith("_hooks") and isinstance(value, dict) else [value]
             found += [
                 f"{name}.{attribute}"
                 for entry in entries
@@ -114,3 +114,45 @@ def test_a_run_that_is_dropped_leaves_nothing_to_copy(tmp_path):
         loop.run = None
     assert ours_in(loop.model) == []
     assert isinstance(egeria.attach(loop.model, loop.optimizer, config=FAST).close(), type(None))
+
+
+class CopiesItself(nn.Sequential):
+    """Its class copies its attributes one by one."""
+
+    def __deepcopy__(self, memo):
+        made = memo[id(self)] = type(self)()
+        made.__dict__.update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+def layers():
+    torch.manual_seed(0)
+    return [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "make", [lambda: torch.fx.symbolic_trace(nn.Sequential(*layers())), lambda: CopiesItself(*layers())]
+)
+def test_a_model_whose_class_copies_itself_is_watched_and_copied_like_any_other(way, make, tmp_path):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = egeria.attach(
+        model, optimizer, total_steps=60, directory=tmp_path, controller=ScriptedController(), config=FAST
+    )
+    copies = [WAYS[way](model)]
+    for _ in range(60):
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss)
+        if run.frozen:
+            break
+    assert run.frozen
+    copies.append(WAYS[way](model))
+    assert [ours_in(copied) for copied in copies] == [[], []]
+    assert all(parameter.requires_grad for parameter in copies[1].parameters())
+    inputs = torch.randn(3, 8)
+    assert torch.equal(model(inputs), copies[1](inputs))
+    run.close()

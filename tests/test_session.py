@@ -807,9 +807,10 @@ def test_lbfgs_and_a_scripted_model_are_left_alone(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(SPECIMENS["chain"].build())
+        traced = torch.jit.trace(SPECIMENS["chain"].build(), torch.ones(2, 8))
     cases = [
         (model, torch.optim.LBFGS(model.parameters()), "LBFGS"),
-        (scripted, torch.optim.SGD(scripted.parameters(), lr=0.1), "TorchScript"),
+        *((made, torch.optim.SGD(made.parameters(), lr=0.1), "TorchScript") for made in (scripted, traced)),
     ]
     for index, (subject, optimizer, reason) in enumerate(cases):
         with pytest.warns(EgeriaWarning, match=reason):

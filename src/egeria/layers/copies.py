@@ -9,7 +9,7 @@ copies free of it by `PlainCopies`; parameters that were frozen by us are given 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,13 @@ def without_ours(attributes: Mapping[str, Any]) -> dict[str, Any]:
         else:
             kept[name] = value
     return kept
+
+
+def _ours(attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the hooks and functions of ours among the attributes of a module."""
+    yield from (value for name, value in attributes.items() if name in INSTANCE and is_ours(value))
+    tables = (table for name, table in attributes.items() if name.endswith("_hooks") and isinstance(table, dict))
+    yield from (hook for table in tables for hook in table.values() if is_ours(hook))
 
 
 def without_wrappers(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,6 +153,8 @@ class _Copier:
     def deepcopy(self, memo: dict[int, Any]) -> Any:
         """Return a copy of something whose class copies itself."""
         assert self._deepcopy is not None
+        if isinstance(self._thing, nn.Module):  # its class may copy its attributes one by one, as that of torch.fx
+            memo.update((id(value), value) for module in self._thing.modules() for value in _ours(vars(module)))
         copied = self._deepcopy(memo)
         if isinstance(copied, nn.Module) and isinstance(self._thing, nn.Module):
             remove_ours(copied, keeps=frozenset(self._thing.modules()))

@@ -62,7 +62,8 @@ class ModelHooks:
         if self._handles:
             return
         called = self._parallel.called if self._parallel.is_compiled else None
-        is_of_torch = type(self.model).forward.__module__.startswith("torch.")  # which compiles its hooks too
+        module_name = type(self.model).forward.__module__ or ""  # None where torch.fx made it
+        is_of_torch = module_name.startswith("torch.")  # which compiles its hooks too
         for module in (self.model, called) if called is not None and is_of_torch else (self.model,):
             hook = module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             self._handles += [hook, PlainCopies(module)]

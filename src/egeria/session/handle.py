@@ -26,7 +26,7 @@ class ModelHandle(nn.Module):
         super().__init__()
         model = hooks.model
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            attributes[table] = model.__dict__[table]
+            attributes[table] = getattr(model, table)  # of what torch.jit.trace made they are not in its `__dict__`
         attributes |= {"_bare": model, "_hooks": hooks, "_parallel": parallel}
 
     @property
