@@ -207,6 +207,14 @@ def one_layer() -> nn.Module:
     return nn.Linear(8, 3)
 
 
+def traced() -> nn.Module:
+    """Is written by torch.fx: its `forward` is of no file, and its class copies its attributes one by one.
+
+    Made from a model without annotations: torch.fx cannot pickle what has some that are strings.
+    """
+    return torch.fx.symbolic_trace(chain())
+
+
 def shared_part() -> nn.Module:
     """Is one part, three times."""
     part = Part()
@@ -233,6 +241,7 @@ SPECIMENS = (
             (Noisy, "inference draws random numbers"),
             (Remembering, "a computed tensor among the attributes"),
             (PartsByName, "the parts live in a dictionary"),
+            (traced, "its code was written by torch.fx"),
         )
     ),
     Specimen(case="everything in float64", build=double_precision, example=_doubles),
