@@ -171,7 +171,7 @@ def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
         attributes = _attributes(module)
         plain: type[nn.Module] = next(kind for kind in type(module).__mro__ if not _is_of_shards(kind))
         if plain is not type(module) or attributes != vars(module):  # `fully_shard` has changed it
-            memo[id(module)] = plain.__new__(plain)
+            memo[id(module)] = object.__new__(plain)  # that of torch.fx makes another class, which has no `forward`
             shells.append((memo[id(module)], attributes))
     for shell, attributes in shells:
         shell.__dict__.update(deepcopy_as_is(attributes, memo))
