@@ -18,7 +18,7 @@ from torch import nn
 
 from egeria.config import ModulesConfig
 from egeria.errors import ConfigError
-from egeria.layers.modules import LayerModule, count_trainable, parse_modules
+from egeria.layers.modules import LayerModule, count_trainable, parameters_of, parse_modules
 from egeria.layers.order import OrderRecorder
 from egeria.layers.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.layers.undisturbed import undisturbed
@@ -93,7 +93,8 @@ def _forward(path: str, model: nn.Module, example: Any) -> None:
 
 def _table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
     """Return a table of the layer modules; shares are those of the trainable parameters."""
-    total, trained = sum(module.num_parameters for module in modules), [count_trainable(model, m) for m in modules]
+    total = sum(module.num_parameters for module in modules)
+    trained = [count_trainable(parameters) for parameters in parameters_of(model, modules)]
     among = f", {sum(trained):,} of them trainable," if sum(trained) != total else ""
     title = f"{type(model).__name__}: {total:,} parameters{among} in {len(modules)} layer modules"
     table = Table(title=title, show_lines=True)

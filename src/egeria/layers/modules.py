@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -59,18 +59,24 @@ class LayerModule:
         return cls(**values)
 
 
-def count_trainable(model: nn.Module, module: LayerModule) -> int:
+def parameters_of(model: nn.Module, modules: Sequence[LayerModule]) -> list[list[nn.Parameter]]:
+    """Return the parameters of each layer module as they are now.
+
+    By one walk through the model: asking for each by its name takes ten times as long, at every interval.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return [
+        [named[name] if name in named else model.get_parameter(name) for name in module.parameters]
+        for module in modules
+    ]
+
+
+def count_trainable(parameters: Iterable[nn.Parameter]) -> int:
     """Return the elements of those parameters of a layer module that need a gradient: what shares are counted of.
 
     Its `num_parameters` has all of them, adapters and the weights that they leave alone.
     """
-    parameters = (model.get_parameter(name) for name in module.parameters)
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-
-
-def count_trained_tensors(model: nn.Module, module: LayerModule) -> int:
-    """Return the number of those parameters of a layer module that need a gradient."""
-    return sum(model.get_parameter(name).requires_grad for name in module.parameters)
 
 
 def trains_elsewhere(model: nn.Module, module: LayerModule) -> bool:

@@ -16,7 +16,7 @@ from egeria.events import FreezeWaits, ModuleFrozen, PeriodsChanged, Rewrapped, 
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.gradients import InputGradients
-from egeria.layers.modules import LayerModule, count_trainable
+from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.optimizer_state import ReleasedState
 from egeria.layers.resting import DutyCycle
 from egeria.layers.shards import outline
@@ -66,7 +66,7 @@ class Applier:
         freezes_tied = self.training.config.freezing.tied == "freeze"
         self._freezer = Freezer(self.training.model, self.modules, freeze_tied=freezes_tied)
         self._duty = DutyCycle(self.training.model, self.modules, freezes_tied)
-        self._num_trainable = sum(count_trainable(self.training.model, module) for module in self.modules)
+        self._num_trainable = sum(map(count_trainable, parameters_of(self.training.model, self.modules)))
         self._gradients = InputGradients(self._decline_saving)
         self._has_declined = False
         self._state = self._find_state()

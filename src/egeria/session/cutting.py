@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from egeria.events import ModulesOrdered
-from egeria.layers.modules import LayerModule, count_trainable
+from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.order import CallOrder
 from egeria.session.following import HarmfulFreezeError, Training
 
@@ -31,13 +31,12 @@ class Cut:
         To freeze one that is called again after active modules, in `returned_to`, saves nothing: the backward pass
         runs through it. Of one that only has tied weights nothing would freeze where those are kept in training.
         """
-        model = training.model
         bounds = (i for i, m in enumerate(modules) if m.tap in returned_to or training.keeps_in_training(m))
-        chain = next(bounds, len(modules) - 1)
+        chain, parameters = next(bounds, len(modules) - 1), parameters_of(training.model, modules)
         return cls(
             modules=tuple(modules),
-            num_trainable=tuple(count_trainable(model, module) for module in modules),
-            trainable=tuple(any(model.get_parameter(n).requires_grad for n in m.parameters) for m in modules),
+            num_trainable=tuple(count_trainable(own) for own in parameters),
+            trainable=tuple(any(parameter.requires_grad for parameter in own) for own in parameters),
             deepest_freeze=min(chain, _deepest_with_busy_optimizers(training, modules)),
         )
 
@@ -95,7 +94,8 @@ def _deepest_with_busy_optimizers(training: Training, modules: Sequence[LayerMod
 
     An optimizer without any gradient is an error to `GradScaler.step` ("No inf checks were recorded").
     """
-    owner = {id(training.model.get_parameter(n)): index for index, m in enumerate(modules) for n in m.parameters}
+    owned = parameters_of(training.model, modules)
+    owner = {id(parameter): index for index, own in enumerate(owned) for parameter in own}
     deepest = last = len(modules) - 1
     for optimizer in training.optimizers:
         parameters = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]

@@ -19,7 +19,7 @@ from egeria.journal import Recorder
 from egeria.layers.atoms import names_of_reused
 from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
-from egeria.layers.modules import LayerModule, parse_modules, trains_elsewhere
+from egeria.layers.modules import LayerModule, parameters_of, parse_modules, trains_elsewhere
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
 from egeria.layers.pretrained import count_pretrained, is_mostly_trained, settings_of_cut
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
@@ -233,7 +233,7 @@ class Training:
 
     def learning_rate(self, modules: Sequence[LayerModule]) -> float:
         """Return the largest rate of the groups that train what may freeze; of all groups where there are none."""
-        own = {id(self.model.get_parameter(name)) for module in modules[:-1] for name in module.parameters}
+        own = {id(parameter) for parameters in parameters_of(self.model, modules[:-1]) for parameter in parameters}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         fitting = [group for group in groups if any(id(parameter) in own for parameter in group["params"])]
         return max(float(group["lr"]) for group in fitting or groups)

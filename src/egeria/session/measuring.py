@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from egeria.journal import Recorder
-from egeria.layers.modules import LayerModule, count_trainable, count_trained_tensors
+from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, PREDICTION, WEIGHTS, WORTH
 from egeria.session.following import Training
@@ -104,15 +104,16 @@ class Measures:
         model, worth = self.training.model, self._parts.get(WORTH)
         step = 0.0 if worth is None else worth.optimizer_share(iteration_s)
         found = None if worth is None else worth.backward.shares(len(modules), iteration_s)
-        trained = [count_trainable(model, module) for module in modules]
-        sizes = [sum(model.get_parameter(name).numel() for name in module.parameters) for module in modules]
+        parameters = parameters_of(model, modules)
+        trained = [count_trainable(own) for own in parameters]
+        sizes = [sum(parameter.numel() for parameter in own) for own in parameters]
         backward = [
             share * (1 + count / max(1, size)) for share, count, size in zip(shares, trained, sizes, strict=True)
         ]
         timed, loop = found or ([(1 - step) * part / (sum(shares) + sum(backward)) for part in backward], 0.0)
-        is_queued = all(parameter.device.type != "cpu" for parameter in model.parameters())
+        is_queued = all(parameter.device.type != "cpu" for own in parameters for parameter in own)
         if is_queued and self.training.ranks.is_alone:
-            trained = [count_trained_tensors(model, module) for module in modules]
+            trained = [sum(parameter.requires_grad for parameter in own) for own in parameters]
         each = (loop + step) / max(1, sum(trained))
         return [part + each * count for part, count in zip(timed, trained, strict=True)]
 
