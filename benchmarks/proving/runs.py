@@ -159,7 +159,7 @@ class Queue:
         """Make a run; return why it failed, or nothing."""
         directory = self._place.results / run.place
         found = runfile.load(directory)
-        if found is not None and _is_alive(found):  # by a command that began behind this one
+        if found is not None and _is_alive(found):  # by a command that began after this one
             return f"process {found.pid} of another command is making it"
         epoch = self._find_epoch(run, directory)
         if self._stopped:
