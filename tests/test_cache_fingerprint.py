@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from egeria.cache.fingerprint import agree, fingerprints
+from egeria.cache.layout import BatchKeys
+from egeria.cache.samples import BatchIndices
+from egeria.layers.batch import Batch
 from egeria.skipping.rows import true_lengths
 
 
@@ -145,6 +148,44 @@ def test_gradients_and_autocast_change_nothing():
         assert agree(prints(batch.clone().requires_grad_()), prints(batch)).all()
     with torch.inference_mode():
         assert agree(prints(batch.clone()), prints(images())).all()
+
+
+@pytest.mark.parametrize("thing", [np.ones(3), {1}, object(), torch.Generator()])
+def test_with_what_cannot_be_looked_into_nothing_agrees(thing):
+    found = prints(images(3), thing=thing)
+    assert not agree(found, found).any()
+
+
+def known_by(ignores_padding=False, **kwargs):
+    """Return the fingerprints by which the store knows the samples of a call."""
+    batch = Batch.of_call((), kwargs, "cpu")
+    count = len(next(iter(kwargs.values())))
+    indices = BatchIndices(number=0, samples=np.arange(count), views=np.zeros(count, dtype=np.int64))
+    keys = BatchKeys.of(batch, indices, indices.samples, has_length=False, ignores_padding=ignores_padding)
+    return keys.prints
+
+
+def test_in_the_store_it_counts_how_the_model_is_called():
+    words = torch.randint(1, 50, (4, 6), generator=torch.Generator().manual_seed(8))
+    expected = known_by(x=words, scale=1.0)
+    assert agree(known_by(x=words, scale=1.0, num_items_in_batch=7), expected).all()
+    assert agree(known_by(x=words[:3], scale=1.0), expected[:3]).all()
+    others = [
+        known_by(x=words, scale=2.0),
+        known_by(x=words, scale=1),
+        known_by(x=words, scale="1.0"),
+        known_by(x=words),
+        known_by(x=words.int(), scale=1.0),
+        known_by(x=torch.nn.functional.pad(words, (0, 2)), scale=1.0),
+    ]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        others.append(known_by(x=words, scale=1.0))
+    for other in others:
+        assert not agree(other, expected).any()
+        assert other.max() < 2**24 and np.array_equal(other, np.floor(other))
+    ignoring = known_by(True, x=words, scale=1.0)
+    assert agree(known_by(True, x=torch.nn.functional.pad(words, (0, 2)), scale=1.0), ignoring).all()
+    assert not agree(known_by(True, x=words, scale=2.0), ignoring).any()
 
 
 def test_empty_batches_and_rows():

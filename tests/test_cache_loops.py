@@ -32,7 +32,9 @@ def shuffled(dataset, **options):
 class Trained:
     """One training by a loop of its own."""
 
-    def __init__(self, loop, directory, *, cached, build=small_resnet, dataset=None, loader=None, prepare=None):
+    def __init__(
+        self, loop, directory, *, cached, build=small_resnet, dataset=None, loader=None, prepare=None, depth=1
+    ):
         torch.manual_seed(0)
         self.model = build()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
@@ -49,7 +51,7 @@ class Trained:
                 self.optimizer,
                 self.loader,
                 directory=directory,
-                controller=ScriptedController(freezes_up_to(1)),
+                controller=ScriptedController(freezes_up_to(depth)),
                 config={**FAST, "cache": {"enabled": cached, "gate": "open"}},
             ) as self.run:
                 loop(self)
@@ -129,8 +131,18 @@ def write_through_data(training):
         parameter.data.mul_(0.9)
 
 
+def set_an_attribute(training):
+    training.model.bn1.eps = 0.5
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"), [(thaw, "train again"), (hook, "forward hook"), (write_through_data, "were changed")]
+    ("change", "reason"),
+    [
+        (thaw, "train again"),
+        (hook, "forward hook"),
+        (write_through_data, "were changed"),
+        (set_an_attribute, "set to another value"),
+    ],
 )
 def test_what_a_loop_does_to_frozen_layers_counts_from_the_next_batch_on(change, reason, tmp_path):
     def loop(training):
@@ -143,6 +155,41 @@ def test_what_a_loop_does_to_frozen_layers_counts_from_the_next_batch_on(change,
     stored = both(loop, tmp_path)
     assert stored.num_hits > 100
     assert any(reason in found for found in stored.reasons)
+
+
+class Reaching(nn.Module):
+    """From some step on the rest reads what the first of two frozen layer modules gives; or there is a NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(192, 64)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)])
+        self.head = nn.Linear(64, 10)
+        self.reaches = self.is_empty = False
+
+    def forward(self, images):
+        first = self.first(images.flatten(1))
+        x = first
+        for block in self.blocks:
+            x = block(x)
+        x = x + first if self.reaches else x
+        return self.head(x), (x[:0] if self.is_empty else x).mean()
+
+
+@pytest.mark.parametrize(("name", "reason"), [("reaches", "has NaN in it"), ("is_empty", "")])
+def test_an_output_that_is_read_later_ends_it_and_a_nan_of_the_users_own_does_not(name, reason, tmp_path):
+    def loop(training):
+        for epoch in range(8):
+            if epoch == 5:
+                setattr(training.model, name, True)
+            training.epoch(call=lambda network, images: network(images)[0])
+
+    stored = both(loop, tmp_path, build=Reaching, depth=2)
+    assert stored.num_hits > 50
+    if reason:
+        assert any(reason in found for found in stored.reasons) and len(stored.journal.of(Declined)) == 1
+    else:
+        assert stored.num_hits > 200 and stored.journal.of(Declined) == []
 
 
 def test_a_whole_model_under_activation_checkpointing(tmp_path):

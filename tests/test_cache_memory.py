@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ import egeria
 from cached import Pictures, assert_no_stubs, freezes_up_to, nothing_but_journals, small_resnet
 from egeria.cache import memory, memory_forward
 from egeria.cache.memory_forward import MemoryForward
+from egeria.cache.store import memory as store_memory
 from egeria.cache.store.memory import RowMemory, free_memory_bytes, row_keys
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 from egeria.layers.batch import Batch
@@ -38,9 +40,11 @@ class Loop:
         loader=None,
         freezing=None,
         script=None,
+        build=small_resnet,
+        call=lambda model, images, epoch: model(images),
     ):
         torch.manual_seed(0)
-        self.model, self.directory, self.transform = small_resnet(), directory, transform
+        self.model, self.directory, self.transform, self.call = build(), directory, transform, call
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
         self.data, self.order = Pictures(), torch.Generator().manual_seed(1)
         self.losses, self.was_hooked = [], []
@@ -59,12 +63,25 @@ class Loop:
             self.was_hooked.append((self.run.frozen, "forward" in vars(self.model)))
             self.model.train()
             images = self.transform(self.data.images[rows])
-            loss = nn.functional.cross_entropy(self.model(images), self.data.labels[rows])
+            output = self.call(self.model, images, len(self.losses) // EPOCH)
+            loss = nn.functional.cross_entropy(output, self.data.labels[rows])
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.run.step(loss)
             self.losses.append(loss.item())
+
+    def serve(self, depth=1):
+        """Train until something was served behind so many layer modules, to the end of the epoch."""
+        while self.run.frozen < depth or not isinstance(self.mode, MemoryForward) or self.mode.use.hits == 0:
+            self.epoch()
+        return self
+
+    @property
+    def reasons(self):
+        """Why it was not, or no longer, stored."""
+        decided = [event for event in self.journal(CacheDecided) if event.mode == "computed"]
+        return [event.reason for event in decided if event.reason != "nothing is frozen any more"]
 
     def finish(self):
         while len(self.losses) < EPOCH * EPOCHS:
@@ -148,14 +165,84 @@ def test_random_inputs_are_tried_again_after_twice_as_many_steps(tmp_path, monke
     assert differences(plain.everything(), loop.everything()) == []
 
 
-def test_a_full_memory_goes_on_serving_what_is_in_it(tmp_path, plain, monkeypatch):
-    row_bytes = 16 * 8 * 8 * 4
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 4 * (40 * row_bytes + 2**14))
-    loop = Loop(tmp_path / "full").finish()
+ROW_BYTES = 16 * 8 * 8 * 4
+"""Of what crosses behind the first layer module."""
+
+
+@pytest.mark.parametrize(("local", "parts"), [("2", 2), ("many", 1), ("0", 1)])
+def test_a_full_memory_goes_on_serving_what_is_in_it_and_checks_it(tmp_path, plain, monkeypatch, local, parts):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    limit = 40 * ROW_BYTES + 2**14
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 4 * parts * limit)
+    loop = Loop(tmp_path / "full", settings={"verify_batches": 5}).finish()
     used = loop.journal(CacheUsed)[-1]
-    assert used.size_bytes <= 40 * row_bytes + 2**14
+    assert limit // 2 < used.size_bytes <= limit
     assert 0.3 < used.hits / (used.hits + used.misses) < 0.7
+    assert used.checks >= 8 and used.largest_error == 0
     assert differences(plain.everything(), loop.everything()) == []
+
+
+def test_what_a_memory_that_holds_a_part_serves_is_checked_too(tmp_path, monkeypatch):
+    """A large weight that was written through `data` shows in nothing but what the frozen layers give."""
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 4 * (40 * ROW_BYTES + 2**14))
+    loop = Loop(tmp_path, settings={"verify_batches": 3}).serve()
+    checks = loop.mode.use.checks
+    loop.model.layer1[0].conv1.weight.data.mul_(1.5)
+    before = len(loop.losses)
+    while isinstance(loop.mode, MemoryForward):
+        loop.epoch()
+    loop.finish()
+    decided = loop.journal(CacheDecided)[-1]
+    assert "stored activations differ from computed ones" in decided.reason
+    assert decided.step <= before + 5 and checks > 0
+
+
+def test_less_is_stored_where_memory_gets_short_meanwhile(tmp_path, plain, monkeypatch):
+    monkeypatch.setattr(store_memory, "LOOK_BYTES", 16 * ROW_BYTES)
+    free = iter([400 * ROW_BYTES, 400 * ROW_BYTES])
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: next(free, 0))
+    loop = Loop(tmp_path / "short").finish()
+    used = loop.journal(CacheUsed)[-1]
+    assert 30 * ROW_BYTES < used.size_bytes < 50 * ROW_BYTES
+    assert used.hits > 100 and differences(plain.everything(), loop.everything()) == []
+
+
+GROUPS = {
+    "version 2": ("0::{}", "", "memory.max", "memory.current", "inactive_file"),
+    "version 1": (
+        "7:cpu,cpuacct:/elsewhere\n4:memory:{}\n0::/elsewhere",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", GROUPS)
+@pytest.mark.parametrize("path", ["/", "/job/step", "/of/the/host"])
+def test_free_memory_is_what_the_limits_around_the_process_leave(version, path, tmp_path):
+    membership, mount, *names = GROUPS[version]
+
+    def limit(group, most, used, inactive):
+        folder = tmp_path / "sys/fs/cgroup" / mount / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{most}\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 7\nx{names[2]} 9\n{names[2]} {inactive}\nfile 3\n")
+
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:  800 kB\n")
+    assert free_memory_bytes(tmp_path) == 800 * 1024, "without control groups"
+    (tmp_path / "proc/self/cgroup").write_text(membership.format(path) + "\n")
+    assert free_memory_bytes(tmp_path) == 800 * 1024, "without limits"
+    limit("", 700_000, 100_000, 50_000)
+    assert free_memory_bytes(tmp_path) == 650_000, "of the root"
+    limit("job", 500_000, 300_000, 1000)
+    limit("job/step", "max" if version == "version 2" else 2**63 - 4096, 200_000, 0)
+    assert free_memory_bytes(tmp_path) == (201_000 if path == "/job/step" else 650_000)
+    limit("job/step", 150_000, 200_000, 0)
+    assert free_memory_bytes(tmp_path) == (0 if path == "/job/step" else 650_000)
 
 
 def test_a_deeper_freeze_and_a_thaw_free_what_was_stored(tmp_path):
@@ -171,15 +258,133 @@ def test_a_deeper_freeze_and_a_thaw_free_what_was_stored(tmp_path):
     assert len({event.generation for event in loop.journal(CacheUsed)}) == 2
 
 
-def test_weights_that_change_under_it_end_it(tmp_path):
-    loop = Loop(tmp_path)
-    while not isinstance(loop.mode, MemoryForward) or loop.mode.use.hits == 0:
-        loop.epoch()
-    with torch.no_grad():
-        next(loop.model.parameters()).mul_(0.5)
-    loop.finish()
-    assert "the weights of the frozen layers were changed" in loop.journal(CacheDecided)[-1].reason
+class Chain(nn.Module):
+    """Four blocks; what tests set decides what else the model does."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(192))
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.head = nn.Linear(192, 10)
+        self.reaches = self.is_empty = False
+
+    def forward(self, images):
+        first = self.blocks[0](images.flatten(1) + self.position)
+        second = self.blocks[1](first)
+        x = self.blocks[2](second)
+        if self.reaches:
+            x = x + first
+        return self.head(self.blocks[3](x)), (second[:0] if self.is_empty else second).mean()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale, self.scaling = nn.Linear(192, 192), 1.0, {"default": 1.0}
+
+    def forward(self, x):
+        return x + self.scale * self.scaling["default"] * torch.tanh(self.inner(x))
+
+
+def first_output(model, images, epoch):
+    return model(images)[0]
+
+
+def changed_while_served(tmp_path, change):
+    """Train a chain with the cache and without, both changed after the same step; return both."""
+    cached = Loop(tmp_path / "cached", build=Chain, depth=2, call=first_output).serve(2)
+    plain = Loop(tmp_path / "plain", build=Chain, depth=2, call=first_output, settings={"enabled": False})
+    while len(plain.losses) < len(cached.losses):
+        plain.epoch()
+    for loop in (plain, cached):
+        change(loop.model)
+        loop.finish()
+    assert differences(plain.everything(), cached.everything()) == []
+    return cached
+
+
+def scale(model):
+    model.blocks[0].scale = 0.5
+
+
+def scale_the_adapter(model):
+    model.blocks[1].scaling["default"] = 0.5
+
+
+def add_an_adapter(model):
+    model.blocks[1].scaling = {"default": 0.5, "other": 1.0}
+
+
+@torch.no_grad()
+def multiply(model):
+    model.blocks[0].inner.weight.mul_(0.5)
+
+
+@torch.no_grad()
+def move_the_position(model):
+    model.position.mul_(0.5)
+
+
+def reach(model):
+    model.reaches = True
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (multiply, "the weights of the frozen layers were changed"),
+        (move_the_position, "the weights of the frozen layers were changed"),
+        (scale, "an attribute of a frozen layer was set to another value"),
+        (scale_the_adapter, "an attribute of a frozen layer was set to another value"),
+        (add_an_adapter, "an attribute of a frozen layer was set to another value"),
+        (reach, "with the frozen layers skipped the output of the model has NaN in it"),
+    ],
+)
+def test_what_changes_under_it_ends_it_and_training_is_the_same(tmp_path, change, reason):
+    loop = changed_while_served(tmp_path, change)
+    assert len(loop.reasons) == 1 and reason in loop.reasons[0]
     assert loop.journal(Declined) == [] and loop.journal(FaultCaught) == []
+
+
+def test_what_is_set_to_what_it_was_ends_nothing(tmp_path):
+    def set_again(model):
+        model.blocks[0].scale, model.blocks[1].scaling = float("1"), {"default": 1.0}
+
+    assert changed_while_served(tmp_path, set_again).reasons == []
+
+
+def test_a_nan_of_the_users_own_ends_nothing(tmp_path):
+    """Such as a loss over no labels, beside an output that is fine."""
+
+    def empty(model):
+        model.is_empty = True
+
+    loop = changed_while_served(tmp_path, empty)
+    assert loop.reasons == [] and loop.journal(CacheUsed)[-1].hits > 300
+
+
+def test_an_argument_that_all_samples_share_may_change(tmp_path):
+    """Each epoch has one of two contexts, from which a frozen layer computes what is the same for all samples."""
+    contexts = [torch.full((1, 192), 1.0), torch.full((1, 192), -1.0)]
+
+    def call(model, images, epoch):
+        return model(images, contexts[epoch % 2])
+
+    def build():
+        return Conditioned()
+
+    plain = Loop(tmp_path / "plain", build=build, depth=2, call=call, settings={"enabled": False}).finish()
+    cached = Loop(tmp_path / "cached", build=build, depth=2, call=call).finish()
+    assert cached.journal(CacheUsed)[-1].hits >= 160, cached.journal(CacheDecided)
+    assert differences(plain.everything(), cached.everything()) == []
+
+
+class Conditioned(Chain):
+    """Adds to what comes behind the frozen blocks what the second of them makes of a context."""
+
+    def forward(self, images, context):
+        x = self.blocks[0](images.flatten(1))
+        return self.head(self.blocks[3](self.blocks[2](x + self.blocks[1](context))))
 
 
 def test_a_fault_of_ours_leaves_training_as_it_is(tmp_path, plain, monkeypatch):
@@ -261,8 +466,8 @@ def test_a_sentence_is_served_where_its_batch_is_padded_to_the_same_length_and_t
     assert len(tried) == 2, "two lengths more are tried out, and all others taken to be like them"
 
 
-def keys(num_rows=2, lengths=None, **kwargs):
-    return row_keys(Batch.of_call((), kwargs, "cpu"), num_rows, lengths)
+def keys(num_rows=2, shared=(), **kwargs):
+    return row_keys(Batch.of_call((), kwargs, "cpu"), num_rows, shared)
 
 
 def padded(length):
@@ -271,31 +476,52 @@ def padded(length):
     return {"input_ids": words, "attention_mask": (words != 0).long()}
 
 
-def test_a_key_is_of_the_input_and_its_shape_without_what_padding_holds():
-    lengths = torch.tensor([3, 2]).numpy()
-    known = keys(lengths=lengths, **padded(7))
+def test_a_key_is_of_the_input_and_its_shape_and_of_how_the_model_is_called():
+    known = keys(**padded(7))
+    assert keys(**padded(7), num_items_in_batch=torch.tensor(9)) == known
     otherwise = padded(7)
-    otherwise["input_ids"][otherwise["attention_mask"] == 0] = 9
-    assert keys(lengths=lengths, **otherwise) == known
-    assert keys(lengths=lengths, **padded(7), num_items_in_batch=torch.tensor(9)) == known
-    assert keys(**otherwise) != keys(**padded(7)), "without lengths padding counts"
+    otherwise["input_ids"][1, 6] = 9
+    assert [a == b for a, b in zip(keys(**otherwise), known, strict=True)] == [True, False], "padding counts too"
     others = [
         padded(3),
         {**padded(7), "use_cache": False},
         {**padded(7), "scale": torch.tensor(2.0)},
+        {**padded(7), "part": slice(0, 2)},
+        {**padded(7), "part": slice(0, 3)},
         {**padded(7), "input_ids": padded(7)["input_ids"].int()},
         {"input_ids": padded(7)["attention_mask"], "attention_mask": padded(7)["input_ids"]},
     ]
-    for other in others:
-        assert not {*keys(lengths=lengths, **other)} & {*known}
+    found = [keys(**other) for other in others]
+    assert len({key for rows in [known, *found] for key in rows}) == 2 * (1 + len(others))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not {*keys(lengths=lengths, **padded(7))} & {*known}
-    assert keys(x=torch.ones(2, 3).to_sparse()) is None
+        assert not {*keys(**padded(7))} & {*known}
+
+
+def test_a_tensor_as_long_as_the_padding_counts_whole():
+    """Five words in a batch padded to seven, with seven features a sample: the last two are no padding."""
+    features = torch.arange(14.0).view(2, 7)
+    other = features.clone()
+    other[:, 5:] += 1
+    assert not {*keys(**padded(7), features=features)} & {*keys(**padded(7), features=other)}
+
+
+def test_a_tensor_that_samples_share_counts_for_all_also_where_it_is_as_long_as_the_batch():
+    first, other = torch.ones(2, 2), torch.ones(2, 2)
+    other[1] = 0
+    one, two = (keys(shared=[".1.mask"], x=torch.ones(2, 3), mask=mask) for mask in (first, other))
+    assert not {*one} & {*two}
+
+
+@pytest.mark.parametrize("thing", [np.ones(3), {1, 2}, object(), torch.Generator(), torch.ones(2, 3).to_sparse()])
+def test_without_a_look_into_everything_that_is_given_there_are_no_keys(thing):
+    assert keys(x=torch.ones(2, 3)) is not None
+    assert keys(x=torch.ones(2, 3), thing=thing) is None
+    assert keys(x=torch.ones(2, 3), things=[{"a": thing}]) is None
 
 
 @pytest.mark.parametrize("lengths", [None, (3, 1)])
 def test_rows_come_back_as_they_were(lengths):
-    store = RowMemory([None if lengths is None else 1, None], 2**20)
+    store = RowMemory([None if lengths is None else 1, None], lambda _: 2**20)
     rows = [torch.randn(2, 4, 3), torch.tensor([True, False])]
     lengths = None if lengths is None else torch.tensor(lengths).numpy()
     store.write([b"a", b"b"], rows, lengths)
@@ -310,7 +536,7 @@ def test_rows_come_back_as_they_were(lengths):
 
 
 def test_memory_is_counted_and_given_back():
-    store = RowMemory([None], 2**26)
+    store = RowMemory([None], lambda _: 2**26)
     for key in range(100):
         store.write([str(key).encode()], [torch.zeros(1, 2**18)], None)
     assert store.is_full and 2**25 < store.size_bytes <= 2**26

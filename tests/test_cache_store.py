@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import egeria
+from egeria.cache.store import file
 from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.file import ENTRY, HEADER_BYTES, PREFIX, bytes_per_position
 from egeria.cache.store.rows import RowLayout, StoreError
@@ -564,7 +565,7 @@ def test_a_foreign_file_is_refused(disk):
 
 def test_a_store_is_described_as_it_was_made(tmp_path):
     layouts = (RowLayout(shape=(8, 2), dtype=torch.bfloat16, storage="int8", length_axis=0), PLAIN)
-    description = {"boundary": "b", "num_views": 3, "is_viewed": True, "front": 2**40}
+    description = {"boundary": "b", "num_views": 3, "is_viewed": True, "front": 2**40, "ignores_padding": True}
     made = DiskStore.create(tmp_path / "made", layouts, 9, **description)
     for store in (made, DiskStore.join(made.path)):
         assert (store.layouts, store.capacity) == (layouts, 9)
@@ -600,6 +601,25 @@ def test_where_the_system_cannot_preallocate_zeros_are_written(tmp_path, monkeyp
     assert store.path.stat().st_size == store.size_bytes > 9 * 2**18
     store.write([8], [torch.ones(1, 1 << 16)], prints([8]))
     assert read(store, [8])[0].all()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["posix_fallocate", "pwritev"])
+def test_a_file_system_that_allocates_too_slowly_gets_no_store_and_nothing_is_left(name, tmp_path, monkeypatch):
+    def unknown(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unknown)
+    does = getattr(os, name) if name == "pwritev" else lambda *_: None
+    monkeypatch.setattr(os, name, lambda *call: time.sleep(0.02) or does(*call))
+    monkeypatch.setattr(file, "PART_BYTES", 2**12)
+    monkeypatch.setattr(file, "ALLOCATION_S", 0.1)
+    begin = time.monotonic()
+    with pytest.raises(StoreError, match="the file system allocates too slowly"):
+        DiskStore.create(tmp_path / "new", [PLAIN], 50_000)
+    assert time.monotonic() - begin < 2 and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(file, "ALLOCATION_S", 60)
+    store = DiskStore.create(tmp_path / "new", [PLAIN], 500)
     store.close()
 
 

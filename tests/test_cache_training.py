@@ -87,12 +87,13 @@ def test_batches_that_what_is_stored_does_not_fit_are_computed(tmp_path, monkeyp
 
 
 def test_little_room_serves_what_fits(tmp_path):
-    training = Training(tmp_path / "part", settings={"limit_bytes": 30 * 2**12 + 2**13})
+    training = Training(tmp_path / "part", settings={"limit_bytes": 30 * 2**12 + 2**13, "verify_batches": 5})
     training.finish()
     (numbers,) = (event.numbers for event in training.journal(CacheDecided) if event.mode == "stored")
     assert 0.2 < numbers["stored_share"] < 0.8
     used = training.journal(CacheUsed)[-1]
     assert 0 < used.hits < used.misses + used.hits and used.size_bytes <= 30 * 2**12 + 2**13
+    assert used.checks >= 3, "what is there is checked, though rows are missing in every batch"
     assert_equal(plain(tmp_path), training)
 
 
@@ -219,3 +220,85 @@ def test_sentences_are_stored_at_their_length_and_padded_again(tmp_path):
     used = results[1][1].of(CacheUsed)[-1]
     assert used.hits > 200
     assert results[0][0]["losses"].allclose(results[1][0]["losses"], rtol=1e-3)
+
+
+class Front(nn.Module):
+    """Averages words, those of the padding too unless it is masked."""
+
+    def __init__(self, is_masked):
+        super().__init__()
+        self.embedding, self.is_masked = nn.Embedding(50, 16), is_masked
+
+    def forward(self, words, mask):
+        counted = mask[..., None] if self.is_masked else torch.ones_like(mask)[..., None]
+        return (self.embedding(words) * counted).sum(1) / counted.sum(1)
+
+
+class Averaging(nn.Module):
+    def __init__(self, is_masked):
+        super().__init__()
+        self.front = Front(is_masked)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4)])
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, input_ids, attention_mask, labels):
+        x = self.front(input_ids, attention_mask)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.parametrize(("is_masked", "least", "most"), [(True, 400, 640), (False, 10, 350)])
+def test_the_length_of_a_batch_counts_unless_padding_is_proven_not_to(is_masked, least, most, tmp_path):
+    results = [
+        train(
+            lambda: Averaging(is_masked),
+            ordered(Sentences(), collate_fn=padded),
+            lambda model, batch: model(**batch),
+            tmp_path / str(enabled),
+            enabled,
+        )
+        for enabled in (False, True)
+    ]
+    assert results[0][0]["losses"].allclose(results[1][0]["losses"], rtol=1e-5)
+    assert least < results[1][1].of(CacheUsed)[-1].hits < most
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.front = Scaling()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)])
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images, scale):
+        x = self.front(images, scale)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(192, 64)
+
+    def forward(self, images, scale):
+        return scale * self.inner(images.flatten(1))
+
+
+def test_plain_arguments_count(tmp_path):
+    """Two epochs with one scale, two with another."""
+
+    def run(enabled):
+        steps = iter(range(1000))
+
+        def step(model, batch):
+            images, labels = batch
+            return nn.functional.cross_entropy(model(images, scale=1.0 + next(steps) // 20 % 2), labels)
+
+        return train(Scaled, ordered(Pictures()), step, tmp_path / str(enabled), enabled, epochs=10)
+
+    results = [run(enabled) for enabled in (False, True)]
+    assert differences(results[0][0], results[1][0]) == []
+    assert results[1][1].of(CacheUsed)[-1].hits > 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ REFUSED = {
     "Replacing": "carries state",
     "CarryingState": "carries state|parts.0 is called 2 times",
     "Tied": 'freezing.tied = "freeze"',
+    "one_dropout": "Dropout in parts.0 is in training mode",
 }
 """Specimens that cannot be skipped at any depth, and why."""
 
@@ -362,6 +364,99 @@ def test_other_batches_are_learnt_and_not_too_many_remembered(monkeypatch):
     assert [prefix.knows(batch_of(vectors(number))) for number in (6, 4, 5)] == [False, True, True]
 
 
+class Biased(Parts):
+    """A frozen part makes of a context, the same for all samples, what is added to each; another counts in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts[1] = Counting()
+        self.table = nn.Embedding(9, 8)
+
+    def forward(self, x, context):
+        bias, number = self.parts[1](context)
+        return self.head(self.parts[3](self.parts[2](self.parts[0](x) + bias) + self.table(number)))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, context):
+        return self.inner(context), (context > 0).sum()
+
+
+class CountingAlone(Biased):
+    """Nothing crosses that is the same for all samples but an integer."""
+
+    def forward(self, x, context):
+        _, number = self.parts[1](context)
+        return self.head(self.parts[3](self.parts[2](self.parts[0](x)) + self.table(number)))
+
+
+def replayed(prefix, arguments):
+    """Return what the model gives with its frozen layers skipped, learnt first where that is needed."""
+    if not prefix.knows(batch_of(arguments)):
+        prefix.learn(batch_of(arguments))
+    with prefix.replaying(prefix.compute(batch_of(arguments)), batch_of(arguments)):
+        return prefix.model(*arguments[0])
+
+
+def in_context(number):
+    """Six samples and a context with so many positive numbers."""
+    return (*vectors()[0], torch.arange(8.0) - 7.5 + number), {}
+
+
+@pytest.mark.parametrize("build", [Biased, CountingAlone])
+def test_what_is_kept_for_all_samples_goes_with_what_they_share(build):
+    prefix = find(build(), "parts.0", "parts.1", example=in_context(1))
+    for number in (1, 2, 5, 2, 1):
+        expected = prefix.model(*in_context(number)[0])
+        assert torch.allclose(replayed(prefix, in_context(number)), expected), number
+    for number in (0, 3, 4, 6, 7):
+        replayed(prefix, in_context(number))
+    with pytest.raises(UncacheableError, match="all samples share changes from batch to batch"):
+        replayed(prefix, in_context(8))
+    with pytest.raises(UncacheableError, match="all samples share changes from batch to batch"):
+        replayed(prefix, in_context(8.25))
+
+
+def test_what_samples_share_is_not_looked_at_where_nothing_is_kept():
+    class Conditioned(Parts):
+        def forward(self, x, context):
+            return super().forward(x + context)
+
+    prefix = find(Conditioned(), "parts.0", "parts.1", example=in_context(1))
+    for number in range(20):
+        assert prefix.knows(batch_of(in_context(number / 3)))
+
+
+def test_integers_in_another_kind_of_batch_alone_are_refused():
+    class Late(Parts):
+        """Counts in batches of four."""
+
+        def __init__(self):
+            super().__init__()
+            self.parts[1] = LateCounting()
+
+        def forward(self, x):
+            x, number = self.parts[1](self.parts[0](x))
+            return self.head(self.parts[3](self.parts[2](x))) + (0 if number is None else number)
+
+    prefix = find(Late(), "parts.0", "parts.1")
+    with pytest.raises(UncacheableError, match="integers in another kind of batch"):
+        prefix.learn(batch_of(vectors(4)))
+
+
+class LateCounting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x), (x > 0).sum() if len(x) == 4 else None
+
+
 def test_mixed_precision_is_recorded_as_it_is():
     model = normed()
     args, kwargs = vectors()
@@ -562,6 +657,38 @@ def test_what_cannot_be_skipped_is_refused_with_a_reason(build, names, reason):
         find(build(), *names)
 
 
+class Topping(Parts):
+    """A part gives the largest value of the whole batch beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts[1] = Largest()
+
+    def forward(self, x):
+        x, largest = self.parts[1](self.parts[0](x))
+        return self.head(self.parts[3](self.parts[2](x)) + largest)
+
+
+class Largest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x), x.amax().reshape(1)
+
+
+@pytest.mark.parametrize("row", range(6))
+def test_a_statistic_of_the_batch_is_no_constant_wherever_in_it_the_value_stands(row):
+    """Half of the rows have the same largest value as all of them, the other half has not."""
+    torch.manual_seed(0)
+    model, (images,) = Topping(), vectors()[0]
+    model.parts[0] = nn.Hardtanh(-1e3, 1e3)
+    images[row] = 100.0
+    with pytest.raises(UncacheableError, match=r"which samples a batch has|no axis with one row per sample"):
+        find(model, "parts.0", "parts.1", example=((images,), {}))
+
+
 @pytest.mark.parametrize("module", [nn.Dropout(0.5), nn.BatchNorm1d(8)], ids=["Dropout", "BatchNorm1d"])
 def test_training_mode_in_the_front_is_refused(module):
     model = three(module)
@@ -622,6 +749,20 @@ def test_batches_that_do_not_tell_their_samples_are_refused():
         RowArguments.find(parcel, 6)
 
 
+@pytest.mark.parametrize("thing", [np.ones(8), {1.0}, object(), torch.Generator(), torch.eye(8).to_sparse()])
+def test_what_cannot_be_looked_into_is_refused(thing):
+    class Given(Parts):
+        def forward(self, x, thing):
+            return super().forward(x)
+
+    batch = Batch.of_call((*vectors()[0], thing), {}, "cpu")
+    with pytest.raises(UncacheableError, match=r"cannot be read: args\.1 \((ndarray|set|object|Generator|Tensor)\)"):
+        find(Given(), "parts.0", "parts.1", batch=batch)
+    prefix = find(Given(), "parts.0", "parts.1", batch=Batch.of_call((*vectors()[0], np.float32(1)), {}, "cpu"))
+    with pytest.raises(UncacheableError, match="cannot be read"):
+        prefix.learn(batch)
+
+
 def test_nothing_that_crosses_is_refused():
     class Deaf(Parts):
         def forward(self, x):
@@ -659,6 +800,12 @@ def test_signatures_are_equal_for_calls_that_run_alike():
     ]
     assert same not in others
     assert hash(same)
+
+
+def test_signatures_hold_the_plain_values_in_objects():
+    first, same, other = (SimpleNamespace(scale=scale, mask=torch.ones(2)) for scale in (1.0, 1.0, 2.0))
+    assert signature((first,), {}) == signature((same,), {}) != signature((other,), {})
+    assert signature((slice(2),), {}) != signature((slice(3),), {})
 
 
 def test_tensors_shared_by_the_batch_stay_whole_also_where_they_are_as_long():

@@ -6,6 +6,7 @@ import collections
 from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -152,3 +153,47 @@ def test_rows_are_taken_of_every_tensor_that_travels_with_the_batch():
 )
 def test_a_tree_that_cannot_be_cut_safely_stays_whole(value):
     assert tree.take_rows(value, 4) is value
+
+
+class Slotted:
+    __slots__ = ("held", "unset")
+
+
+def test_contents_are_the_tensors_and_plain_values_wherever_they_are():
+    slotted = Slotted()
+    slotted.held = collections.deque([torch.ones(1), slice(1, 2)])
+    value = {"a": [SimpleNamespace(x=1, y=slotted)], "n": np.float32(2), "r": range(3), "f": len, "m": torch.nn.ReLU()}
+    assert [name for name, _ in tree.contents(value)] == [".a.0.x", ".a.0.y.held.0", ".a.0.y.held.1", ".n", ".r"]
+    assert tree.unreadable(value) == "" == tree.unreadable([{}, (), [], collections.deque()])
+
+
+class Elements(set):
+    """Has attributes beside its elements."""
+
+    def __init__(self):
+        super().__init__([1])
+        self.name = "elements"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.ones(2), {1}, frozenset(), bytearray(2), object(), torch.Generator(), iter([1]), Elements(), slice(np.ones(2))],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_looked_into_is_named(value):
+    found = tree.unreadable({"a": [1, SimpleNamespace(b=value)]}, "kwargs")
+    assert found == f"kwargs.a.1.b ({type(value).__name__})"
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.ones(2, device="meta")], ids=["sparse", "meta"])
+def test_tensors_that_are_not_plain_memory_cannot_be_looked_into(tensor):
+    assert tree.unreadable((torch.ones(2), tensor), "args") == "args.1 (Tensor)"
+
+
+def test_what_lies_too_deep_cannot_be_looked_into_and_a_circle_ends():
+    deep = circle = []
+    for _ in range(30):
+        deep = [deep]
+    assert tree.unreadable(deep).endswith(" (list)")
+    circle.append(circle)
+    assert tree.unreadable(circle) == ""

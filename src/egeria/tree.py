@@ -6,15 +6,19 @@ A *tree* is a tensor, a container of trees, or any other value, which stays as i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Tree = Any
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), range, np.generic, *_OF_TORCH)
+_CONTAINERS = (Mapping, tuple, list, deque)
 _DEEPEST = 12
 
 
@@ -32,28 +36,52 @@ def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_leaves(value, f"{name}.{key}")
 
 
-def contents(value: Any, name: str = "", _inside: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values of a tree and of the objects in it, each after its path.
 
     Unlike the other functions this one looks into objects of any class, such as the key-value caches of
-    `transformers`; modules, classes and functions are skipped.
+    `transformers`; modules, classes and functions are skipped, and so is what `unreadable` names.
     """
+    return ((path, entry) for path, entry in _walk(value, name) if isinstance(entry, Tensor) or is_plain(entry))
+
+
+def unreadable(value: Any, name: str = "") -> str:
+    """Return the path and the type of the first thing whose contents `contents` does not give; '' where it gives all.
+
+    Such as an array of numpy, a set, a generator, an object without attributes, or a tensor that is not plain memory.
+    """
+    found = (f"{path} ({type(entry).__qualname__})" for path, entry in _walk(value, name) if not _is_readable(entry))
+    return next(found, "")
+
+
+def _walk(value: Any, name: str, inside: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Yield tensors, plain values, and whatever has something in it that cannot be seen."""
     if is_plain(value) or isinstance(value, Tensor):
         yield name, value
-    elif id(value) not in _inside and len(_inside) <= _DEEPEST and not _is_code(value):
-        for key, entry in _entries(value):
-            yield from contents(entry, f"{name}.{key}", _inside | {id(value)})
+    elif id(value) not in inside and not _is_code(value):
+        is_container, is_too_deep = isinstance(value, _CONTAINERS), len(inside) > _DEEPEST
+        entries = [] if is_too_deep else _entries(value)
+        if is_too_deep or not (is_container or (entries and not isinstance(value, Collection))):
+            yield name, value
+        for key, entry in entries:
+            yield from _walk(entry, f"{name}.{key}", inside | {id(value)})
+
+
+def _is_readable(entry: Any) -> bool:
+    if not isinstance(entry, Tensor):
+        return is_plain(entry)
+    return entry.layout is torch.strided and not (entry.is_quantized or entry.is_meta or entry.is_nested)
 
 
 def _is_code(value: Any) -> bool:
-    return isinstance(value, (type, torch.nn.Module)) or callable(value)
+    return isinstance(value, (type, ModuleType, torch.nn.Module)) or callable(value)
 
 
-def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+def _entries(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
-    if isinstance(value, (tuple, list, deque)):
-        return enumerate(value)
+    if isinstance(value, _CONTAINERS):
+        return list(enumerate(value))
     slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
     return [*getattr(value, "__dict__", {}).items(), *((s, getattr(value, s)) for s in slots if hasattr(value, s))]
 
@@ -118,4 +146,6 @@ def num_rows(tree: Tree) -> int | None:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a string or the like: compared by value."""
+    if isinstance(value, slice):
+        return all(map(is_plain, (value.start, value.stop, value.step)))
     return isinstance(value, _PLAIN)

@@ -202,6 +202,25 @@ class Uncopyable(Parts):
         self.lock = threading.Lock()
 
 
+class DroppingPart(Part):
+    """Has a dropout that is not its own alone."""
+
+    def __init__(self, dropout: nn.Dropout) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Any:
+        """Keep the shape [B, D]."""
+        return x + self.dropout(self.outer(torch.relu(self.inner(x))))
+
+
+def one_dropout() -> nn.Module:
+    """Has one dropout for all of its parts."""
+    model, dropout = Parts(), nn.Dropout(0.5)
+    model.parts = nn.ModuleList([DroppingPart(dropout) for _ in range(4)])
+    return model
+
+
 def one_layer() -> nn.Module:
     """Has nothing in front of its last layer."""
     return nn.Linear(8, 3)
@@ -254,4 +273,5 @@ SPECIMENS = (
             (shared_part, "one part used as every layer", "is called again"),
         )
     ),
+    Specimen(case="one dropout serves all parts, the active ones too", build=one_dropout, example=vectors),
 )

@@ -19,6 +19,7 @@ from egeria.cache.forward_modes import (
     StaleError,
     TimedForward,
     UserForward,
+    is_users_own,
 )
 from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
 from egeria.cache.loader import SampleFeed
@@ -127,7 +128,7 @@ class ActivationCache:
         if user_forward.was_called and self._rollback is not None:
             self._rollback.restore()
         output = call()  # if that fails too it is not our fault, and nothing has to be given up
-        self._fall_back(failure)
+        self._fall_back(failure, output)
         return output
 
     def report(self) -> None:
@@ -236,8 +237,10 @@ class ActivationCache:
         self._switch_to(PlainForward())
         self._record("computed", reason, numbers)
 
-    def _fall_back(self, error: Exception) -> None:
-        """Give up on the present forward mode, and say why."""
+    def _fall_back(self, error: Exception, output: Any) -> None:
+        """Give up on the present forward mode, and say why; not where the plain `output` shows that it is right."""
+        if is_users_own(error, output):
+            return
         failed = self.mode
         self._switch_to(PlainForward())
         can_fix_views = self.feed is not None and not self.feed.views_refusal and self.settings.views is None

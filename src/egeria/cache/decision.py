@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from egeria.cache.fingerprint import fingerprints
 from egeria.cache.forward_modes import PaybackCheck, TimedForward
 from egeria.cache.gate import Prospects, judge
 from egeria.cache.generation import Generation
-from egeria.cache.layout import Layouts
+from egeria.cache.layout import BatchKeys, Layouts
 from egeria.cache.loader import SampleFeed
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.directory import CacheDirectory
@@ -23,11 +22,11 @@ from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.file import bytes_per_position
 from egeria.cache.store.rows import StoreError
 from egeria.config import CacheConfig
+from egeria.errors import UncacheableError
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import checksum
 from egeria.layers.modules import LayerModule
 from egeria.skipping.prefix import Prefix
-from egeria.skipping.rows import true_lengths
 
 REPEATS = 3
 """Times that something is done to be timed; the shortest counts."""
@@ -127,6 +126,7 @@ class GenerationOpener:
             num_views=prospects.num_views,
             is_viewed=not repeating,
             front=checksum(prefix.weights()),
+            ignores_padding=prefix.ignores_padding,
         )
         with contextlib.ExitStack() as unless_used:
             unless_used.callback(store.close)
@@ -172,11 +172,10 @@ class GenerationOpener:
 
     def _foresee(self) -> Prospects:
         """Return what is known of storing before anything is tried out."""
-        num_rows, seconds = len(self.indices.samples), []
+        seconds = []
         for _ in range(REPEATS):
             begin = time.perf_counter()
-            fingerprints(self.batch.args, self.batch.kwargs, num_rows)
-            true_lengths(self.batch.kwargs, num_rows)
+            self._keys(has_length=True, ignores_padding=False, num_views=1)
             seconds.append(time.perf_counter() - begin)
         return Prospects(
             iteration_s=self.timed.iteration_s,
@@ -185,6 +184,14 @@ class GenerationOpener:
             spare_core=self.outlook.spare_core,
             epochs_ahead=self.outlook.epochs(self.feed.num_batches),
         )
+
+    def _keys(self, *, has_length: bool, ignores_padding: bool, num_views: int) -> BatchKeys:
+        """Return what the rows of the batch are known by, as in every forward to come."""
+        positions = self.indices.samples * num_views + self.indices.views
+        keys = BatchKeys.of(self.batch, self.indices, positions, has_length=has_length, ignores_padding=ignores_padding)
+        if keys is None:
+            raise UncacheableError("the input of the model cannot be told apart by sample")
+        return keys
 
     def _ask_gate(self, prospects: Prospects) -> tuple[bool, str]:
         if self.settings.gate == "open":
@@ -224,19 +231,17 @@ class GenerationOpener:
         self, prospects: Prospects, store: DiskStore, layouts: Layouts, rows: Sequence[torch.Tensor]
     ) -> Prospects:
         """Write the batch and read it back from the disk itself; add the seconds that this takes."""
-        num_rows = len(self.indices.samples)
-        lengths = true_lengths(self.batch.kwargs, num_rows) if layouts.has_length else None
-        prints = fingerprints(self.batch.args, self.batch.kwargs, num_rows)
-        positions = self.indices.samples * store.num_views + self.indices.views
+        has_length, ignores_padding = layouts.has_length, store.ignores_padding
+        keys = self._keys(has_length=has_length, ignores_padding=ignores_padding, num_views=store.num_views)
         begin = time.perf_counter()
-        store.write(positions, [leaf.clone() for leaf in rows], prints, lengths)
+        store.write(keys.positions, [leaf.clone() for leaf in rows], keys.prints, keys.lengths)
         fill_s = time.perf_counter() - begin
         walls, cpus = [], []
         out = [torch.empty_like(leaf, device="cpu").contiguous() for leaf in rows]
         for _ in range(REPEATS):
             store.drop_pages()
             begin, begin_cpu = time.perf_counter(), time.thread_time()
-            store.read(positions, out)
+            store.read(keys.positions, out)
             walls.append(time.perf_counter() - begin)
             cpus.append(time.thread_time() - begin_cpu)
         return replace(prospects, fill_s=fill_s, read_s=statistics.median(walls), read_cpu_s=min(cpus))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from egeria.cache.samples import BatchIndices
-from egeria.errors import EgeriaError
+from egeria.errors import EgeriaError, UncacheableError
 from egeria.layers.batch import Batch
+from egeria.layers.freezing import FrozenTensors
 from egeria.layers.undisturbed import RandomState, generators_of_accelerators
+from egeria.skipping.prefix import Prefix
+from egeria.skipping.probe import has_nan
 
 WATCHED_FORWARDS = 8
 """Training forwards behind a new boundary whose pace is measured before anything is decided."""
@@ -23,10 +27,32 @@ REVIEWED_BATCHES = 50
 """Batches from the store after which it is asked again whether it pays."""
 PATIENCE = 4
 """Times as many are waited for one whose samples are known."""
+NUM_COMPARED = 3
+"""Frozen weights that are compared by value before every forward."""
 
 
 class StaleError(EgeriaError):
     """What was prepared does not fit the training any more; the message is the reason."""
+
+
+class PoisonedError(UncacheableError):
+    """The output of a replayed forward has a NaN: mostly the poison that stands in for what nobody read before."""
+
+
+class Unchanged:
+    """Makes sure that a frozen front is what it was when this was made."""
+
+    def __init__(self, prefix: Prefix) -> None:
+        self._prefix, self._weights = prefix, FrozenTensors(prefix.weights(), num_compared=NUM_COMPARED)
+
+    def check(self) -> None:
+        """Raise `StaleError` where something has changed."""
+        if self._weights.have_changed:
+            raise StaleError("the weights of the frozen layers were changed, or train again")
+        if self._prefix.is_set_otherwise():
+            raise StaleError("an attribute of a frozen layer was set to another value")
+        if self._prefix.is_hooked():
+            raise StaleError("a forward hook was put on a frozen layer, and would not be called where that is skipped")
 
 
 @dataclass(slots=True)
@@ -42,6 +68,26 @@ class UserForward:
         """Make the forward."""
         self.was_called, self.was_plain = True, plain
         return self.function()
+
+    def replayed(self, replaying: AbstractContextManager[None]) -> Any:
+        """Make the forward in a block that skips the frozen layers.
+
+        Raises:
+            PoisonedError: its output has a NaN. What the block and the call raise passes through.
+        """
+        with replaying:
+            output = self()
+        if has_nan(output):
+            raise PoisonedError(
+                "with the frozen layers skipped the output of the model has NaN in it: it reads something that they "
+                "give, and that nobody read when they were tried out"
+            )
+        return output
+
+
+def is_users_own(failure: Exception, output: Any) -> bool:
+    """Return whether a replayed forward failed for a NaN that the plain one gives too, such as a loss of no labels."""
+    return isinstance(failure, PoisonedError) and has_nan(output)
 
 
 class Rollback:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from egeria.cache.fingerprint import agree
-from egeria.cache.forward_modes import PaybackCheck, StaleError, UserForward
+from egeria.cache.forward_modes import PaybackCheck, StaleError, Unchanged, UserForward
 from egeria.cache.layout import BatchKeys, Layouts
 from egeria.cache.loader import SampleFeed
 from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, PrefetchedBatch
@@ -23,7 +22,6 @@ from egeria.cache.store.rows import Integers, Mask
 from egeria.errors import EgeriaError
 from egeria.events import CacheUsed
 from egeria.layers.batch import Batch
-from egeria.layers.freezing import FrozenTensors
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.probe import tolerance
 
@@ -33,8 +31,6 @@ LEAST_ROWS = 16
 """Rows that are computed together at least: a matrix product of very few rows takes another way, to other last bits."""
 STRANGE_BATCHES = 3
 """Batches in a row, most of them stored for other inputs, that end a generation."""
-NUM_COMPARED = 3
-"""Frozen weights that are compared by value before every forward."""
 
 
 class ChangedInputsError(StaleError):
@@ -77,7 +73,7 @@ class Generation:
         self.writer = Writer(self.store)
         self._device = next(self.prefix.model.parameters()).device
         self.fetcher = Fetcher(self.store, device=self._device, pending=self.writer.pending)
-        self._sources = FrozenTensors(self.prefix.weights(), num_compared=NUM_COMPARED)
+        self._front = Unchanged(self.prefix)
         self._failure: Exception | None = None
         self._until_check = 0
         self._strange_in_a_row = 0
@@ -96,7 +92,13 @@ class Generation:
         self._check()
         if indices is None or indices.viewed != self.store.is_viewed:
             return call(plain=True)
-        keys = BatchKeys.of(batch, indices, self.positions(indices), has_length=self.layouts.has_length)
+        keys = BatchKeys.of(
+            batch,
+            indices,
+            self.positions(indices),
+            has_length=self.layouts.has_length,
+            ignores_padding=self.store.ignores_padding,
+        )
         if keys is None:  # the model is called with something else than the batch
             return call(plain=True)
         held = self.fetcher.take(keys.number, keys.positions, keys.padded_length)
@@ -106,12 +108,10 @@ class Generation:
         self.payback.note(fits and bool(hits.all()))
         if not fits:
             return self._record(call, batch, keys)
-        replaying = self._prepare(batch, held, hits, keys)
-        self._until_check -= 1
+        self._prepare(batch, held, hits, keys)
         self.use.hits += int(hits.sum())
         self.use.misses += int((~hits).sum())
-        with replaying:
-            return call()
+        return call.replayed(self.prefix.replaying(self.layouts.from_store(held.rows), batch))
 
     def positions(self, indices: BatchIndices) -> Integers:
         """Return the rows of the store that the samples of a batch have [B]."""
@@ -146,7 +146,7 @@ class Generation:
         same = agree(held.fingerprints, keys.prints)
         if keys.lengths is not None:
             same &= held.lengths == keys.lengths
-        strange = held.mask & ~same
+        strange = held.mask & (held.fingerprints[:, 0] != keys.prints[:, 0])
         self.use.mismatches += int(strange.sum())
         self._strange_in_a_row = self._strange_in_a_row + 1 if strange.sum() > len(same) / 2 else 0
         if self._strange_in_a_row >= STRANGE_BATCHES:
@@ -161,21 +161,24 @@ class Generation:
             self.prefix.learn(batch)
         return self.prefix.fits(batch, self.layouts.from_store(held.rows))
 
-    def _prepare(
-        self, batch: Batch, held: PrefetchedBatch, hits: Mask, keys: BatchKeys
-    ) -> AbstractContextManager[None]:
-        """Return a block in which the front is skipped; rows that were not there are computed and stored."""
-        missing = np.flatnonzero(~hits)
+    def _prepare(self, batch: Batch, held: PrefetchedBatch, hits: Mask, keys: BatchKeys) -> None:
+        """Complete the rows of a batch: those that were not there are computed and stored. Now and then check them."""
+        missing, whole = np.flatnonzero(~hits), None
+        if self._until_check <= 0:
+            whole = self.layouts.to_store(self.prefix.compute(batch))
+            self._check_rows(batch, whole, held.rows, hits, keys.lengths)
+        self._until_check -= 1
         if len(missing):
-            padded = np.resize(missing, max(len(missing), min(len(hits), LEAST_ROWS)))  # repeats them
-            found = self.prefix.compute(batch, torch.from_numpy(padded))
-            computed = self.layouts.to_store([leaf[: len(missing)] for leaf in found])
+            computed = self._compute(batch, missing, len(hits)) if whole is None else take_rows(whole, missing)
             held.fill(missing, computed)
             self._store_rows(keys.take(missing), computed)
-        elif self._until_check <= 0:
-            self._check_rows(batch, self.prefix.compute(batch), held.rows, keys.lengths)
         self.fetcher.keep(keys.number, RowsInMemory(keys.positions, held.rows, keys.prints, keys.lengths))
-        return self.prefix.replaying(self.layouts.from_store(held.rows), batch)
+
+    def _compute(self, batch: Batch, missing: Integers, num_rows: int) -> list[Tensor]:
+        """Return some rows [b] of a batch of `num_rows`, in the order of the store."""
+        padded = np.resize(missing, max(len(missing), min(num_rows, LEAST_ROWS)))  # repeats them
+        found = self.prefix.compute(batch, torch.from_numpy(padded))
+        return self.layouts.to_store([leaf[: len(missing)] for leaf in found])
 
     def _record(self, call: UserForward, batch: Batch, keys: BatchKeys) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
@@ -197,12 +200,12 @@ class Generation:
         return memory
 
     def _check_rows(
-        self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Integers | None
+        self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], known: Mask, lengths: Integers | None
     ) -> None:
-        """Compare rows from the store with computed ones, as is done now and then."""
-        self._until_check = self.verify_batches
-        known = None if lengths is None else lengths.tolist()
-        error = self.prefix.error(computed, self.layouts.from_store(rows), known)
+        """Compare the rows [B, ...] that the store had with computed ones, both in its order."""
+        self._until_check, some = self.verify_batches, np.flatnonzero(known)
+        own, stored = (self.layouts.from_store(take_rows(side, some)) for side in (computed, rows))
+        error = self.prefix.error(own, stored, None if lengths is None else lengths[some].tolist())
         self.use.checks += 1
         self.use.largest_error = max(self.use.largest_error, error)
         limit = tolerance(batch, self._device) + max(ROUNDING[layout.storage] for layout in self.layouts.stored)
@@ -214,7 +217,9 @@ class Generation:
         failure = self._failure or self.fetcher.worker.failure or self.writer.worker.failure
         if failure is not None:
             raise failure if isinstance(failure, EgeriaError) else StaleError(str(failure)) from failure
-        if self._sources.have_changed:
-            raise StaleError("the weights of the frozen layers were changed, or train again")
-        if self.prefix.is_hooked():
-            raise StaleError("a forward hook was put on a frozen layer, and would not be called where that is skipped")
+        self._front.check()
+
+
+def take_rows(leaves: Sequence[Tensor], rows: Integers) -> list[Tensor]:
+    """Return copies of some rows [b] of each tensor [B, ...]."""
+    return [leaf[torch.from_numpy(rows).to(leaf.device)] for leaf in leaves]

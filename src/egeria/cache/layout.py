@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from egeria.cache.fingerprint import fingerprints
+from egeria.cache.fingerprint import describe, described, fingerprints
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.rows import Floats, Integers, RowLayout
 from egeria.layers.batch import Batch
@@ -84,14 +84,16 @@ class BatchKeys:
     positions: Integers
     """[B] in the store."""
     prints: Floats
-    """[B, 2] of the model's input."""
+    """[B, 2] of the model's input, and of how the model is called."""
     lengths: Integers | None
     """[B] without padding, where rows have lengths."""
     padded_length: int | None
     """With padding."""
 
     @classmethod
-    def of(cls, batch: Batch, indices: BatchIndices, positions: Integers, *, has_length: bool) -> BatchKeys | None:
+    def of(
+        cls, batch: Batch, indices: BatchIndices, positions: Integers, *, has_length: bool, ignores_padding: bool
+    ) -> BatchKeys | None:
         """Return those of a batch, or None if the model is called with something else than its samples.
 
         Args:
@@ -99,11 +101,14 @@ class BatchKeys:
             indices: the samples that the loader handed out last.
             positions: of these in the store [B].
             has_length: whether rows have lengths.
+            ignores_padding: whether rows are the same whatever length the batch is padded to; else that counts.
         """
-        prints = fingerprints(batch.args, batch.kwargs, len(indices.samples))
+        num_rows = len(indices.samples)
+        prints = fingerprints(batch.args, batch.kwargs, num_rows)
         if np.isnan(prints).any():
             return None
-        lengths = true_lengths(batch.kwargs, len(indices.samples)) if has_length else None
+        prints = described(prints, describe(batch, num_rows, shapes=not ignores_padding))
+        lengths = true_lengths(batch.kwargs, num_rows) if has_length else None
         padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
         return cls(indices.number, positions, prints, lengths, padded_length)
 

@@ -23,6 +23,7 @@ from egeria.cache.forward_modes import (
     Rollback,
     TimedForward,
     UserForward,
+    is_users_own,
 )
 from egeria.cache.gate import Prospects, judge, size_text
 from egeria.cache.generation import LEAST_ROWS
@@ -71,6 +72,8 @@ class MemoryCache:
     """Of an epoch, for this process; None where nobody knows."""
     find_refusal: Callable[[], str]
     """Returns why the forward pass of this model is not skipped; empty where it may be."""
+    num_local: int = 1
+    """Processes of this host that store in its memory, of whose share each has an equal part."""
     refusal: str = ""
     """Why nothing is stored any more."""
     mode: PlainForward | MemoryForward = field(default_factory=PlainForward)
@@ -131,6 +134,8 @@ class MemoryCache:
         if user_forward.was_called and isinstance(self.mode, MemoryForward):
             self.mode.rollback.restore()
         output = call()  # if that fails too it is not our fault, and nothing has to be given up
+        if is_users_own(failure, output):
+            return output
         if not isinstance(failure, EgeriaError):
             self.recorder.fault("skipping the frozen forward pass", failure)
             self.refusal = f"it was turned off: {failure}"
@@ -203,8 +208,7 @@ class MemoryCache:
     def _try_to_store(self, batch: Batch, num_rows: int, timed: TimedForward) -> tuple[str, dict[str, float]]:
         """Store from here on where it pays; return why not, or an empty reason, and the numbers that decided."""
         begin = time.perf_counter()
-        lengths = true_lengths(batch.kwargs, num_rows)
-        keys = row_keys(batch, num_rows, lengths)
+        keys = row_keys(batch, num_rows)
         hash_s = time.perf_counter() - begin
         if keys is None:
             return "the input of the model cannot be told apart by sample", {}
@@ -219,14 +223,18 @@ class MemoryCache:
             return reason, prospects.to_dict()
         prefix = Prefix.find(self.model, self._modules, batch, num_rows)
         rows = prefix.compute(batch, None)
-        limit_bytes = int(free_memory_bytes() * self.settings.memory_share)
-        memory = RowMemory([leaf.length_axis for leaf in prefix.row_leaves], limit_bytes)
+        memory = RowMemory([leaf.length_axis for leaf in prefix.row_leaves], self._limit_bytes)
         prospects = _time_memory(prospects, memory, batch, rows, self.num_batches)
         if reason := self._ask_gate(prospects):
             return reason, prospects.to_dict()
         self._switch_to(self._memory_forward(prefix, memory, prospects))
         self._record("stored", self._gain(prospects), prospects.to_dict())
         return "", prospects.to_dict()
+
+    def _limit_bytes(self, stored_bytes: int) -> int:
+        """Return how much may be stored here, where all processes of this host have stored as much as this one."""
+        free_bytes = free_memory_bytes() + self.num_local * stored_bytes
+        return int(free_bytes * self.settings.memory_share / self.num_local)
 
     def _memory_forward(self, prefix: Prefix, memory: RowMemory, prospects: Prospects) -> MemoryForward:
         return MemoryForward(

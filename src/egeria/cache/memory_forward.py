@@ -19,15 +19,15 @@ from egeria.cache.forward_modes import (
     REVIEWED_BATCHES,
     Rollback,
     StaleError,
+    Unchanged,
     UserForward,
 )
-from egeria.cache.generation import LEAST_ROWS, NUM_COMPARED, Use
+from egeria.cache.generation import LEAST_ROWS, Use, take_rows
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.memory import RowMemory, row_keys
 from egeria.cache.store.rows import Integers, Mask
 from egeria.events import CacheUsed
 from egeria.layers.batch import Batch
-from egeria.layers.freezing import FrozenTensors
 from egeria.skipping.crossing import check_runs_once
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.probe import tolerance
@@ -72,7 +72,7 @@ class MemoryForward:
     def __post_init__(self) -> None:
         self.use = Use()
         self._device = next(self.prefix.model.parameters()).device
-        self._sources = FrozenTensors(self.prefix.weights(), num_compared=NUM_COMPARED)
+        self._front = Unchanged(self.prefix)
         self._failure: Exception | None = None
         self._until_check = 0
         self._last = (0.0, False)
@@ -92,7 +92,7 @@ class MemoryForward:
         self._check()
         num_rows = count_rows(batch)
         lengths = true_lengths(batch.kwargs, num_rows) if self.memory.has_length else None
-        keys = row_keys(batch, num_rows, lengths) if num_rows >= self.least_rows else None
+        keys = row_keys(batch, num_rows, self.prefix.shared_arguments) if num_rows >= self.least_rows else None
         if keys is None or (lengths is None and self.memory.has_length):
             return call(plain=True)
         self.use.batches += 1
@@ -105,8 +105,7 @@ class MemoryForward:
         self.use.hits += int(known.sum())
         self.use.misses += int((~known).sum())
         self.rollback.save()
-        with self.prefix.replaying(rows, batch):
-            return call()
+        return call.replayed(self.prefix.replaying(rows, batch))
 
     def complaint(self) -> str:
         """Return that it saves no time; empty where that is not seen."""
@@ -148,24 +147,32 @@ class MemoryForward:
         self.memory.close()
 
     def _rows(self, batch: Batch, keys: Sequence[bytes], known: Mask, lengths: Integers | None) -> list[Tensor] | None:
-        """Return what crosses for a batch, computed where it is not known; None where it does not fit."""
+        """Return what crosses for a batch, computed where it is not known; None where it does not fit.
+
+        Where a check is due the whole batch is computed, and what is known compared.
+        """
         padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
         rows = self.memory.read(keys, known, padded_length)
         if not self.prefix.fits(batch, rows):
             return None
-        missing = np.flatnonzero(~known)
+        missing, whole = np.flatnonzero(~known), None
+        if self._until_check <= 0:
+            whole = self.prefix.compute(batch)
+            self._check_rows(batch, whole, rows, known, lengths)
+        self._until_check -= 1
         if len(missing):
-            least = LEAST_ROWS if padded_length is None else min(LEAST_ROWS, -(-LEAST_POSITIONS // padded_length))
-            together = np.resize(missing, max(len(missing), min(len(keys), least)))  # repeats them
-            found = [leaf[: len(missing)] for leaf in self.prefix.compute(batch, torch.from_numpy(together))]
+            found = self._compute(batch, missing, padded_length) if whole is None else take_rows(whole, missing)
             for leaf, own in zip(rows, found, strict=True):
                 leaf[torch.from_numpy(missing)] = own.to(leaf.device)
             own_lengths = None if lengths is None else lengths[missing]
             self.memory.write([keys[row] for row in missing.tolist()], found, own_lengths)
-        elif self._until_check <= 0:
-            self._check_rows(batch, rows, lengths)
-        self._until_check -= 1
         return rows
+
+    def _compute(self, batch: Batch, missing: Integers, padded_length: int | None) -> list[Tensor]:
+        """Return some rows [b] of a batch, computed together with repeats of them where they are few."""
+        least = LEAST_ROWS if padded_length is None else min(LEAST_ROWS, -(-LEAST_POSITIONS // padded_length))
+        together = np.resize(missing, max(len(missing), min(count_rows(batch), least)))
+        return [leaf[: len(missing)] for leaf in self.prefix.compute(batch, torch.from_numpy(together))]
 
     def _record(self, call: UserForward, batch: Batch, keys: Sequence[bytes], lengths: Integers | None) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
@@ -180,7 +187,7 @@ class MemoryForward:
                 self.prefix.learn_from(trial, batch)
             new = np.flatnonzero(~self.memory.knows(keys))
             if len(new) and self.prefix.fits(batch, rows):
-                rows = rows if len(new) == len(keys) else [leaf[torch.from_numpy(new).to(leaf.device)] for leaf in rows]
+                rows = rows if len(new) == len(keys) else take_rows(rows, new)
                 self.memory.write([keys[row] for row in new.tolist()], rows, None if lengths is None else lengths[new])
         except Exception as error:  # the forward is done and right; the next one will not be recorded
             self._failure = error
@@ -214,11 +221,13 @@ class MemoryForward:
             self._times[is_served].append(now - last)
         self._last = now, is_served
 
-    def _check_rows(self, batch: Batch, rows: Sequence[Tensor], lengths: Integers | None) -> None:
-        """Compare rows from memory with computed ones, as is done now and then."""
-        self._until_check = self.verify_batches
-        known = None if lengths is None else lengths.tolist()
-        error = self.prefix.error(self.prefix.compute(batch), rows, known)
+    def _check_rows(
+        self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], known: Mask, lengths: Integers | None
+    ) -> None:
+        """Compare the rows [B, ...] that came from memory with computed ones."""
+        self._until_check, some = self.verify_batches, np.flatnonzero(known)
+        own, stored = (take_rows(side, some) for side in (computed, rows))
+        error = self.prefix.error(own, stored, None if lengths is None else lengths[some].tolist())
         self.use.checks += 1
         self.use.largest_error = max(self.use.largest_error, error)
         limit = tolerance(batch, self._device)
@@ -230,10 +239,7 @@ class MemoryForward:
         if self._failure is not None:
             raise self._failure
         check_runs_once()
-        if self._sources.have_changed:
-            raise StaleError("the weights of the frozen layers were changed, or train again")
-        if self.prefix.is_hooked():
-            raise StaleError("a forward hook was put on a frozen layer, and would not be called where that is skipped")
+        self._front.check()
 
 
 def count_rows(batch: Batch) -> int:

@@ -212,7 +212,7 @@ class CacheConfig(SettingsGroup):
     that come again just as they were; true on the disk (and 'auto' where `directory` is set), with the augmentation of
     samples fixed, for which `attach` needs the loader; false never."""
     memory_share: float = setting(0.25, SHARE)
-    """'auto': share of the memory free at a freeze that may be used. Our choice."""
+    """'auto': share of the memory free at a freeze that may be used, by all processes of a host. Our choice."""
     views: int | None = setting(None, optional(count(0)))
     """Augmentation variants of a sample that are stored: 1 is the paper's fixed augmentation, 0 leaves augmentation
     free and stores nothing. None: 1 where inputs repeat, 2 where they are random, 4 where there is room and time."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from egeria import tree
+
+OF_THE_LOSS = "num_items_in_batch"
+"""Argument by which models of transformers divide their loss: of all batches of an optimizer step, not of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,20 @@ class Batch:
     def num_rows(self) -> int | None:
         """Samples, where all of its tensors agree on their number."""
         return tree.num_rows(self.arguments)
+
+    @property
+    def unreadable(self) -> str:
+        """What among the arguments has contents that cannot be read, by its path and type; empty for nothing."""
+        return tree.unreadable(self.args, "args") or tree.unreadable(dict(self.kwargs), "kwargs")
+
+    @property
+    def contents(self) -> list[tuple[str, Any]]:
+        """Tensors and plain values among the arguments, each after its path in `arguments`; not what is of the loss.
+
+        Sorted: the order in which a caller names arguments means nothing.
+        """
+        found = (entry for entry in tree.contents(self.arguments) if OF_THE_LOSS not in entry[0])
+        return sorted(found, key=itemgetter(0))
 
     def first_rows(self, count: int | None) -> Batch:
         """Return a copy cut to `count` samples, detached; whole without one, or if its tensors disagree on rows.

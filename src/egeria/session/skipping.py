@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -159,9 +160,16 @@ def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, fl
         spend=spend,
         num_batches=num_batches,
         find_refusal=partial(_refusal, training),
+        num_local=_num_local(training),
     )
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     return Skipping(training, cache, partial(Outlook, num_hosts=1 if is_dealt_once else training.parallel.num_ranks))
+
+
+def _num_local(training: Training) -> int:
+    """Return how many processes of the job are on this host, as its launcher tells; all of them where it does not."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() and int(told) > 0 else training.parallel.num_ranks
 
 
 def _refusal(training: Training) -> str:

@@ -13,6 +13,7 @@ from egeria.layers.batch import Batch
 from egeria.layers.copies import is_ours
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import without_torch
+from egeria.skipping.attributes import PlainAttributes
 from egeria.skipping.crossing import (
     Crossing,
     Leaf,
@@ -31,24 +32,47 @@ MOST_SIGNATURES = 512
 """Kinds of batches that are remembered, such as lengths to which sentences are padded."""
 KINDS_TRIED = 3
 """Kinds of batches that are tried out in full before others are taken to be like them."""
+MOST_CONTENTS = 8
+"""Contents of the arguments that all samples share, where what is kept of a kind of batch may depend on them."""
 MOST_KEPT_BYTES = 256 * 2**20
 """Memory for what is the same for every sample, over all kinds of batches."""
+
+Kind = tuple[Hashable, bytes]
+"""How a model is called, and a digest of what samples share; empty where that does not matter."""
 
 
 class Prefix:
     """The frozen front of one model, and what it hands to the rest. Made by `find`."""
 
-    def __init__(self, probe: Probe, arguments: RowArguments, leaves: Sequence[Leaf], *, can_split: bool) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        modules: Sequence[LayerModule],
+        arguments: RowArguments,
+        leaves: Sequence[Leaf],
+        *,
+        can_split: bool,
+        ignores_padding: bool,
+    ) -> None:
         self.model = probe.model
         self.leaves = tuple(sorted(leaves, key=lambda leaf: leaf.axis is None))
         self.row_leaves = tuple(leaf for leaf in self.leaves if leaf.axis is not None)
         self.can_split = can_split
         """Whether the frozen layers run on some rows of a batch alone."""
+        self.ignores_padding = ignores_padding
+        """Whether it is proven that what crosses for a sample is the same whatever length its batch is padded to."""
         self._probe = probe
         self._arguments = arguments
-        self._templates: OrderedDict[Hashable, Template] = OrderedDict()
+        self._templates: OrderedDict[Kind, Template] = OrderedDict()
+        self._contents: dict[Hashable, set[bytes]] = {}
+        self._keeps_values = False
         self._num_tried = 1
         self._modules = tuple(dict.fromkeys(module for root in probe.roots.values() for module in root.modules()))
+        places = [name.rpartition(".") for module in modules for name in module.parameters]
+        owners, inside = [(self.model.get_submodule(place[0]), place[2]) for place in places], set(self._modules)
+        self._loose = [(owner, name) for owner, name in owners if owner not in inside]
+        """Parameters of frozen layer modules that no submodule of theirs holds, such as those of the model itself."""
+        self._attributes = PlainAttributes(self._modules)
 
     @classmethod
     def find(cls, model: nn.Module, modules: Sequence[LayerModule], batch: Batch, num_rows: int) -> Prefix:
@@ -77,18 +101,30 @@ class Prefix:
             axes, can_split = find_axes(crossing, arguments)
             require(any(axis is not None for axis in axes.values()), "nothing that crosses belongs to a sample")
             crossing.check_gradients()
-            lengths = cuttable_axes(crossing, arguments, axes) if can_split else {}
-            leaves = [_leaf(place, axes[place], value, lengths) for place, value in crossing.values.items()]
-            prefix = cls(probe, arguments, leaves, can_split=can_split)
+            lengths = cuttable_axes(crossing, arguments, axes) if can_split else None
+            leaves = [_leaf(place, axes[place], value, lengths or {}) for place, value in crossing.values.items()]
+            ignores_padding = lengths is not None
+            prefix = cls(probe, modules, arguments, leaves, can_split=can_split, ignores_padding=ignores_padding)
+            prefix._keeps_values = prefix._keeps(crossing.template)
             prefix._keep_constants(crossing.template, crossing.values)
             prefix._check(other, crossing.template)
             prefix._remember(batch, crossing.template)
             return prefix
 
+    @property
+    def shared_arguments(self) -> tuple[str, ...]:
+        """Paths in `Batch.arguments` to the tensors that all samples of a batch share, however long these are."""
+        return self._arguments.shared
+
     def weights(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
         """Return where the frozen layers keep each of their parameters and buffers: a table, and the name in it."""
         tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
-        return [(table, name) for table in tables for name in table]
+        inside: list[tuple[Mapping[str, Tensor | None], str]] = [(table, name) for table in tables for name in table]
+        return inside + [(owner._parameters, name) for owner, name in self._loose]
+
+    def is_set_otherwise(self) -> bool:
+        """Return whether a plain attribute of a frozen layer, such as a scale or a switch, has another value now."""
+        return self._attributes.have_changed
 
     def is_hooked(self) -> bool:
         """Return whether a forward hook was put on a frozen layer since, which replaying would leave out."""
@@ -97,14 +133,14 @@ class Prefix:
 
     def fits(self, batch: Batch, rows: Sequence[Tensor]) -> bool:
         """Return whether rows [B, ...] have the shapes that a batch of a known kind needs."""
-        template = self._templates.get(_key(batch))
+        template = self._templates.get(self._kind(batch))
         if template is None or len(rows) != len(self.row_leaves):
             return False
         return all(_shape(leaf, template) == own.shape for leaf, own in zip(self.row_leaves, rows, strict=True))
 
     def knows(self, batch: Batch) -> bool:
         """Return whether a batch of this kind was tried out, so that stubs know their shapes."""
-        return _key(batch) in self._templates
+        return self._kind(batch) in self._templates
 
     def learn(self, batch: Batch) -> None:
         """Try out a batch of another kind: its shapes, and that replaying gives what computing gives (or refuse)."""
@@ -112,6 +148,13 @@ class Prefix:
             return
         with refusing():
             _check_batch(batch)
+            called, content = self._kind(batch)
+            contents = self._contents.get(called, set())
+            require(
+                content in contents or len(contents) < MOST_CONTENTS,
+                "an argument that all samples share changes from batch to batch, and what the frozen layers give for "
+                "all samples alike may change with it",
+            )
             num_rows = self._arguments.count(batch)
             trial = self._probe.run(batch, keeps=[leaf.place for leaf in self.leaves])
             check_run(trial)
@@ -122,11 +165,12 @@ class Prefix:
             for leaf in self.leaves:
                 fits = _is_like(leaf, template, num_rows)
                 require(fits, f"{leaf.place[0]} gives something of another kind in another kind of batch")
+            keeps = self._keeps(template)
+            require(self._keeps_values or not keeps, "the frozen layers give integers in another kind of batch alone")
             template.materialised = known.materialised
             self._keep_constants(template, trial.values)
             self._check(batch, template)
-            has_integers = not all(form.can_be_poisoned for form in template.forms.values())
-            if num_rows > 1 and (has_integers or len(self.leaves) > len(self.row_leaves)):
+            if num_rows > 1 and keeps:
                 self._check(self._arguments.rolled(batch), template)  # with what was kept of another batch
             self._remember(batch, template)
             self._num_tried += 1
@@ -223,9 +267,10 @@ class Prefix:
             UncacheableError: the batch is of an unknown kind, or the rows do not fit it. At the end of the block: a
                 frozen layer was not called once; the pass is over then, and its output not to be trusted.
         """
-        require(self.knows(batch), "a batch of this kind was never tried out")
-        self._templates.move_to_end(_key(batch))
-        template = self._templates[_key(batch)]
+        kind = self._kind(batch)
+        require(kind in self._templates, "a batch of this kind was never tried out")
+        self._templates.move_to_end(kind)
+        template = self._templates[kind]
         return replaying(self.model, template, self._in_place(rows, template))
 
     def error(self, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Sequence[int] | None = None) -> float:
@@ -267,8 +312,25 @@ class Prefix:
     def _keep_constants(self, template: Template, values: Values) -> None:
         template.keep({leaf.place: values[leaf.place] for leaf in self.leaves if leaf.axis is None})
 
+    def _keeps(self, template: Template) -> bool:
+        """Return whether a template gives values back that it keeps: the same for every sample, or integers."""
+        rows = {leaf.place for leaf in self.row_leaves}
+        has_integers = any(not form.can_be_poisoned for place, form in template.forms.items() if place not in rows)
+        return has_integers or len(self.leaves) > len(self.row_leaves)
+
+    def _kind(self, batch: Batch) -> Kind:
+        """Return what batches have in common that can be replayed alike.
+
+        That is how they are called and, where values are kept, what the arguments hold that all samples share.
+        """
+        called = signature(batch.args, batch.kwargs), batch.autocast
+        return called, self._arguments.digest_of_shared(batch) if self._keeps_values else b""
+
     def _remember(self, batch: Batch, template: Template) -> None:
-        self._templates[_key(batch)] = template
+        called, content = self._kind(batch)
+        self._templates[called, content] = template
+        if self._keeps_values:
+            self._contents.setdefault(called, set()).add(content)
         while len(self._templates) > 1 and (
             len(self._templates) > MOST_SIGNATURES
             or sum(known.kept_bytes for known in self._templates.values()) > MOST_KEPT_BYTES
@@ -277,12 +339,12 @@ class Prefix:
 
 
 def _check_batch(batch: Batch) -> None:
+    require(
+        not batch.unreadable,
+        f"the model is called with something whose contents cannot be read: {batch.unreadable}; pass tensors, numbers, "
+        f"strings, tuples, lists or dictionaries",
+    )
     require(not batch.needs_grad, "something in front of the model is in training, so the boundary needs a gradient")
-
-
-def _key(batch: Batch) -> Hashable:
-    """Return what batches of one kind have in common."""
-    return signature(batch.args, batch.kwargs), batch.autocast
 
 
 def _leaf(place: Place, axis: int | None, value: Tensor, lengths: Mapping[Place, int]) -> Leaf:

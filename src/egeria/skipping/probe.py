@@ -18,14 +18,12 @@ from egeria import tree
 from egeria.layers.batch import Batch
 from egeria.layers.taps import TapReachedError
 from egeria.layers.undisturbed import random_fingerprint, seed_random_state, undisturbed
+from egeria.skipping.attributes import attributes_of, set_since
 from egeria.skipping.replay import Place, Template, Values, stubbed
 
 TOLERANCE = 1e-4
 """Largest relative difference between two ways to compute the same, at float32 and above (issue 4)."""
 RANDOM_STATE = "the random state"
-
-_OWN = frozenset({"training", "forward", "_parameters", "_buffers", "_modules"})
-"""Tables of `nn.Module` that are looked at elsewhere, and what freezing and skipping themselves set."""
 
 
 def tolerance(batch: Batch, device: torch.device) -> float:
@@ -77,6 +75,15 @@ def gradients_agree(first: Sequence[Tensor | None], second: Sequence[Tensor | No
     return all(bool(a.isfinite().all()) for a, _ in pairs) and gap <= limit * size
 
 
+def has_nan(output: Any) -> bool:
+    """Return whether a tensor that a pass gave, also one inside an object, has a NaN in it; waits once for a device."""
+    tensors = [value.detach() for _, value in tree.contents(output) if isinstance(value, Tensor) and value.numel()]
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
+    largest = [tensor.max() for tensor in real if tensor.is_floating_point()]  # NaN if any is, without a copy
+    return bool(largest) and bool(torch.stack([t.to(largest[0].device, torch.float32) for t in largest]).isnan().any())
+
+
 def first_difference(first: Mapping[str, Any], second: Mapping[str, Any], limit: float) -> str:
     """Return the name of the first thing that differs by more than rounding between two outcomes, or ''."""
     names = sorted({**first, **second}, key=RANDOM_STATE.__eq__)  # last: it goes with what differs before it
@@ -123,8 +130,7 @@ class Trial:
     @property
     def is_finite(self) -> bool:
         """Whether no output is NaN: beside NaN no poison shows."""
-        outputs = [value for name, value in (self.outcome or {}).items() if name.startswith("output")]
-        return not any(isinstance(value, Tensor) and bool(value.isnan().any()) for value in outputs)
+        return not has_nan([value for name, value in (self.outcome or {}).items() if name.startswith("output")])
 
     def value(self, place: Place) -> Tensor | None:
         """Return one of the tensors kept; None where the pass did not run so far, or its root not once."""
@@ -220,7 +226,7 @@ class Probe:
         return list(trial.calls)
 
     def _run(self, trial: Trial, batch: Batch, gradients: bool) -> None:
-        frozen, rest, buffers = _attributes(self._frozen), _attributes(self._rest), self._buffers()
+        frozen, rest, buffers = attributes_of(self._frozen), attributes_of(self._rest), self._buffers()
         seed_random_state(self.model, 0)
         arguments = batch.first_rows(None)
         trained = {id(p): p.detach().requires_grad_() for p in self.model.parameters() if p.requires_grad}
@@ -231,7 +237,7 @@ class Probe:
             "output": given,
             "argument": (arguments.args, arguments.kwargs),  # it may have written there
             "buffer": dict(self.model.named_buffers()),
-            "attribute": _set_since(rest, self._rest),
+            "attribute": set_since(rest, self._rest),
         }
         trial.outcome = {
             name: value.detach().clone() if isinstance(value, Tensor) else value
@@ -240,7 +246,7 @@ class Probe:
         }
         trial.outcome[RANDOM_STATE] = random_fingerprint(self.model)
         moved = [name for name, version in self._buffers().items() if buffers.get(name) != version]
-        trial.changed = (*moved, *_set_since(frozen, self._frozen))
+        trial.changed = (*moved, *set_since(frozen, self._frozen))
         if gradients:
             calls = dict(trial.calls)
             trial.gradients = _backward(given, list(trained.values()))
@@ -275,43 +281,6 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[
     finally:
         for module, name, parameter in places:
             module._parameters[name] = parameter
-
-
-def _attributes(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any, int | None]]:
-    """Return the attributes that modules have besides their tables, by name, each with its length."""
-    return {
-        f"{name}.{key}".strip("."): (value, _size(value))
-        for name, module in modules.items()
-        for key, value in vars(module).items()
-        if key not in _OWN and "_hooks" not in key
-    }
-
-
-def _set_since(before: Mapping[str, tuple[Any, int | None]], modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the attributes set anew or resized, by name; those set to an equal plain value are not among them."""
-
-    def is_same(name: str, value: Any, size: int | None) -> bool:
-        own, own_size = before[name]
-        return (own is value or _is_equal(own, value)) and size == own_size
-
-    after = _attributes(modules)
-    return {
-        name: value for name, (value, size) in after.items() if name not in before or not is_same(name, value, size)
-    }
-
-
-def _is_equal(before: Any, after: Any) -> bool:
-    """Return whether a value was set to what it was; a tensor made anew counts as another one."""
-    first, second = dict(tree.contents(before)), dict(tree.contents(after))
-    if type(before) is not type(after) or first.keys() != second.keys() or not first:
-        return False
-    return all(
-        value is second[name] or (tree.is_plain(value) and value == second[name]) for name, value in first.items()
-    )
-
-
-def _size(value: Any) -> int | None:
-    return len(value) if isinstance(value, Collection) and not isinstance(value, (str, bytes, Tensor)) else None
 
 
 def _copies(template: Template, values: Values) -> dict[Place, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from egeria import tree
 from egeria.errors import UncacheableError
-from egeria.layers.batch import Batch
+from egeria.layers.batch import OF_THE_LOSS, Batch
 from egeria.skipping.crossing import Crossing, require
 from egeria.skipping.probe import Trial, is_close
 from egeria.skipping.replay import Place
@@ -22,6 +24,8 @@ NUM_SEEDS = 3
 NUM_SEEDS_DRAWN = 24
 """The same where random numbers are drawn in front of the boundary: layers may be skipped now and then."""
 
+DIGEST_BYTES = 16
+
 Axes = Mapping[Place, int | None]
 """The batch axis of each tensor that crosses; None for what is the same for every sample."""
 
@@ -29,8 +33,8 @@ Axes = Mapping[Place, int | None]
 def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     """Return a value that is equal for calls that run alike.
 
-    It holds shape, dtype, device and need for a gradient of every tensor, every plain value, and the type of
-    anything else; not what the tensors hold.
+    It holds shape, dtype, device and need for a gradient of every tensor, every plain value, also those in objects, and
+    the type of anything else; not what the tensors hold.
     """
     return _describe(args), tuple((key, _describe(kwargs[key])) for key in sorted(kwargs))
 
@@ -42,7 +46,16 @@ def _describe(value: Any) -> Hashable:
         return type(value).__qualname__, tuple((key, _describe(entry)) for key, entry in value.items())
     if isinstance(value, (tuple, list)):
         return type(value).__qualname__, tuple(_describe(entry) for entry in value)
-    return type(value).__qualname__, repr(value) if tree.is_plain(value) else None
+    plain = ((name, repr(entry)) for name, entry in tree.contents(value) if not isinstance(entry, Tensor))
+    return type(value).__qualname__, *plain
+
+
+def bytes_of(tensor: Tensor, num_rows: int = 1) -> Any:
+    """Return the memory of a tensor as an array of bytes [num_rows, ...]; on an accelerator this waits for it."""
+    if tensor.numel() == 0:
+        return np.zeros((num_rows, 0), dtype=np.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(num_rows, -1).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +87,18 @@ class RowArguments:
                 return tensor.shape[0]
         raise UncacheableError("the model is called in a new way, without any argument that it had at first")
 
+    def digest_of_shared(self, batch: Batch) -> bytes:
+        """Return a digest of what the shared tensors of a batch hold, but for what is of the loss."""
+        num_rows, digest = self.count(batch), hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for name, tensor in sorted(tree.named_leaves(batch.arguments), key=itemgetter(0)):
+            if OF_THE_LOSS not in name and not self._has_rows(name, tensor, num_rows):
+                digest.update(name.encode())
+                digest.update(bytes_of(tensor).data)
+        return digest.digest()
+
+    def _has_rows(self, name: str, tensor: Tensor, num_rows: int) -> bool:
+        return name not in self.shared and tensor.dim() > 0 and tensor.shape[0] == num_rows
+
     def take(self, batch: Batch, rows: Tensor, length: int | None = None) -> Batch:
         """Return a copy of a batch with the given rows [b], detached; repeats are fine.
 
@@ -85,7 +110,7 @@ class RowArguments:
         names = iter([name for name, _ in tree.named_leaves(batch.arguments)])
 
         def cut(tensor: Tensor) -> Tensor:
-            if next(names) in self.shared or not tensor.dim() or tensor.shape[0] != num_rows:
+            if not self._has_rows(next(names), tensor, num_rows):
                 return tensor.detach().clone()
             picked = tensor.detach().index_select(0, rows.to(tensor.device))
             is_long = tensor.dim() > 1 and tensor.shape[1] == full
@@ -176,7 +201,19 @@ def find_axes(crossing: Crossing, arguments: RowArguments) -> tuple[dict[Place, 
         fitting = [axis for axis in own if part is not None and is_close(part, own[axis], crossing.limit)]
         require(bool(fitting), f"what {place[0]} gives for a sample depends on the other samples of its batch")
         axes[place] = fitting[0]
+    _check_constants(crossing, arguments, [place for place, axis in axes.items() if axis is None], num_rows)
     return axes, can_split
+
+
+def _check_constants(crossing: Crossing, arguments: RowArguments, constants: Sequence[Place], num_rows: int) -> None:
+    """Make sure that what some rows give as the whole batch does is no statistic of them, such as the largest value."""
+    if not constants:
+        return
+    trial = _run_rows(crossing, arguments, torch.arange(num_rows - 2, -1, -2).repeat(2)[:num_rows])
+    for place in constants:
+        part = trial.value(place)
+        is_same = part is not None and is_close(part, crossing.values[place], crossing.limit)
+        require(is_same, f"what {place[0]} gives for all samples alike depends on which samples a batch has")
 
 
 def _run_rows(crossing: Crossing, arguments: RowArguments, rows: Tensor, length: int | None = None) -> Trial:
@@ -202,17 +239,20 @@ def _axes_of_rows(root: str, whole: Tensor, part: Tensor | None, num_rows: int, 
     return changed
 
 
-def cuttable_axes(crossing: Crossing, arguments: RowArguments, axes: Axes) -> dict[Place, int]:
-    """Return the axes of rows along which padding may be cut: all that the model gives is the same without it."""
+def cuttable_axes(crossing: Crossing, arguments: RowArguments, axes: Axes) -> dict[Place, int] | None:
+    """Return the axes of rows along which padding may be cut: all that the model gives is the same without it.
+
+    Empty where no row follows the length, and is the same at another one; None where nothing of it is proven.
+    """
     lengths = true_lengths(crossing.batch.kwargs, arguments.count(crossing.batch))
     found = None if lengths is None else _length_axes(crossing, arguments, axes, lengths.tolist())
     if lengths is None or not found:
-        return {}
+        return found
     padded = dict(crossing.values)
     for place, length_axis in found.items():
         axis = axes[place] or 0
         padded[place] = cut_padding(padded[place].movedim(axis, 0), length_axis, lengths.tolist()).movedim(0, axis)
-    return {} if crossing.differs(padded) else found
+    return None if crossing.differs(padded) else found
 
 
 def _length_axes(

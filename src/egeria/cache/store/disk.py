@@ -60,6 +60,8 @@ class DiskStore:
     """Whether augmentation is fixed: what is stored for other inputs is of no use."""
     front: int
     """Checksum of the weights and statistics of the frozen layers."""
+    ignores_padding: bool
+    """Whether it is proven that rows are the same whatever length a batch is padded to."""
 
     def __post_init__(self) -> None:
         self.layouts = tuple(self.layouts)

@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -30,16 +31,20 @@ ENTRY = np.dtype([("checksum", "<u4"), ("length", "<i4"), ("fingerprint", "<f4",
 """An entry lies within 16 aligned bytes. A checksum of 0 means that there is no row."""
 SEALED = np.dtype([("position", "<i8"), ("length", "<i4"), ("fingerprint", "<f4", (2,))])
 """What of an entry its checksum covers, before the row itself."""
-MAGIC = b"egeria-2"
+MAGIC = b"egeria-3"
 HEADER_BYTES = 4096
 PREFIX = struct.Struct("<8sII")
 """Magic, whether a second process opened the file, and the size of the description that follows as JSON."""
 SHARED_OFFSET = len(MAGIC)
-DESCRIPTION = {"boundary": "", "num_views": 1, "is_viewed": False, "front": 0}
+DESCRIPTION = {"boundary": "", "num_views": 1, "is_viewed": False, "front": 0, "ignores_padding": False}
 """What is told of a store besides its layouts and capacity, where nothing else is said."""
 DECIDED = {True: ".opened", False: ".refused"}
 """Endings of the files by which the process that decides on a store informs the others of its host."""
 BLOCK_BYTES = 2**20
+PART_BYTES = 64 * 2**20
+"""Of a file, that gets its blocks at a time."""
+ALLOCATION_S = 5.0
+"""How long a file may take to get them: one at the bottom of a slow network would hold the training up for minutes."""
 PRIVATE = 0o600
 _SAFELY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
@@ -180,14 +185,29 @@ def _layout(shape: Sequence[int], name: str, storage: str, length_axis: int | No
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:
-    """Give a file all of its blocks: in a sparse one a full disk would show only when rows are written."""
-    if hasattr(os, "posix_fallocate"):
+    """Give a file all of its blocks: in a sparse one a full disk would show only when rows are written.
+
+    Where the file system cannot do that, every block is touched instead, by the system library or here. Raises
+    `OSError`, also where it takes too long.
+    """
+    allocate, deadline = getattr(os, "posix_fallocate", _write_zeros), time.monotonic() + ALLOCATION_S
+    for offset in range(0, size_bytes, PART_BYTES):
+        if time.monotonic() > deadline:
+            raise OSError(
+                errno.ETIMEDOUT,
+                f"the file system allocates too slowly: {offset} of {size_bytes} bytes in {ALLOCATION_S:g} s",
+            )
+        part = descriptor, offset, min(PART_BYTES, size_bytes - offset)
         try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
-            return
+            allocate(*part)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise
+            allocate = _write_zeros
+            allocate(*part)
+
+
+def _write_zeros(descriptor: int, offset: int, size_bytes: int) -> None:
     zeros = memoryview(bytes(BLOCK_BYTES))
-    for offset in range(0, size_bytes, BLOCK_BYTES):
-        fully(os.pwritev, descriptor, [zeros[: size_bytes - offset]], offset)
+    for begin in range(0, size_bytes, BLOCK_BYTES):
+        fully(os.pwritev, descriptor, [zeros[: size_bytes - begin]], offset + begin)

@@ -2,7 +2,7 @@
 
 The key of a row is a cryptographic hash of the input itself, so no sample numbers are needed, and a row is found for
 equal input alone, whoever hands out the batches and in whatever order. The length that a batch is padded to is part of
-it, since a sentence comes out of another length equal to rounding only; the padding itself is not, and is not stored.
+it, since a sentence comes out of another length equal to rounding only, and so is the padding, which is not stored.
 """
 
 from __future__ import annotations
@@ -10,45 +10,83 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from egeria import tree
-from egeria.cache.fingerprint import OF_THE_LOSS
+from egeria.cache.fingerprint import describe
 from egeria.cache.store.rows import Integers, Mask
 from egeria.layers.batch import Batch
+from egeria.skipping.rows import DIGEST_BYTES, bytes_of
 
-DIGEST_BYTES = 16
 ROW_BYTES = 256
 """What is kept of a row beside its values: its key and its place."""
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
+LOOK_BYTES = 64 * 2**20
+"""Stored between two looks at how much may be."""
+GROUP_FILES = ("memory.max", "memory.current", "inactive_file")
+OLD_GROUP_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Limit and use of a control group, and the entry of its `memory.stat` with what can be reclaimed: version 2, and 1."""
 
 Place = tuple[int, int, int, int]
 """Of a row: the number of its block, its number in that, and from which position of the block to which it reaches."""
 
 
-def free_memory_bytes() -> int:
-    """Return how much memory this machine, or this container on it, could still give; 0 where that is not known."""
+def free_memory_bytes(system: Path = Path("/")) -> int:
+    """Return how much memory this process could still be given; 0 where that is not known.
+
+    The least of what the machine has, and of what the limits of the control groups leave in which the process is.
+
+    Args:
+        system: the folder in which `proc` and `sys` are.
+    """
     found = []
-    with contextlib.suppress(OSError, ValueError):
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="ascii").splitlines())
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        lines = dict(line.split(":", 1) for line in _read(system / "proc/meminfo").splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        limit, used = (int((CGROUP / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
-        found.append(max(0, limit - used))
+    for folder, names in _control_groups(system):
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+            limit, used = (int(_read(folder / name)) for name in names[:2])
+            found.append(max(0, limit - used + _reclaimable_bytes(folder, names[2])))
     if not found and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(found, default=0)
 
 
-def row_keys(batch: Batch, num_rows: int, lengths: Integers | None) -> list[bytes] | None:
-    """Return a key for each row of the model's input; None where it holds a tensor whose elements cannot be read.
+def _control_groups(system: Path) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Yield the folders of the control groups of this process, and the names of limit, use and what can be reclaimed.
+
+    Each with its parents up to the root: in a container the path may be of the host, and its folder the root here.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = _read(system / "proc/self/cgroup").splitlines()
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        own = PurePosixPath(path.strip("/"))
+        if number == "0" and not controllers:
+            yield from ((system / "sys/fs/cgroup" / folder, GROUP_FILES) for folder in (own, *own.parents))
+        elif "memory" in controllers.split(","):
+            yield from ((system / "sys/fs/cgroup/memory" / folder, OLD_GROUP_FILES) for folder in (own, *own.parents))
+
+
+def _reclaimable_bytes(folder: Path, name: str) -> int:
+    """Return what a control group has in pages of files that were not used lately: they can be given up."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        return int(dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())[name])
+    return 0
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def row_keys(batch: Batch, num_rows: int, shared: Collection[str] = ()) -> list[bytes] | None:
+    """Return a key for each row of the model's input; None where it holds something whose contents cannot be read.
 
     Tensors whose first axis has `num_rows` entries count row by row, all else counts for every row, the type of mixed
     precision too. On an accelerator this waits for it.
@@ -56,50 +94,26 @@ def row_keys(batch: Batch, num_rows: int, lengths: Integers | None) -> list[byte
     Args:
         batch: the model's input.
         num_rows: its samples B.
-        lengths: of the samples without padding [B]; of what is as long as the attention mask only that part is read.
+        shared: paths of tensors that are known to be shared by the samples, also where they are as long as the batch.
     """
-    shared, columns = hashlib.blake2b(repr(batch.autocast).encode(), digest_size=DIGEST_BYTES), []
-    mask = batch.kwargs.get("attention_mask")
-    padded_length = mask.shape[1] if lengths is not None and isinstance(mask, Tensor) else None
-    for name, value in sorted(tree.contents(batch.arguments), key=_by_name):
-        if OF_THE_LOSS in name:
-            continue
-        shared.update(name.encode())
+    if batch.unreadable:
+        return None
+    description = describe(batch, num_rows, shapes=True, shared=shared)
+    own, columns = hashlib.blake2b(description.encode(), digest_size=DIGEST_BYTES), []
+    for name, value in batch.contents:
         if not isinstance(value, Tensor):
-            shared.update((repr(value) if tree.is_plain(value) else type(value).__qualname__).encode())
             continue
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            return None
-        is_row = value.dim() > 0 and value.shape[0] == num_rows
-        is_cut = is_row and value.dim() > 1 and value.shape[1] == padded_length
-        shared.update(f"{value.dtype}{tuple(value.shape[is_row:])}".encode())
-        memory = _as_bytes(value, num_rows if is_row else 1)
-        if is_row:
-            columns.append((memory, memory.shape[1] // value.shape[1] if is_cut else None))
+        if name not in shared and value.shape[:1] == (num_rows,):
+            columns.append(bytes_of(value, num_rows))
         else:
-            shared.update(memory.data)
-    return [_row_key(shared.copy(), columns, row, lengths) for row in range(num_rows)] if columns else None
+            own.update(bytes_of(value).data)
+    return [_row_key(own.copy(), columns, row) for row in range(num_rows)] if columns else None
 
 
-def _by_name(entry: tuple[str, Any]) -> str:
-    return entry[0]  # the order in which a caller names arguments means nothing
-
-
-def _row_key(own: Any, columns: Sequence[tuple[Any, int | None]], row: int, lengths: Integers | None) -> bytes:
-    for memory, position_bytes in columns:
-        if position_bytes is None or lengths is None:
-            own.update(memory[row])
-        else:
-            own.update(memory[row, : position_bytes * int(lengths[row])])
+def _row_key(own: Any, columns: Sequence[Any], row: int) -> bytes:
+    for memory in columns:
+        own.update(memory[row])
     return bytes(own.digest())
-
-
-def _as_bytes(value: Tensor, num_rows: int) -> Any:
-    """Return the memory of a tensor as bytes [num_rows, ...]."""
-    if value.numel() == 0:
-        return np.zeros((num_rows, 0), dtype=np.uint8)
-    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(num_rows, -1).view(torch.uint8).numpy()
 
 
 class RowMemory:
@@ -107,12 +121,13 @@ class RowMemory:
 
     Args:
         length_axes: for each leaf the axis of a row that follows the length of its sample, or None.
-        limit_bytes: how much may be stored.
+        find_limit: returns how many bytes may be stored, by how many are; asked again while it fills.
     """
 
-    def __init__(self, length_axes: Sequence[int | None], limit_bytes: int) -> None:
-        self._length_axes = tuple(length_axes)
-        self.limit_bytes, self.size_bytes, self.is_full = limit_bytes, 0, False
+    def __init__(self, length_axes: Sequence[int | None], find_limit: Callable[[int], int]) -> None:
+        self._length_axes, self._find_limit = tuple(length_axes), find_limit
+        self.limit_bytes, self.size_bytes, self.is_full = find_limit(0), 0, False
+        self._next_look_bytes = LOOK_BYTES
         self._places: dict[bytes, Place] = {}
         self._blocks: list[list[Tensor]] = []
 
@@ -139,6 +154,9 @@ class RowMemory:
         """
         if self.is_full:
             return
+        if self.size_bytes >= self._next_look_bytes:
+            self._next_look_bytes = self.size_bytes + LOOK_BYTES
+            self.limit_bytes = min(self.limit_bytes, self._find_limit(self.size_bytes))
         block = [self._packed(leaf.detach(), axis, lengths) for leaf, axis in zip(rows, self._length_axes, strict=True)]
         size_bytes = sum(leaf.nbytes for leaf in block) + ROW_BYTES * len(keys)
         if self.size_bytes + size_bytes > self.limit_bytes:
@@ -180,7 +198,7 @@ class RowMemory:
         """Free the memory."""
         self._places.clear()
         self._blocks.clear()
-        self.size_bytes = 0
+        self.size_bytes, self._next_look_bytes = 0, LOOK_BYTES
 
     @staticmethod
     def _packed(rows: Tensor, axis: int | None, lengths: Integers | None) -> Tensor:
