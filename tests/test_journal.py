@@ -44,6 +44,8 @@ EXAMPLES = [
         frozen=0,
         iteration_wall_s=0.5,
         iteration_cpu_s=0.25,
+        overhead_wall_s=0.125,
+        overhead_cpu_s=0.0625,
     ),
     events.PlasticityRead(
         step=10,
@@ -252,6 +254,13 @@ def test_a_time_that_is_none_costs_no_event(moment, tmp_path):
 def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
     write_lines(tmp_path, OPENED, {**FROZEN.to_dict(), "mood": "good"})
     assert read_journal(tmp_path).events == (FROZEN,)
+
+
+def test_an_interval_of_an_earlier_version_tells_no_overhead(tmp_path):
+    earlier = {name: value for name, value in EXAMPLES[3].to_dict().items() if not name.startswith("overhead")}
+    write_lines(tmp_path, OPENED, earlier)
+    (event,) = read_journal(tmp_path).events
+    assert event == dataclasses.replace(EXAMPLES[3], overhead_wall_s=None, overhead_cpu_s=None)
 
 
 @pytest.mark.parametrize("version", [events.SCHEMA_VERSION + 1, "2", None, 1.5])

@@ -42,17 +42,19 @@ def started(names=NAMES, **changes):
     return events.RunStarted(**{**settings, **changes})
 
 
-def interval(step, *, frozen=0, wall=0.1, cpu=0.2, loss=1.0, rate=0.1):
+def interval(step, *, frozen=0, wall=0.1, cpu=0.2, loss=1.0, rate=0.1, num_steps=10, overhead=(None, None)):
     return events.IntervalMeasured(
         step=step,
         evaluation=step // 10,
         loss=loss,
-        num_steps=10,
+        num_steps=num_steps,
         num_bad_losses=0,
         learning_rate=rate,
         frozen=frozen,
         iteration_wall_s=wall,
         iteration_cpu_s=cpu,
+        overhead_wall_s=overhead[0],
+        overhead_cpu_s=overhead[1],
     )
 
 
@@ -234,12 +236,66 @@ def test_metrics_know_which_way_is_better(tmp_path):
     assert (loss.final, loss.best, loss.best_step, loss.lower_is_better) == (0.4, 0.4, 70, True)
 
 
-def test_a_run_without_closing_counts_its_evaluations_as_overhead(tmp_path):
-    summary = summary_of(tmp_path, run_of_75_steps()[:-1])
+def with_overhead(course):
+    """Tell the overhead in each interval: 1 ms of wall and 2 ms of CPU time a step."""
+    return [
+        dataclasses.replace(event, overhead_wall_s=1e-3 * event.step, overhead_cpu_s=2e-3 * event.step)
+        if isinstance(event, events.IntervalMeasured)
+        else event
+        for event in course
+    ]
+
+
+def test_a_run_without_closing_counts_what_its_last_interval_tells_and_the_evaluations_since(tmp_path):
+    course = with_overhead(run_of_75_steps()[:-1])
+    course.append(dataclasses.replace(reading(70, wall=0.003, cpu=0.004), controller_cpu_s=0.5))
+    made = report(write(tmp_path, course))
+    wall, cpu = made.summary.wall, made.summary.cpu
+    assert not made.summary.history.closed
+    assert wall.overhead_s == pytest.approx(0.07 + 0.003)
+    assert cpu.overhead_s == pytest.approx(0.14 + 0.004 + 0.5)
+    assert wall.saved_s == pytest.approx(1.05 - 0.073)
+    assert "overhead deducted" in str(made) and "overhead not known" not in str(made)
+    closing = [*course, closed(75)]
+    assert summary_of(tmp_path / "closed", closing).wall.overhead_s == pytest.approx(0.05), "that is exact"
+
+
+def test_a_resumed_run_has_the_overhead_of_each_process(tmp_path):
+    crashed = with_overhead(run_of_75_steps()[:-4])
+    again = [started(), events.Resumed(step=40, frozen=1, stage="knowledge-guided")]
+    again += [interval(50, frozen=1, overhead=(0.02, 0.03)), interval(60, frozen=1, overhead=(0.03, 0.04))]
+    summary = summary_of(tmp_path, crashed, again)
+    assert summary.wall.overhead_s == pytest.approx(0.04 + 0.03), "of the first up to the step it went back to"
+    assert summary.history.overhead_complete
+
+
+def test_a_journal_of_an_earlier_version_without_closing_counts_its_evaluations_and_says_so(tmp_path):
+    made = report(write(tmp_path, run_of_75_steps()[:-1]))
+    assert "overhead not known" in str(made) and "deducted" not in str(made)
+    summary = made.summary
     assert not summary.history.closed and not summary.history.overhead_complete
     assert summary.wall.overhead_s == pytest.approx(0.02 + 2 * 0.01)
     assert summary.cpu.overhead_s == pytest.approx(0.02 + 2 * 0.02)
     assert summary.wall.saved_s == pytest.approx(1.05 - 0.04)
+
+
+def test_the_pace_is_that_of_most_steps_and_not_of_most_intervals(tmp_path):
+    """Intervals of a warm-up are short and slow; those behind it have most of the steps."""
+    warm_up = [interval(step, wall=0.3, cpu=0.6, num_steps=1) for step in range(1, 11)]
+    course = [started(), *warm_up, interval(30, num_steps=20), interval(50, num_steps=20), frozen(50, 0, 0.1)]
+    course += [interval(step, frozen=1, wall=0.4, cpu=0.8, num_steps=1) for step in (51, 52, 53)]
+    course += [interval(73, frozen=1, wall=0.06, cpu=0.1, num_steps=20), closed(75)]
+    summary = summary_of(tmp_path, course)
+    assert (summary.wall.unfrozen_iteration_s, summary.cpu.unfrozen_iteration_s) == (0.1, 0.2)
+    assert [(pace.wall_s, pace.cpu_s) for pace in summary.paces] == [(0.1, 0.2), (0.06, 0.1)]
+    assert summary.wall.saved_s == pytest.approx(3 * (0.1 - 0.4) + 20 * 0.04 - 0.05)
+    assert summary.wall.unfrozen_s == pytest.approx(10 * 0.3 + 63 * 0.1)
+
+
+@pytest.mark.parametrize(("total_steps", "is_early"), [(700, True), (600, False), (None, False)])
+def test_where_only_the_beginning_ran_unfrozen_the_estimate_is_said_to_be_high(tmp_path, total_steps, is_early):
+    course = [started(total_steps=total_steps), *run_of_75_steps()[1:]]
+    assert ("probably a little less" in str(report(write(tmp_path, course)))) == is_early
 
 
 def test_a_loss_of_time_is_shown_as_one(tmp_path):

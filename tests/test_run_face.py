@@ -181,6 +181,21 @@ def test_the_summary_is_what_the_report_says_of_the_journal_so_far(tmp_path):
     assert assert_as_reported(loop.run, tmp_path).closed
 
 
+def test_an_open_run_tells_all_that_egeria_took_so_far(tmp_path):
+    logged = {}
+    loop = loop_in(tmp_path, log_to=lambda values, step: logged.update({step: values.get("egeria/overhead")}))
+    loop.step(20)
+    during = loop.run.summary()
+    reported = egeria.report(tmp_path).summary
+    loop.run.close()
+    after = loop.run.summary()
+    evaluations = sum(event.wall_s for event in read_journal(tmp_path).of(PlasticityRead))
+    assert evaluations < 0.5 * after.overhead_s, "the test is empty if evaluations are most of it"
+    assert 0.5 * after.overhead_s < during.overhead_s <= after.overhead_s
+    assert reported.wall.overhead_s == during.overhead_s and reported.history.overhead_complete
+    assert logged[20] > 0.5 * after.overhead_share
+
+
 def test_the_summary_counts_what_came_before_a_resume(tmp_path):
     loop = frozen_loop(tmp_path)
     checkpoint = loop.save()

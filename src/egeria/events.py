@@ -143,6 +143,9 @@ class IntervalMeasured(Event, kind="interval"):
     """Joules that the interval took, with `accounts.energy`; our own work is in them."""
     energy_window_s: float | None = None
     """Seconds in which it took them."""
+    overhead_wall_s: float | None = None
+    """What egeria itself cost in this process so far, as in `RunClosed`; None in journals of earlier versions."""
+    overhead_cpu_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

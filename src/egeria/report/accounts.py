@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from egeria import events
+from egeria.report.freezing import median_over_steps
 from egeria.report.history import History, setting
 
 PEAK, ENERGY, RELEASING = "measuring the peak of memory", "measuring energy", "releasing the optimizer's state"
@@ -146,10 +147,10 @@ def _energy(
         return None
     watts = [(_power(entry), entry) for entry in measured if entry.energy_window_s]
     paces = [(power * entry.iteration_wall_s, entry) for power, entry in watts]
-    full = [pace for pace, entry in paces if is_full(entry)]
+    full = [(pace, entry.num_steps) for pace, entry in paces if is_full(entry)]
     saved = None
     if full:
-        unfrozen = statistics.median(full)
+        unfrozen = median_over_steps(full)
         # The overhead is that of the whole run, of which there may be energy for a part only.
         share = sum(entry.num_steps for _, entry in watts) / sum(entry.num_steps for entry in intervals)
         overhead = share * overhead_s * statistics.median(power for power, _ in watts)

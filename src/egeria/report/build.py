@@ -133,13 +133,13 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the headline numbers, each under its name."""
     of_modules = f" of {len(summary.modules)} modules" if summary.modules else ""
     now, mean = percent(summary.depths[-1].parameter_share), percent(summary.mean_parameter_share)
-    skipped = percent(summary.mean_skipped_share)
+    skipped, at_least = percent(summary.mean_skipped_share), "" if summary.history.overhead_complete else "at least "
     rows = [
         ("progress", f"{progress(summary)}, {summary.stage}"),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
         *beside_time(summary),
-        ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
+        ("egeria's overhead", f"{at_least}{percent(summary.wall.overhead_share)} of training time"),
         (f"frozen {frozen_when(summary)}", f"{summary.frozen_now}{of_modules} ({now} of parameters)"),
         *([("behind them", rare)] if (rare := rarely_updated(summary.periods_now, summary.frozen_now)) else []),
         ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),

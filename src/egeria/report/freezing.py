@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from egeria.events import (
@@ -122,6 +122,20 @@ def mean_over_steps(points: tuple[DepthPoint, ...], read: Callable[[DepthPoint],
     if num_steps == 0 or any(share is None for share in shares):
         return None
     return sum((share or 0.0) * point.num_steps for share, point in zip(shares, points, strict=True)) / num_steps
+
+
+def median_over_steps(paces: Iterable[tuple[float, int]]) -> float:
+    """Return the median of the paces of intervals, each given with its number of steps and counted as often.
+
+    Intervals change their length in a run: the many short ones of a warm-up are few steps. There must be one at least.
+    """
+    ordered = sorted(paces)
+    left = sum(num_steps for _, num_steps in ordered) / 2
+    for (pace, num_steps), (next_pace, _) in itertools.pairwise(ordered):
+        left -= num_steps
+        if left <= 0:
+            return pace if left else (pace + next_pace) / 2
+    return ordered[-1][0]
 
 
 def freeze_marks(history: History) -> tuple[FreezeMark, ...]:

@@ -28,11 +28,11 @@ class History:
     directory: Path
     events: tuple[Event, ...]
     overhead_wall_s: float
-    """What egeria itself cost."""
+    """What egeria itself cost; of a process that did not close its run, to the end of the journal as it is."""
     overhead_cpu_s: float
     """The same by the CPU clock, the time of a controller process included."""
     overhead_complete: bool
-    """False where a process never closed its run, so that only evaluations could be counted."""
+    """False where a process of an earlier version never closed its run, so that only evaluations could be counted."""
     first_step: int
     """Where the journal begins: 0, or the step at which a run went on in a new directory."""
     closed: bool
@@ -137,13 +137,23 @@ def _rewind(kept: list[list[Event]], step: int) -> int:
 
 
 def _cost(process: list[Event]) -> tuple[float, float, bool]:
-    """Return what egeria cost one process, wall and CPU seconds, and whether that is all of it."""
+    """Return what egeria cost one process, wall and CPU seconds, and whether that is all of it.
+
+    Without a closing it is what the newest interval tells, and the evaluations since; intervals of earlier versions
+    tell nothing.
+    """
     closing = next((event for event in reversed(process) if isinstance(event, RunClosed)), None)
     if closing is not None:
         return closing.overhead_wall_s, closing.overhead_cpu_s + closing.controller_cpu_s, True
-    costs = [event for event in process if isinstance(event, (PlasticityRead, ReferenceRefreshed))]
+    wall_s = cpu_s = controller_cpu_s = 0.0
     complete = not any(isinstance(event, IntervalMeasured) for event in process)
-    return sum(e.wall_s for e in costs), sum(e.cpu_s + e.controller_cpu_s for e in costs), complete
+    for event in process:
+        if isinstance(event, (PlasticityRead, ReferenceRefreshed)):
+            wall_s, cpu_s = wall_s + event.wall_s, cpu_s + event.cpu_s
+            controller_cpu_s += event.controller_cpu_s
+        elif isinstance(event, IntervalMeasured) and event.overhead_wall_s is not None:
+            wall_s, cpu_s, complete = event.overhead_wall_s, event.overhead_cpu_s or 0.0, True
+    return wall_s, cpu_s + controller_cpu_s, complete
 
 
 def setting(started: RunStarted, group: str, name: str) -> Any:

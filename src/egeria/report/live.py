@@ -49,7 +49,7 @@ class RunSummary:
     time_saved_s: float | None
     """Estimated seconds of wall clock saved so far, egeria's own work deducted; negative where it cost more."""
     overhead_s: float
-    """Seconds that egeria itself took: of evaluations while the run is open, everything once it is closed."""
+    """Seconds that egeria itself took; while the run is open, to the end of its newest interval."""
     overhead_share: float | None
     """The overhead as a share of the training time."""
     memory_freed_bytes: int | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections import Counter
 from dataclasses import dataclass
 
@@ -38,7 +37,7 @@ class Clock:
     """
 
     unfrozen_iteration_s: float | None
-    """Median iteration time over the intervals in which all was updated at every step; None where there was none."""
+    """Median iteration time over the steps of the intervals in which all was updated at each; None without any."""
     training_s: float
     """Iteration time times steps, over all intervals; the overhead of egeria is not in it."""
     overhead_s: float
@@ -163,6 +162,8 @@ class Summary:
     steps_measured: int
     """Steps in intervals of known pace; the times speak of these alone."""
     stage: str
+    last_full_step: int | None
+    """Where the last interval of known pace ended in which all was updated at every step; None without any."""
     wall: Clock
     cpu: Clock
     paces: tuple[DepthPace, ...]
@@ -229,6 +230,7 @@ def summarize(history: History) -> Summary:
         steps_done=history.last_step,
         steps_measured=sum(interval.num_steps for interval in intervals),
         stage=stage_of(history),
+        last_full_step=max((interval.step for interval in intervals if _is_full(interval)), default=None),
         wall=wall,
         cpu=cpu,
         paces=_paces(intervals, wall.unfrozen_iteration_s, cpu.unfrozen_iteration_s),
@@ -318,8 +320,8 @@ def _list_metrics(history: History) -> tuple[Metric, ...]:
 
 def _clock(intervals: list[events.IntervalMeasured], name: str, overhead_s: float) -> Clock:
     paces = [(float(getattr(interval, name)), interval) for interval in intervals]
-    unfrozen = [pace for pace, interval in paces if _is_full(interval)]
-    unfrozen_s = statistics.median(unfrozen) if unfrozen else None
+    unfrozen = [(pace, interval.num_steps) for pace, interval in paces if _is_full(interval)]
+    unfrozen_s = freezing.median_over_steps(unfrozen) if unfrozen else None
     saved_s = None
     if unfrozen_s is not None:
         # Only where something was frozen: else the jitter of the unfrozen pace would pass for a saving.
@@ -336,8 +338,8 @@ def _paces(
     paces: list[DepthPace] = []
     for depth, periods in sorted({_front(interval) for interval in intervals}):
         at_depth = [interval for interval in intervals if _front(interval) == (depth, periods)]
-        wall_s = statistics.median(interval.iteration_wall_s for interval in at_depth)
-        cpu_s = statistics.median(interval.iteration_cpu_s for interval in at_depth)
+        wall_s = freezing.median_over_steps((entry.iteration_wall_s, entry.num_steps) for entry in at_depth)
+        cpu_s = freezing.median_over_steps((entry.iteration_cpu_s, entry.num_steps) for entry in at_depth)
         paces.append(
             DepthPace(
                 frozen=depth,

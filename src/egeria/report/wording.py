@@ -153,6 +153,8 @@ def frozen_when(summary: Summary) -> str:
 
 ROUGH_STEPS = 100
 """Unfrozen steps under which their pace says little: batches differ in size, and the first ones are slow."""
+EARLY_SHARE = 0.1
+"""Share of the run at its beginning in which iterations are the slow ones: memory and kernels are still to be found."""
 
 
 def verdict(summary: Summary) -> str:
@@ -160,6 +162,9 @@ def verdict(summary: Summary) -> str:
     if summary.why_nothing_froze is not None:
         return summary.why_nothing_froze
     wall, what = summary.wall, "Freezing and rarer updates" if summary.has_periods else "Freezing"
+    cost, deducted = "its overhead", "overhead deducted"
+    if not summary.history.overhead_complete:
+        cost, deducted = "what is known of its overhead", "overhead not known"
     if wall.saved_s is None:
         return (
             "The time saved is not known: no interval ran with nothing frozen, so there is no pace of this run "
@@ -167,12 +172,12 @@ def verdict(summary: Summary) -> str:
         )
     if wall.saved_s < 0:
         return (
-            f"{what} did not pay: with its overhead it cost about {duration(-wall.saved_s)} of wall time "
+            f"{what} did not pay: with {cost} it cost about {duration(-wall.saved_s)} of wall time "
             f"({percent(-wall.saved_s / wall.unfrozen_s if wall.unfrozen_s else None)}) more than it saved."
         )
     return (
         f"{what} saved about {duration(wall.saved_s)} of wall time ({percent(wall.saved_share)}) and "
-        f"{duration(summary.cpu.saved_s)} of CPU time ({percent(summary.cpu.saved_share)}), overhead deducted."
+        f"{duration(summary.cpu.saved_s)} of CPU time ({percent(summary.cpu.saved_share)}), {deducted}."
     )
 
 
@@ -180,9 +185,16 @@ def cautions(summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
     found = _doubts(summary.history)
     unfrozen = next((pace.num_steps for pace in summary.paces if not pace.frozen and not pace.periods), 0)
-    if 0 < unfrozen < ROUGH_STEPS and summary.wall.saved_s is not None and summary.why_nothing_froze is None:
+    is_estimated = summary.wall.saved_s is not None and summary.why_nothing_froze is None
+    if 0 < unfrozen < ROUGH_STEPS and is_estimated:
         pace = f"only {plural(unfrozen, 'step')} ran with nothing frozen"
         found.append(f"The time saved is a rough estimate: {pace}. A second run without egeria measures it.")
+    run_steps = summary.started.total_steps or summary.steps_done
+    if is_estimated and summary.last_full_step is not None and summary.last_full_step <= EARLY_SHARE * run_steps:
+        found.append(
+            f"The time saved is probably a little less: all that ran with nothing frozen lies in the first "
+            f"{EARLY_SHARE:.0%} of the run, and the first iterations are the slow ones."
+        )
     if summary.num_dropped:
         reasons = "; ".join(f"{reason} ({amount})" for reason, amount in summary.dropped.items())
         found.append(f"{plural(summary.num_dropped, 'evaluation')} gave no usable reading: {reasons}.")
@@ -207,8 +219,8 @@ def _doubts(history: History) -> list[str]:
         found.append(f"The run was not closed (it still runs, or it crashed): the numbers stand as of step {step}.")
     if not history.overhead_complete:
         found.append(
-            "The overhead counts readings and reference refreshes alone, because a process did not close its run: "
-            "the true overhead is a little higher."
+            "The overhead is not known: an earlier version of egeria, in a process that did not close its run, noted "
+            "readings and reference refreshes alone. Only these are taken off what was saved."
         )
     if history.first_step > 0:
         found.append(

@@ -117,12 +117,18 @@ class IntervalMeter:
             periods=list(periods) if max(periods, default=1) > 1 else None,
             **measured,
             **self.accounts.take(),
+            **self.timer.spent(),
         )
         self.recorder.write(event)
         if loss is None:
             reason = f"the training loss was not finite for {plural(num_bad, 'step')}; nothing is judged meanwhile"
             self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval.of(event)
+
+    def end_interval(self) -> None:
+        """Keep nothing of an interval that is over, where a fault kept it from being taken."""
+        self._losses = []
+        self.timer.take_medians()
 
     def close(self) -> None:
         """Measure nothing more, and leave the optimizers as they were found."""
@@ -156,5 +162,5 @@ def _mean(losses: Sequence[float | Tensor]) -> float | Tensor:
     """Return the mean of the losses of a step, without asking the device for them; that of one is the loss itself."""
     if len(losses) == 1:
         return losses[0]
-    total: float | Tensor = sum((value.double() if isinstance(value, Tensor) else value for value in losses), 0.0)
-    return total / len(losses)
+    total: float | Tensor = sum((value.float() if isinstance(value, Tensor) else value for value in losses), 0.0)
+    return total / len(losses)  # single precision, which `to_floats` has too: not every device has a double one

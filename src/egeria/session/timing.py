@@ -97,6 +97,11 @@ class IterationTimer:
         self.overhead_wall_s += wall_s
         self.overhead_cpu_s += cpu_s
 
+    def spent(self) -> dict[str, Any]:
+        """Return what egeria took so far, the call of `run.step` under way included, by the names of journal fields."""
+        wall_s, cpu_s = self._inside.read()
+        return {"overhead_wall_s": self.overhead_wall_s + wall_s, "overhead_cpu_s": self.overhead_cpu_s + cpu_s}
+
     def take_out(self, wall_s: float, cpu_s: float) -> None:
         """Count seconds that egeria took within the user's iteration, and subtract them from that."""
         self.add_overhead(wall_s, cpu_s)
