@@ -195,6 +195,18 @@ def test_a_closed_run_is_saved_as_it_was_before(tmp_path):
     loop.accelerator.save_state(tmp_path / "state")
 
 
+def test_a_state_is_loaded_after_the_run_was_closed(tmp_path):
+    """As for a test with the best weights, behind the `with` block of the training."""
+    loop = Loop({"config": FREEZE}).epochs(2)
+    loop.accelerator.save_state(tmp_path / "best")
+    best = {name: tensor.clone() for name, tensor in loop.net.state_dict().items()}
+    loop.epochs(2)
+    loop.run.close()
+    loop.accelerator.load_state(tmp_path / "best")
+    assert differences(best, dict(loop.net.state_dict())) == []
+    assert loop.run.state_dict()["step"] == 10 and loop.run.frozen == 0
+
+
 def test_a_crash_leaves_the_model_as_it_was_found():
     loop = Loop({"config": FREEZE})
     with pytest.raises(KeyboardInterrupt), loop.run:

@@ -9,6 +9,7 @@ from torch import nn
 
 from cuts import check_partition, cut, numbered, on_meta, run_order
 from egeria.errors import ConfigError, UnsupportedModelError
+from egeria.layers.freezing import Freezer
 from egeria.layers.modules import LayerModule, find_atoms, parse_modules
 
 # --- convolutional networks ---
@@ -238,6 +239,64 @@ def test_a_submodule_under_two_names_is_shared_by_what_lies_between():
     assert [module.submodules for module in modules] == [("chain.0",), ("chain.1",)]
     assert modules[0].shared_parameters == modules[0].parameters
     assert modules[1].shared_parameters == ()
+
+
+def with_shared(shared, count=4):
+    """Return blocks that all use one submodule, a head behind them, and what freezes them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), shared) for _ in range(count)), nn.Linear(4, 4))
+    return model, Freezer(model, parse_modules(model, pattern=r"\d"))
+
+
+def test_a_submodule_of_active_modules_too_keeps_its_mode_until_all_that_it_serves_is_frozen():
+    dropout = nn.Dropout(0.5)
+    model, freezer = with_shared(dropout)
+    inputs = torch.randn(64, 4)
+    for depth in (1, 2, 3):
+        freezer.freeze_to(depth)
+        model.train()
+        model(inputs)
+        assert dropout.training and not model[depth - 1][0].training
+    freezer.freeze_to(4)
+    model.train()
+    assert (model[:4](inputs) != 0).all(), "it drops nothing any more, in the first of them neither"
+    assert not dropout.training
+    freezer.thaw()
+    assert all(part.training for part in model.modules())
+
+
+def test_statistics_of_a_norm_that_active_modules_use_too_go_on():
+    norm = nn.BatchNorm1d(4)
+    model, freezer = with_shared(norm)
+    freezer.freeze_to(2)
+    model.train()
+    before = norm.running_mean.clone()
+    model(torch.randn(16, 4)).sum().backward()
+    assert not torch.equal(norm.running_mean, before)
+    assert norm.weight.grad is not None and model[0][0].weight.grad is None
+    freezer.thaw()
+    assert all(part.training for part in model.modules())
+
+
+def test_modules_that_share_a_submodule_thaw_into_the_mode_from_before_the_first():
+    model, freezer = with_shared(nn.Dropout(0.5), count=2)
+    freezer.freeze_to(2)
+    assert not model[0][1].training
+    freezer.thaw()
+    assert all(part.training for part in model.modules())
+
+
+def test_another_name_of_a_block_or_its_norm_is_no_other_use():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()) for _ in range(3)))
+    order = run_order(model, lambda: model(torch.randn(8, 4)))
+    model.layers, model.norm = nn.ModuleList(model[:2]), model[0][1]
+    model.forward = nn.Sequential(*model[:3]).forward
+    freezer = Freezer(model, parse_modules(model, pattern=r"\d", order=order))
+    freezer.freeze_to(1)
+    model.train()
+    model(torch.randn(8, 4))
+    assert not any(part.training for part in model[0].modules())
+    assert all(part.training for part in model[1].modules())
 
 
 # --- the caller's own cut ---

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import random
 from pathlib import Path
 
 import pytest
+import torch
 
-from egeria import EgeriaWarning, read_journal
+from egeria import EgeriaWarning, attach, read_journal
 from egeria.events import (
     CacheDecided,
     CacheUsed,
     ComputeProfiled,
     ControllerChosen,
     Declined,
+    IntervalMeasured,
     MemoryProfiled,
     PlasticityRead,
     Resumed,
@@ -107,6 +110,31 @@ def test_other_settings_of_the_cut_than_those_of_the_saved_run_are_declined(tmp_
     assert declined.step == STEPS // 2
     second.step()
     assert list(second.run.summary().modules) == names
+
+
+@pytest.mark.parametrize("stop", [1, 9])
+def test_a_run_from_scratch_is_none_of_fine_tuning_where_it_is_resumed(stop, tmp_path):
+    """Its normalisation layers have trained by then, as those of a model that came trained."""
+    settings = {"total_steps": 400, "config": {"controller": {"kind": "inline"}}}
+    specimen = SPECIMENS["residual"]
+    whole = Loop(specimen, {**settings, "directory": tmp_path / "whole"})
+    first = Loop(specimen, {**settings, "directory": tmp_path / "first"})
+    whole.step(STEPS)
+    first.step(stop)
+    checkpoint = first.save()
+    second = Loop(specimen, seed=9)
+    trained = torch.load(io.BytesIO(checkpoint), weights_only=False)["model"]
+    second.model.load_state_dict(trained)
+    second.run = attach(second.model, second.optimizer, directory=tmp_path / "second", **settings)
+    second.load(checkpoint)
+    second.step(STEPS - stop)
+    assert differences(whole.everything(), second.everything()) == []
+    decided = [run._session.parts.policy.state_dict() for run in (whole.run, second.run)]
+    assert decided[0] == decided[1] and second.run.state_dict()["norms"] == whole.run.state_dict()["norms"]
+    worths = [
+        [event.worth for event in read_journal(tmp_path / name).of(IntervalMeasured)] for name in ("whole", "second")
+    ]
+    assert not any(map(any, worths))
 
 
 # --- on another number of ranks ------------------------------------------------------------------

@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import egeria
@@ -28,7 +29,7 @@ from egeria.events import (
 )
 from egeria.layers.freezing import Freezer
 from egeria.policy import find_policy
-from egeria.session import evaluation
+from egeria.session import evaluation, rehearsing
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
 from menagerie import MENAGERIE
@@ -686,6 +687,40 @@ def test_a_run_can_be_rolled_back_in_place(tmp_path):
     assert frozen[3] < deepest == frozen[-1], "modules freeze one by one again"
 
 
+def test_a_run_can_be_rolled_back_to_its_beginning(tmp_path):
+    loop = Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})
+    beginning = loop.save()
+    loop.step(40)
+    first, deepest = loop.losses, loop.run.frozen
+    assert deepest == len(loop.run.modules) - 1
+    loop.load(beginning)
+    assert loop.run.frozen == 0 and loop.run.stage == "bootstrapping"
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+    loop.step(40)
+    assert loop.run.frozen == deepest and loop.losses == first
+
+
+def test_a_run_that_has_given_up_freezing_can_be_rolled_back(tmp_path):
+    loop = Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})
+    loop.step(8)
+    state = loop.run.state_dict()
+    loop.step(32)
+    loop.model.requires_grad_(True)  # the last word
+    loop.step(2)
+    loop.run.load_state_dict(state)
+    loop.step(40)
+    assert loop.run.frozen == 0
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+
+
+def test_a_closed_run_refuses_a_state(tmp_path):
+    loop = frozen_loop(tmp_path)
+    state = loop.run.state_dict()
+    loop.run.close()
+    with pytest.raises(StateError, match="Attach anew"):
+        loop.run.load_state_dict(state)
+
+
 def test_a_state_saved_after_close_goes_on_unfrozen(tmp_path):
     first = frozen_loop(tmp_path / "first")
     first.run.close()
@@ -708,6 +743,33 @@ def test_layers_that_the_user_unfreezes_later_stay_unfrozen(tmp_path):
     assert loop.run.frozen == 0
     loop.run.close()
     assert all(parameter.requires_grad for parameter in loop.model.parameters())
+
+
+@pytest.mark.parametrize("way", ["at once", "resumed", "rolled back"])
+def test_what_the_user_froze_before_and_trains_later_is_never_frozen_by_us(way, tmp_path):
+    """A probe of the head first, then everything: the front trains on however the run goes on."""
+    loop = frozen_loop(tmp_path / "probe", "front_frozen_before")
+    state = loop.run.state_dict()
+    if way == "resumed":
+        loop.run.close()
+        loop = Loop(loop.specimen)
+        loop.model.requires_grad_(True)
+        loop.run = attach(
+            loop.model,
+            loop.optimizer,
+            controller=ScriptedController(),
+            config=FAST,
+            directory=tmp_path / "all",
+        )
+    loop.model.parts[0].requires_grad_(True)
+    if way != "at once":
+        loop.run.load_state_dict(state)
+    before = [parameter.clone() for parameter in loop.model.parts[0].parameters()]
+    loop.step(1)
+    for _ in range(20):
+        loop.step(2)
+        assert all(parameter.requires_grad for parameter in loop.model.parts[0].parameters())
+    assert not any(map(torch.equal, before, loop.model.parts[0].parameters()))
 
 
 def test_a_front_that_the_model_itself_runs_without_gradient_does_not_stop_the_rest(tmp_path):
@@ -767,6 +829,104 @@ def test_a_soft_prompt_in_front_of_tied_weights_keeps_its_gradient(tmp_path):
     assert prompt.grad is not None and prompt.grad.any()
     assert "the full saving" in " ".join(event.what for event in read_journal(tmp_path).of(Declined))
     run.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": {"name": "static", "schedule": "0.2:1/2"}}])
+def test_a_resumed_run_keeps_the_gradient_of_a_soft_prompt(settings, tmp_path):
+    class Prompted(SPECIMENS["Tied"].build):
+        def forward(self, hidden):
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return self.output(hidden)
+
+    torch.manual_seed(0)
+    model = Prompted()
+    prompt = nn.Parameter(torch.randn(6, 5, 8))
+    optimizer = torch.optim.SGD([*model.parameters(), prompt], lr=0.01)
+
+    def train(directory, steps, state=None):
+        run = attach(
+            model,
+            optimizer,
+            total_steps=80,
+            config={**FAST, **settings},
+            directory=directory,
+            controller=None if settings else ScriptedController(),
+        )
+        if state is not None:
+            run.load_state_dict(state)
+        gradients = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = run.model(prompt).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+            gradients.append(prompt.grad is not None and bool(prompt.grad.any()))
+        state = run.state_dict()
+        assert run.frozen or run.periods[0] > 1
+        run.close()
+        return state, gradients
+
+    state, first = train(tmp_path / "first", 40)
+    _, second = train(tmp_path / "second", 4, state)
+    assert all(first) and all(second)
+
+
+class Recomputing(nn.Module):
+    """Four parts; recomputes those in the middle in the backward pass, reentrantly, while it trains."""
+
+    def __init__(self, recomputes=True):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.recomputes = recomputes
+
+    def forward(self, x):
+        x = self.parts[0](x)
+        middle = nn.Sequential(*self.parts[1:3])
+        does = self.recomputes and self.training
+        x = torch.utils.checkpoint.checkpoint(middle, x, use_reentrant=True) if does else middle(x)
+        return self.parts[3](x)
+
+
+def train_recomputing(directory, steps, *, evaluates=False, recomputes=True, state=None):
+    torch.manual_seed(0)
+    model = Recomputing(recomputes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    controller = ScriptedController(lambda evaluation, module: 1.0 if module < 1 else 2.0**evaluation)
+    with attach(model, optimizer, config=FAST, directory=directory, controller=controller) as run:
+        if state is not None:
+            run.load_state_dict(state)
+        if evaluates:
+            model.eval()
+            model(torch.ones(4, 8))
+            with torch.no_grad():
+                model.train()(torch.ones(4, 8))
+        model.train()
+        for step in range(steps):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step(loss)
+        return run.frozen, run.state_dict(), model
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_reentrant_checkpointing_is_seen_also_where_the_model_is_evaluated_first(evaluates, tmp_path):
+    with pytest.warns(EgeriaWarning, match="use_reentrant=False"):
+        frozen, _, model = train_recomputing(tmp_path, 40, evaluates=evaluates)
+    assert frozen == 0 and all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_reentrant_checkpointing_is_seen_where_a_resumed_run_begins_it(tmp_path):
+    frozen, state, _ = train_recomputing(tmp_path / "first", 40, recomputes=False)
+    assert frozen == 1
+    with pytest.warns(EgeriaWarning, match="use_reentrant=False"):
+        frozen, _, model = train_recomputing(tmp_path / "second", 4, state=state)
+    assert frozen == 0 and all(parameter.grad is not None for parameter in model.parameters())
 
 
 class TwoPlayers(nn.Module):
@@ -889,3 +1049,57 @@ def test_the_rate_of_the_layers_that_may_freeze_counts(tmp_path):
             optimizer.param_groups[0]["lr"] = 0.001
     assert len(read_journal(tmp_path).of(Thawed)) == 1
     run.close()
+
+
+@pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")
+def test_a_freeze_that_cannot_be_rehearsed_is_taken_back(tmp_path, monkeypatch):
+    """Such as for a lack of memory: in its journal, and in the model, nothing was frozen then."""
+    loop = Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})
+    run_through, passes = rehearsing._run, []
+
+    def fail_with_something_frozen(model, *arguments):
+        passes.append(arguments)
+        if not all(parameter.requires_grad for parameter in model.parameters()):
+            raise torch.OutOfMemoryError("injected")
+        return run_through(model, *arguments)
+
+    monkeypatch.setattr(rehearsing, "_run", fail_with_something_frozen)
+    loop.step(40)
+    assert passes and loop.run.frozen == 0
+    assert all(parameter.requires_grad for parameter in loop.model.parameters())
+    journal = read_journal(tmp_path)
+    assert not journal.of(ModuleFrozen) and "injected" in journal.of(FaultCaught)[0].error
+
+
+def test_a_freeze_is_rehearsed_on_a_few_samples(tmp_path, monkeypatch):
+    loop = Loop(PARTS, {"controller": ScriptedController(), "config": FAST, "directory": tmp_path})
+    run_through, rows = rehearsing._run, []
+    monkeypatch.setattr(rehearsing, "_run", lambda *a: rows.append(a[-1].num_rows) or run_through(*a))
+    loop.step(40)
+    assert loop.run.frozen > 0 and set(rows) == {rehearsing.MOST_ROWS}
+
+
+class Adaptive(torch.optim.SGD):
+    """Finds its learning rate by itself, as `Adafactor` of transformers does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+        for group in self.param_groups:
+            group["lr"] = None
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] = 0.01
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = None
+
+
+def test_an_optimizer_that_keeps_its_learning_rate_to_itself_is_told_and_left_alone(tmp_path):
+    loop = Loop(PARTS, {"config": FAST, "directory": tmp_path}, make_optimizer=Adaptive)
+    loop.step(40)
+    assert loop.run.frozen == 0
+    journal = read_journal(tmp_path)
+    assert "relative_step=False" in journal.of(Declined)[0].reason
+    assert journal.of(FaultCaught) == [] and len(journal.of(IntervalMeasured)) == 20
+    assert len(loop.run.state_dict()["losses"]) <= 2

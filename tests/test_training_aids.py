@@ -22,6 +22,14 @@ def new_model():
     return nn.Sequential(*layers, nn.Linear(8, 2))
 
 
+def one_dropout():
+    """Return a model whose layers all use the same dropout."""
+    torch.manual_seed(0)
+    dropout = nn.Dropout(0.3)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), dropout, nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(8, 2))
+
+
 class Plainly:
     """A loop with nothing besides."""
 
@@ -149,9 +157,9 @@ def batch(step):
     return torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
 
 
-def with_egeria(aid, directory):
+def with_egeria(aid, directory, make=new_model):
     """Train with egeria; return how many layers were frozen after each step, and the end."""
-    loop = aid(new_model())
+    loop = aid(make())
     config = {**FAST, "modules": {"pattern": r"\d"}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", egeria.EgeriaWarning)
@@ -168,13 +176,15 @@ def with_egeria(aid, directory):
     return depths, end
 
 
-def by_hand(aid, depths):
+def by_hand(aid, depths, make=new_model):
     """Train the same with layers frozen by the loop itself after the same steps."""
-    loop = aid(new_model())
+    loop = aid(make())
     for step in range(STEPS):
         loop.model.train()
-        for layer in loop.model[: depths[step - 1] if step else 0]:
-            layer.eval()
+        depth = depths[step - 1] if step else 0
+        active = {part for layer in loop.model[depth:] for part in layer.modules()}
+        for part in {part for layer in loop.model[:depth] for part in layer.modules()} - active:
+            part.training = False
         loop.step(loop.model, batch(step))
         for place, layer in enumerate(loop.model):
             layer.requires_grad_(place >= depths[step])
@@ -198,3 +208,9 @@ def test_an_optimizer_always_keeps_something_to_train(tmp_path):
     depths, _ = with_egeria(Scaled, tmp_path / "scaled")
     freely, _ = with_egeria(Plainly, tmp_path / "plainly")
     assert max(depths) == 1 < max(freely)
+
+
+def test_a_dropout_that_active_layers_use_too_goes_on_dropping(tmp_path):
+    depths, ours = with_egeria(Plainly, tmp_path, one_dropout)
+    assert any(1 <= depth < 4 for depth in depths), "some layers that use it are frozen, and some are not"
+    assert all(torch.equal(*pair) for pair in zip(ours, by_hand(Plainly, depths, one_dropout), strict=True))

@@ -789,6 +789,50 @@ def test_a_loss_that_leaves_its_trend_thaws_and_the_limit_is_stricter_then():
     assert made.frozen == 0  # at a quarter of the limit nothing is a bargain at half of the rate
 
 
+def with_an_alarm(made, evaluations=range(1, 70)):
+    """Give intervals in which the loss rises three intervals behind a freeze, and comes back; return what was decided.
+
+    Only the first module came trained, and the rate falls to a half at interval 50.
+    """
+    found = {}
+    for evaluation in evaluations:
+        measures = {"worth": tuple(0.01 * share for share in SHARES), "num_pretrained": 1} if evaluation <= 10 else {}
+        loss, rate = 0.5 if made.frozen and 14 <= evaluation < 40 else 0.25, 1.0 if evaluation < 50 else 0.5
+        for decision in made.observe_interval(interval(evaluation, rate=rate, loss=loss, **measures)):
+            found.setdefault(type(decision), []).append(evaluation)
+    return found
+
+
+def test_after_an_alarm_what_had_no_limit_has_one():
+    """At a loss of 0.25 all freezes together may cost 24 %, and the module brings 13 %."""
+    found = with_an_alarm(policy(worth_limit=0.12))
+    assert found[Thaw] == [14]
+    assert found[Freeze] == [11, 50], "a quarter of that is enough at half of the rate"
+
+
+def test_after_an_alarm_nothing_freezes_unwatched():
+    """Even a quarter of what all freezes may cost is more than the module brings here."""
+    found = with_an_alarm(policy(worth_limit=0.4))
+    assert found[Freeze] == [11, 19, 50], "the loss is seen for five intervals before"
+    assert found[Thaw] == [14, 22], "and leaves its trend behind it once more"
+
+
+@pytest.mark.parametrize("halt", [14, 15, 19, 21, 22])
+def test_a_policy_goes_on_from_its_state_behind_an_alarm(halt):
+    whole, first, second = (policy(worth_limit=0.4) for _ in range(3))
+    expected = with_an_alarm(whole)
+    begun = with_an_alarm(first, range(1, halt + 1))
+    second.load_state_dict(first.state_dict())
+    for kind, places in with_an_alarm(second, range(halt + 1, 70)).items():
+        begun[kind] = [*begun.get(kind, ()), *places]
+    assert begun == expected and second.state_dict() == whole.state_dict()
+
+
+def test_where_all_may_be_lost_an_alarm_is_an_alarm_too():
+    found = with_an_alarm(policy(worth_limit=1.0))
+    assert found[Thaw][0] == 14 and found[Freeze][:2] == [11, 19]
+
+
 def course(made, loss, until=100, rates=lambda at: 1 - at):
     """Give a whole run of 200 intervals up to one, with a rate and a loss by share of it; return when what froze."""
     found, made.reasons = {}, []
@@ -848,7 +892,7 @@ def test_a_loss_that_rises_while_the_rate_falls_is_no_rate_that_rose():
     made, found = policy(worth_limit=0.06), []
     for evaluation in range(1, 190):
         worth = (0.0005, 0.0011, 0.0084, 0.005) if evaluation <= 10 else None
-        loss = 0.2 + 2 * min(1.0, max(0.0, (evaluation - 80) / 10))
+        loss = 0.2 + min(1.0, max(0.0, (evaluation - 80) / 3)) + 3 * min(1.0, max(0.0, (evaluation - 100) / 10))
         given = interval(evaluation, rate=1 - evaluation / 200, loss=loss, worth=worth)
         found += made.observe_interval(given if worth is None else replace(given, time_shares=(0.3, 0.05, 0.1, 0.1)))
     thaws = [decision.reason for decision in found if isinstance(decision, Thaw)]
@@ -925,6 +969,13 @@ class Timed:
         return 0.5
 
 
+def time_shares(model, modules, *, is_alone=True, tied="keep"):
+    config, ranks = Config.from_dict({"freezing": {"tied": tied}}), SimpleNamespace(is_alone=is_alone)
+    training = SimpleNamespace(model=model, ranks=ranks, config=config)
+    measures = SimpleNamespace(training=training, _parts={WORTH: Timed(len(modules))})
+    return Measures.time_shares(measures, 1.0, modules, [0.2] * len(modules))
+
+
 @pytest.mark.parametrize(
     ("device", "is_alone", "of_first"),
     [("cpu", True, 1904 / 2992), ("meta", True, 7 / 12), ("meta", False, 1904 / 2992)],
@@ -937,14 +988,100 @@ def test_the_optimizer_goes_by_elements_and_on_one_accelerator_by_tensors(device
         for name in module.parameters:
             model.get_parameter(name).requires_grad_(False)
     model.blocks[1].norm.bias.requires_grad_(False)
-    training = SimpleNamespace(model=model, ranks=SimpleNamespace(is_alone=is_alone))
-    measures = SimpleNamespace(training=training, _parts={WORTH: Timed(len(modules))})
-    shares = Measures.time_shares(measures, 1.0, modules, [0.2] * len(modules))
+    shares = time_shares(model, modules, is_alone=is_alone)
     assert shares[0] == pytest.approx(0.1 + 0.6 * of_first)
     assert sum(shares) == pytest.approx(0.1 * len(modules) + 0.6)
 
 
+def tied_words():
+    """Return a small language model, whose table is its head too."""
+    model = pretrained()
+    model.head = nn.Linear(WIDTH, 50, bias=False)
+    model.head.weight = model.table.weight
+    return model
+
+
+@pytest.mark.parametrize(("tied", "table"), [("keep", 0), ("freeze", 50 * WIDTH)])
+def test_a_freeze_saves_no_step_of_a_tied_table_that_trains_on(tied, table):
+    model = tied_words()
+    modules = parse_modules(model)
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    shares = time_shares(model, modules, tied=tied)
+    assert modules[0].shared_parameters == ("table.weight",)
+    assert shares[0] == pytest.approx(0.1 + 0.6 * (table + block) / whole)
+    assert sum(shares) == pytest.approx(0.1 * len(modules) + 0.6 * (whole - 50 * WIDTH + table) / whole)
+
+
 # In a run
+
+
+@pytest.mark.parametrize("tied", ["keep", "freeze"])
+def test_what_a_tied_table_brings_that_trains_on_is_not_lost_by_a_freeze(tmp_path, tied):
+    model = tied_words()
+    measure, optimizer = StepWorth(model, 1, STEPS), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    for tokens, targets in list(batches(task=2, count=STEPS, seed=1))[:4]:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens), targets).backward()
+        measure.before(optimizer)
+        optimizer.step()
+        measure.after(optimizer)
+        scheduler.step()
+    table, block = Whole("table.weight"), Whole(*(name for name, _ in model.named_parameters() if "blocks.0." in name))
+    of_table, of_block = measure.take([table, block])
+    settings = {"plasticity": {"interval_steps": 4}, "modules": {"pattern": r"blocks\.\d|head"}}
+    loop = FineTuning(tmp_path, model=tied_words(), freezing={"tied": tied}, **settings).go(4)
+    (found,) = [entry.worth for entry in of(tmp_path, events.IntervalMeasured)]
+    assert loop.run.modules[0].submodules == ("table", "blocks.0") and abs(of_table) > 1e-4
+    assert found[0] == pytest.approx(of_block if tied == "keep" else of_block + of_table, rel=1e-4)
+
+
+class Later(FineTuning):
+    """The table and the first two blocks have a schedule of their own, which begins later."""
+
+    begins_at = 20
+
+    def __init__(self, directory, **settings):
+        super().__init__(directory, **settings)
+        self.run.close()
+        front = [*self.model.table.parameters(), *self.model.blocks[:2].parameters()]
+        back = [*self.model.blocks[2:].parameters(), *self.model.head.parameters()]
+        self.optimizer = torch.optim.AdamW([{"params": front}, {"params": back}], lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, [lambda step: (step >= self.begins_at) * (1 - step / STEPS), lambda step: 1 - step / STEPS]
+        )
+        self.run = egeria.attach(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            total_steps=STEPS,
+            directory=directory,
+            controller="inline",
+            config={"plasticity": {"interval_steps": 2}, "policy": {"worth_limit": 1.0}},
+        )
+
+
+def test_a_front_whose_own_rate_begins_at_zero_is_not_judged_before_it_has_trained(tmp_path):
+    loop = Later(tmp_path / "0").go(STEPS)
+    loop.run.close()
+    depths = loop.depths
+    assert max(depths[: Later.begins_at]) == 0, "it brought nothing so far, since it did not train"
+    assert max(depths) == len(loop.run.modules) - 1, "all at once, once it is known"
+    assert replay(tmp_path / "0").agrees
+
+
+def test_what_has_a_rate_of_zero_all_along_is_worth_nothing_known():
+    model = nn.Module()
+    model.front, model.back = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([{"params": [model.front], "lr": 0.0}, {"params": [model.back]}], lr=0.1)
+    measure = StepWorth(model, 1, total_steps=1000)
+    descend(model, lambda: (model.front + model.back).square().sum(), optimizer, 3, measure)
+    front, back = measure.take([Whole("front"), Whole("back")])
+    assert front is None and back > 0
+    optimizer.param_groups[0]["lr"] = 0.1
+    descend(model, lambda: (model.front + model.back).square().sum(), optimizer, 3, measure)
+    assert measure.take([Whole("front")])[0] > 0
 
 
 def test_a_fine_tuning_freezes_its_table_and_needs_no_reference(tmp_path):

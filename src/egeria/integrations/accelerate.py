@@ -113,9 +113,14 @@ class AcceleratedRun(WrappedRun):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; `accelerator.load_state` does that after the model and the optimizer.
 
+        A run that is closed decides nothing any more: it keeps the state for `accelerator.save_state`.
+
         Raises:
             StateError: it is of a newer egeria, or of another model. Nothing has changed then.
         """
+        if self._last_state is not None:
+            self._last_state = dict(state)
+            return
         self._run.load_state_dict(state)
         self._losses = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,26 @@ class _Record:
 
     parameters: tuple[nn.Parameter, ...] = ()
     """Those that needed a gradient."""
+    others: tuple[nn.Parameter, ...] = ()
+    """Those that their owner had frozen."""
     modes: tuple[tuple[nn.Module, bool], ...] = ()
     handles: tuple[RemovableHandle | PlainCopies, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class _Still:
+    """What stays in inference mode."""
+
+    submodules: set[nn.Module] = field(default_factory=set)
 
 
 class Freezer:
     """Owns the frozen prefix of one model.
 
     A frozen layer module has parameters that need no gradient and hold none, and stays in inference
-    mode whoever calls `model.train()`: normalisation keeps its statistics, dropout is off. Optimizer
-    state and groups are never touched, so thawing resumes where freezing stopped.
+    mode whoever calls `model.train()`: normalisation keeps its statistics, dropout is off. A submodule that active
+    modules use too, such as one dropout in all blocks, keeps its mode until everything that it serves is frozen.
+    Optimizer state and groups are never touched, so thawing resumes where freezing stopped.
 
     Args:
         model: the model the modules were cut from.
@@ -41,13 +51,23 @@ class Freezer:
         freeze_tied: what to do with a weight that an active module uses too. True freezes it. False
             trains it on through that module; what it contributes at the front is then detached, so
             that no backward pass enters the prefix.
+        trainable: for each layer module whether it had anything to train in the beginning; by default all may.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], *, freeze_tied: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[LayerModule],
+        *,
+        freeze_tied: bool = False,
+        trainable: Sequence[bool] | None = None,
+    ) -> None:
         self._model = model
         self._modules = tuple(modules)
         self._freeze_tied = freeze_tied
+        self._trainable = (True,) * len(self._modules) if trainable is None else tuple(trainable)
         self._records: list[_Record] = []
+        self._still = _Still()
 
     @property
     def depth(self) -> int:
@@ -66,21 +86,23 @@ class Freezer:
 
     @property
     def is_undone(self) -> bool:
-        """Whether somebody else switched gradients of a frozen parameter on again."""
-        return any(parameter.requires_grad for parameter in self.frozen)
+        """Whether somebody else switched gradients of a frozen parameter on, also of one that its owner had frozen."""
+        records = self._records
+        return any(entry.requires_grad for record in records for entry in (*record.parameters, *record.others))
 
     def freeze_to(self, depth: int, *, input_needs_grad: bool = False) -> None:
         """Freeze the first `depth` layer modules; those frozen already stay as they are.
 
-        A module without anything to train is passed over: it is its owner's to unfreeze.
+        A module that has, or had in the beginning, nothing to train is passed over: it is its owner's to unfreeze.
 
         Args:
             depth: how many are to be frozen.
             input_needs_grad: something in front of the model is in training, so nothing is detached.
         """
         keeps_tied = not self._freeze_tied and any(module.shared_parameters for module in self._modules[:depth])
-        for module in self._modules[self.depth : depth]:
-            self._records.append(self._freeze(module, detaches=keeps_tied and not input_needs_grad))
+        in_use = self._used_outside(depth)
+        for index in range(self.depth, depth):
+            self._records.append(self._freeze(index, in_use, detaches=keeps_tied and not input_needs_grad))
 
     def thaw(self) -> None:
         """Give every frozen module back as it was; its mode follows the model's, where it did before."""
@@ -92,44 +114,68 @@ class Freezer:
             for submodule, was_training in record.modes:
                 submodule.training = self._mode(was_training)
         self._records.clear()
+        self._still.submodules.clear()
 
     def stay_in_inference_mode(self) -> None:
         """Do what the hooks of frozen layers do where they do not fire: in a compiled model."""
-        for record in self._records:
-            for submodule, _ in record.modes:
-                if submodule.training:
-                    submodule.training = False
+        for submodule in self._still.submodules:
+            if submodule.training:
+                submodule.training = False
 
     def _mode(self, was_training: bool) -> bool:
         """Return the mode that a submodule would have without us."""
         return was_training and self._model.training
 
-    def _freeze(self, module: LayerModule, *, detaches: bool) -> _Record:
+    def _used_outside(self, depth: int) -> set[nn.Module]:
+        """Return the submodules that are used outside of the first `depth` layer modules, whether inside too or not.
+
+        A name elsewhere is such a use; but for submodules with parameters only where one of these is shared.
+        """
+        roots = [[self._model.get_submodule(name) for name in module.submodules] for module in self._modules]
+        fronts, others = ({root for own in part for root in own} for part in (roots[:depth], roots[depth:]))
+        names = {name for module in self._modules[:depth] for name in module.shared_parameters}
+        shared = {id(self._model.get_parameter(name)) for name in names}
+
+        def is_front_alone(part: nn.Module) -> bool:
+            own = {id(parameter) for parameter in part.parameters()}
+            return part in fronts or (bool(own) and own.isdisjoint(shared))
+
+        passed_by = {part for root in fronts for part in root.modules() if is_front_alone(part)}
+        elsewhere = {part for _, part in self._model.named_modules(memo=passed_by)}
+        return elsewhere.union(*(root.modules() for root in others))
+
+    def _freeze(self, index: int, in_use: set[nn.Module], *, detaches: bool) -> _Record:
+        module = self._modules[index]
         kept = set() if self._freeze_tied else set(module.shared_parameters)
-        own = (self._model.get_parameter(name) for name in module.parameters if name not in kept)
-        parameters = tuple(parameter for parameter in own if parameter.requires_grad)
+        own = [self._model.get_parameter(name) for name in module.parameters if name not in kept]
+        parameters = tuple(parameter for parameter in own if parameter.requires_grad and self._trainable[index])
         if not parameters:
-            return _Record()
-        roots = [self._model.get_submodule(name) for name in module.submodules]
-        modes = tuple((submodule, submodule.training) for root in roots for submodule in root.modules())
+            return _Record(others=tuple(own))
+        others = tuple(parameter for parameter in own if not parameter.requires_grad)
+        roots = [root for name in module.submodules if (root := self._model.get_submodule(name)) not in in_use]
+        inside = dict.fromkeys(submodule for root in roots for submodule in root.modules())
+        done = in_use | self._still.submodules
+        modes = tuple((submodule, submodule.training) for submodule in inside if submodule not in done)
+        self._still.submodules.update(submodule for submodule, _ in modes)
         for parameter in parameters:
             parameter.requires_grad_(False).grad = None
         for submodule, _ in modes:
             submodule.training = False
         handles: list[RemovableHandle | PlainCopies] = [PlainCopies(parameter) for parameter in parameters]
         handles += [PlainCopies(submodule, partial(self._mode, was_training)) for submodule, was_training in modes]
-        handles += [root.register_forward_pre_hook(_stay_in_inference_mode, prepend=True) for root in roots]
+        stay = partial(_stay_in_inference_mode, self._still)
+        handles += [root.register_forward_pre_hook(stay, prepend=True) for root in roots]
         if detaches:
             handles += [root.register_forward_pre_hook(_detach_inputs, with_kwargs=True) for root in roots]
-        return _Record(parameters=parameters, modes=modes, handles=tuple(handles))
+        return _Record(parameters=parameters, others=others, modes=modes, handles=tuple(handles))
 
 
 # Hooks are functions of this file, not closures: a model may be copied in its own forward pass, hooks and all.
 
 
-def _stay_in_inference_mode(module: nn.Module, _args: Any) -> None:
+def _stay_in_inference_mode(still: _Still, module: nn.Module, _args: Any) -> None:
     if module.training:
-        for submodule in module.modules():
+        for submodule in still.submodules.intersection(module.modules()):
             submodule.training = False
 
 

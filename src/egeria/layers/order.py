@@ -23,9 +23,12 @@ class CallOrder:
     """The names called again after another one was: the forward pass is no chain there."""
     without_grad: set[str] = field(default_factory=set)
     """The names of what learns, yet ran without gradient in a pass with one: reentrant checkpointing."""
+    in_training: bool = False
+    """Whether only a pass in training mode and with gradients counts: in others nothing is checkpointed."""
     _names: dict[str, None] = field(default_factory=dict)
     _last: str = ""
     _has_grad: bool = False
+    _counts: bool = True
     is_complete: bool = False
 
     @property
@@ -39,16 +42,19 @@ class CallOrder:
 
     # Hooks are methods, not closures: a watched model must still pickle and deepcopy.
 
-    def begin(self, _model: nn.Module, _inputs: object) -> None:
+    def begin(self, model: nn.Module, _inputs: object) -> None:
         """Forget a pass that was not completed."""
         if not self.is_complete:
-            for noted in (self._names, self.returned_to, self.without_grad):
-                noted.clear()
+            self._forget()
             self._has_grad = torch.is_grad_enabled()
+            self._counts = not self.in_training or (self._has_grad and model.training)
 
     def complete(self, _model: nn.Module, _inputs: object, _output: object) -> None:
-        """Note no more calls."""
-        self.is_complete = True
+        """Note no more calls, if this pass counts."""
+        if self._counts:
+            self.is_complete = True
+        elif not self.is_complete:
+            self._forget()
 
     def note(self, name: str, module: nn.Module, _inputs: object) -> None:
         """Note the call of a submodule."""
@@ -65,6 +71,10 @@ class CallOrder:
             self._last = name
         self._names[name] = None
 
+    def _forget(self) -> None:
+        for noted in (self._names, self.returned_to, self.without_grad):
+            noted.clear()
+
 
 class OrderRecorder:
     """Notes which submodules one forward pass calls, and in which order.
@@ -78,10 +88,11 @@ class OrderRecorder:
     Args:
         model: the model that will run.
         names: dotted names of the submodules to watch; a wrong one is an `AttributeError`, and leaves no hook behind.
+        in_training: only a call in training mode and with gradients counts.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._calls = calls = CallOrder()
+    def __init__(self, model: nn.Module, names: Iterable[str], *, in_training: bool = False) -> None:
+        self._calls = calls = CallOrder(in_training=in_training)
         submodules = {name: model.get_submodule(name) for name in names}
         handles = [model.register_forward_pre_hook(calls.begin), model.register_forward_hook(calls.complete)]
         handles += [sub.register_forward_pre_hook(partial(calls.note, name)) for name, sub in submodules.items()]

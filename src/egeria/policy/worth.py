@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,7 @@ class Worth(Forecast):
 
     Nothing else is measured then, and no reference model made. Where steps brought nothing as a whole, since they are
     too long for worth to mean anything, plasticity decides as in 'forecast'. The loss guards a freeze as it does there,
-    once it has been seen for some intervals.
+    once it has been seen for some intervals; after an alarm nothing freezes before that.
 
     Source: our own.
     """
@@ -168,10 +168,13 @@ class Worth(Forecast):
         is_possible = bool(rows and self._times and self._num_pretrained)
         # Nothing of this interval was given to `super()` yet: its step is that of the one before.
         num_errors = 0.0 if self._is_within(FIRST_LOOK_SHARE, self._rates.step) else LATER_ERRORS
+        shares: tuple[float | None, ...] = ()
         if is_possible and _helped(rows, num_errors):
             settled = _complete(self._worths[self._num_unsettled :])
-            self._shares = self._find_shares(settled if _helped(settled) else rows)
-        if self._shares:
+            shares = self._find_shares(settled if _helped(settled) else rows)
+        # Where the front has not trained yet, as one whose own rate begins at 0, it may still show what it is worth.
+        if shares and (shares[0] is not None or interval.worth is None):
+            self._shares = shares
             self._decide_by(WORTH)
         else:
             self._decide_by(NOTHING if is_possible and interval.worth is not None else PLASTICITY)
@@ -209,11 +212,16 @@ class Worth(Forecast):
 
     @property
     def _limit(self) -> float:
-        """Worth for its time, as shares, under which the front freezes."""
-        worth_limit = self._config.policy.worth_limit
-        if worth_limit >= 1:  # all may be lost
+        """Worth for its time, as shares, under which the front freezes.
+
+        After an alarm of the loss it is a quarter of what it was, and all freezes together may cost a quarter at most:
+        where all that may freeze is worth so little that there was no limit, there is nothing else to take it of.
+        """
+        worth_limit, strictness = self._config.policy.worth_limit, self._strictness
+        if strictness * worth_limit >= 1:  # all may be lost
             return math.inf
-        return self._strictness * _price_limit(self._bargains(0), self._leeway * worth_limit)
+        parts, budget = list(self._bargains(0)), self._leeway * worth_limit
+        return min(strictness * _price_limit(parts, budget), _price_limit(parts, strictness * budget))
 
     @property
     def _at_loss(self) -> str:
@@ -265,6 +273,8 @@ class Worth(Forecast):
         """Return the decisions that freeze all that is worth little enough by now."""
         if not self._is_early or self._rates.remaining_rate_sum is None:
             return ()
+        if self._strictness < 1 and not self._guard.is_ready:  # after an alarm every freeze is watched
+            return ()
         begin, decisions = self._frozen, list[Decision]()
         while (bargain := self._next_bargain(self._frozen)) and bargain[1] * self._fading < self._limit:
             front = slice(self._frozen, bargain[0])
@@ -314,17 +324,16 @@ class Worth(Forecast):
         return None
 
 
-def _price_limit(bargains: Iterable[tuple[float, float]], worth_limit: float) -> float:
+def _price_limit(parts: Sequence[tuple[float, float]], worth_limit: float) -> float:
     """Return the limit on the price at which all freezes together cost `worth_limit`.
 
     Args:
-        bargains: worth and price of what freezes together, in ever dearer parts.
+        parts: worth and price of what freezes together, in ever dearer ones.
         worth_limit: share of what all but the last layer module bring.
 
     Returns:
         Infinity where freezing all of it from the beginning would cost no more.
     """
-    parts = list(bargains)
     spent = 0.0
     for begin, (worth, price) in enumerate(parts):
         if price > 0:

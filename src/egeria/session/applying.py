@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import Any
 
 from egeria import tree
 from egeria.events import FreezeWaits, ModuleFrozen, PeriodsChanged, Rewrapped, Thawed
@@ -19,14 +15,13 @@ from egeria.layers.gradients import InputGradients
 from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.optimizer_state import ReleasedState
 from egeria.layers.resting import DutyCycle
-from egeria.layers.shards import outline
-from egeria.layers.undisturbed import undisturbed
 from egeria.policy import Decision, Freeze, SetPeriods, Thaw
 from egeria.report.accounts import RELEASING
 from egeria.session.compiling import Compiling
 from egeria.session.following import HarmfulFreezeError, Training
 from egeria.session.landing import Decided, Landing
 from egeria.session.ranks import Subject
+from egeria.session.rehearsing import Rehearsal, find_branch, rehearse
 from egeria.session.timing import Stopwatch
 
 
@@ -36,13 +31,6 @@ def in_groups(decisions: Sequence[Decision]) -> Iterator[tuple[Decision, list[Fr
         found = list(group)
         for first in found[:1] if is_freeze else found:
             yield first, [decision for decision in found if isinstance(decision, Freeze)]
-
-
-class _Rehearsal(NamedTuple):
-    """The outputs in one forward pass: of each of some layer modules, and of the model."""
-
-    boundaries: list[list[Tensor]]
-    outputs: list[Tensor]
 
 
 BACKWARD_SHARE = 2 / 3
@@ -60,11 +48,15 @@ class Applier:
     """The largest number of front layer modules that may be frozen, or rest at a step."""
     landing: Landing
     """Of what was decided to freeze; by default there is none."""
+    trainable: Sequence[bool]
+    """Whether each layer module had anything to train in the beginning: what had nothing is its owner's to unfreeze."""
 
     def __post_init__(self) -> None:
         self.recorder, self.parallel = self.training.recorder, self.training.parallel
         freezes_tied = self.training.config.freezing.tied == "freeze"
-        self._freezer = Freezer(self.training.model, self.modules, freeze_tied=freezes_tied)
+        self._freezer = Freezer(
+            self.training.model, self.modules, freeze_tied=freezes_tied, trainable=tuple(self.trainable)
+        )
         self._duty = DutyCycle(self.training.model, self.modules, freezes_tied)
         self._num_trainable = sum(map(count_trainable, parameters_of(self.training.model, self.modules)))
         self._gradients = InputGradients(self._decline_saving)
@@ -166,7 +158,7 @@ class Applier:
         """
         allowed = zip(decision.periods, self.modules, strict=True)
         periods = [period if index < self.deepest_freeze else 1 for index, (period, _) in enumerate(allowed)]
-        self._duty.begin(periods, self.depth)
+        self._begin_periods(periods)
         num_depths = len(self._duty.depths(self.depth))
         refusal = self.parallel.periods_refusal() or self._reason_to_wait(saved_s, num_depths) if num_depths else ""
         if refusal:
@@ -182,8 +174,8 @@ class Applier:
         self, depth: int, decided_depth: int, periods: Sequence[int] | None, landing: Mapping[str, Any]
     ) -> None:
         """Return to a saved depth, periods and landing, without journaling decisions that were journaled before."""
-        self._freezer.freeze_to(depth)
-        self._duty.begin(periods or self.periods, depth)
+        self._freeze_up_to(depth)
+        self._begin_periods(periods or self.periods)
         self.landing.load_state_dict(landing)
         self.waiting = list(range(self.decided_depth, decided_depth))
         self.put_in_force()
@@ -280,19 +272,22 @@ class Applier:
             return
         self._duty.wake()
         modules = [self.modules[decided.module] for decided in found]
-        before = None if batch is None else self._rehearse(modules, batch)
-        depth, reached = self.depth, [self._freeze_up_to(decided.module + 1, batch) for decided in found]
+        before = None if batch is None else rehearse(self.training, modules, batch)
+        depth, reached = self.depth, [self._freeze_up_to(decided.module + 1) for decided in found]
         if batch is not None and before is not None:
-            branch = self._find_fault(modules, before, batch)
+            try:
+                branch = self._find_fault(modules, before, batch)
+            except Exception:  # such as a lack of memory: not rehearsed, not frozen
+                self._return_to(depth)
+                raise
             if branch is not None and len(found) > 1:
-                self._freezer.thaw()
-                self._freeze_up_to(depth, batch)
+                self._return_to(depth)
                 for decided in found:
                     if not self._is_released:
                         self._freeze([decided], batch)
                 return
             self._refuse(branch)
-        self._duty.begin(self.periods, self.depth)
+        self._begin_periods(self.periods)
         for decided, module, (frozen, num_parameters) in zip(found, modules, reached, strict=True):
             self.recorder.write(
                 ModuleFrozen(
@@ -306,16 +301,24 @@ class Applier:
                 )
             )
 
-    def _freeze_up_to(self, depth: int, batch: Batch | None) -> tuple[int, int]:
+    def _freeze_up_to(self, depth: int) -> tuple[int, int]:
         """Freeze the front; return how many layer modules are frozen now, and how many of their elements."""
-        self._freezer.freeze_to(depth, input_needs_grad=batch is not None and batch.needs_grad)
+        self._freezer.freeze_to(depth, input_needs_grad=self.training.hooks.input_needs_grad)
         return self.depth, self._freezer.num_frozen
 
-    def _find_fault(self, modules: Sequence[LayerModule], before: _Rehearsal, batch: Batch) -> LayerModule | None:
+    def _return_to(self, depth: int) -> None:
+        """Take back a freeze that nobody knows of yet."""
+        self._freezer.thaw()
+        self._freeze_up_to(depth)
+
+    def _begin_periods(self, periods: Sequence[int]) -> None:
+        self._duty.begin(periods, self.depth, input_needs_grad=self.training.hooks.input_needs_grad)
+
+    def _find_fault(self, modules: Sequence[LayerModule], before: Rehearsal, batch: Batch) -> LayerModule | None:
         """Return a layer module that takes the gradient of an output; report a freeze that saves less than it could."""
         self._has_declined = False
-        after = self._rehearse(modules, batch)
-        branch = after and _find_branch(modules, before, after)
+        after = rehearse(self.training, modules, batch)
+        branch = None if after is None else find_branch(modules, before, after)
         if branch is None and after is not None and (batch.needs_grad or tree.requires_grad(after.boundaries[-1])):
             self._has_declined = True
             self._decline_saving(
@@ -328,11 +331,11 @@ class Applier:
         """Refuse periods by which an output has no gradient at some steps."""
         for depth in self._duty.depths(self.depth):
             modules = [self.modules[depth - 1]]
-            before = self._rehearse(modules, batch)
+            before = rehearse(self.training, modules, batch)
             with self._duty.trial(depth):
-                after = before and self._rehearse(modules, batch)
+                after = before and rehearse(self.training, modules, batch)
             if before is not None and after is not None:
-                self._refuse(_find_branch(modules, before, after))
+                self._refuse(find_branch(modules, before, after))
 
     def _refuse(self, branch: LayerModule | None) -> None:
         """Thaw everything and raise HarmfulFreezeError where an output has lost its gradient."""
@@ -350,51 +353,3 @@ class Applier:
     def _decline_saving(self, reason: str) -> None:
         if self.depth:
             self.recorder.decline(f"the full saving behind {self.modules[self.depth - 1].name}", reason)
-
-    def _rehearse(self, modules: Sequence[LayerModule], batch: Batch) -> _Rehearsal | None:
-        """Run the model once, undisturbed but with gradients; an outline of a sharded one, where that is possible."""
-        boundaries: list[list[Tensor]] = [[] for _ in modules]
-        try:
-            model, copied = outline(self.training.model, batch.first_rows(None))
-            with undisturbed(model, gradients=True), batch.autocast.context(), ExitStack() as hooks:
-                for module, boundary in zip(modules, boundaries, strict=True):
-                    tap: nn.Module = model.get_submodule(module.tap)
-                    hooks.callback(tap.register_forward_hook(_make_note(boundary)).remove)
-                output = model(*copied.args, **copied.kwargs)
-        except Exception as error:
-            if not self.training.is_sharded:
-                raise
-            self.recorder.decline("rehearsing a freeze", f"the model does not run without its values ({error})")
-            return None
-        return _Rehearsal(boundaries, list(tree.leaves(output)))
-
-
-def _make_note(boundary: list[Tensor]) -> Callable[..., None]:
-    return lambda *call: boundary.extend(tree.leaves(call[-1]))
-
-
-def _find_branch(modules: Sequence[LayerModule], before: _Rehearsal, after: _Rehearsal) -> LayerModule | None:
-    """Return the first of some layer modules whose freeze takes the gradient of an output; None for none."""
-    pairs = zip(modules, before.boundaries, strict=True)
-    return next((module for module, own in pairs if _is_branch(own, before.outputs, after.outputs)), None)
-
-
-def _is_branch(boundary: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    """Return whether freezes took the gradient of an output, and no output that keeps one depends on a layer module.
-
-    A hidden state that is put out beside the loss may lose its gradient; a head of its own may not.
-
-    Args:
-        boundary: what the layer module put out before them.
-        before: what the model put out.
-        after: the same, after them.
-    """
-    pairs = [pair for pair in zip(before, after, strict=True) if pair[0].requires_grad]
-    kept = [now.float().sum() for now, later in pairs if later.requires_grad]
-    sources = [tensor for tensor in boundary if tensor.requires_grad]
-    if len(kept) == len(pairs) or not sources:
-        return False
-    if not kept:
-        return True
-    found = torch.autograd.grad(kept, sources, allow_unused=True, retain_graph=True)
-    return not any(entry is not None for entry in found)

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from egeria.config import Config
 from egeria.controller import Controller, ControllerChoice
-from egeria.errors import ConfigError, StateError, UnsupportedModelError
+from egeria.errors import ConfigError, StateError
 from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClosed, RunStarted
 from egeria.journal import Recorder, is_url, run_directory
-from egeria.layers.gradients import prompts_refusal
 from egeria.layers.modules import LayerModule
 from egeria.layers.pretrained import find_trained_norms
 from egeria.parallel import ParallelStrategy
@@ -37,7 +36,7 @@ from egeria.session.checks import (
     unwrap_loader,
     unwrap_scheduler,
 )
-from egeria.session.cutting import Cut
+from egeria.session.cutting import Cut, first_cut
 from egeria.session.following import ModelHooks, Training
 from egeria.session.handle import ModelHandle
 from egeria.session.loop import Session
@@ -247,8 +246,11 @@ class Run:
         """Restore a saved state; load the model and the optimizer first.
 
         Raises:
-            StateError: the state is of a newer egeria, or of another model. Nothing has changed then.
+            StateError: the run is closed, or the state is of a newer egeria or of another model. Nothing has changed
+                then.
         """
+        if self._closed:
+            raise StateError("A closed run goes on with nothing, found a state to go on from. Attach anew, then load.")
         schema = state.get("schema")
         if not isinstance(schema, int) or schema > STATE_SCHEMA:
             raise StateError(
@@ -349,7 +351,7 @@ def _begin(
     loader: Any,
 ) -> tuple[Cut | None, int]:
     """Return the cut of the model, None where nothing can be frozen, and `n`; journal how the run begins."""
-    cut, refusal = _cut(training)
+    cut, refusal = first_cut(training)
     needs = make_policy(cut).needs if cut else frozenset()
     if cut and PLASTICITY not in needs:
         reason = f"the policy {training.policy_name!r} reads no plasticity"
@@ -384,17 +386,3 @@ def _begin(
         reason = f"{training.policy_name!r} weighs what is still to come: give attach total_steps"
         recorder.decline("freezing", reason)
     return cut, interval_steps
-
-
-def _cut(training: Training) -> tuple[Cut | None, str]:
-    """Return how the model is cut, or None and why it is left alone."""
-    refusal = training.parallel.refusal()
-    if any(isinstance(optimizer, LBFGS) for optimizer in training.optimizers):
-        refusal = "LBFGS moves parameters by its history, also those without a gradient"
-    refusal = refusal or prompts_refusal(training.model)
-    if refusal:
-        return None, refusal
-    try:
-        return Cut.of(training, training.parse()), ""
-    except UnsupportedModelError as error:
-        return None, str(error)

@@ -6,7 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torch.optim import LBFGS
+
+from egeria.errors import UnsupportedModelError
 from egeria.events import ModulesOrdered
+from egeria.layers.gradients import prompts_refusal
 from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.order import CallOrder
 from egeria.session.following import HarmfulFreezeError, Training
@@ -42,12 +46,8 @@ class Cut:
 
     @classmethod
     def in_order(cls, training: Training, seen: CallOrder) -> Cut:
-        """Return the cut in the order in which layers ran; HarmfulFreezeError where frozen ones let no gradient by."""
-        if seen.without_grad:
-            raise HarmfulFreezeError(
-                f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
-                f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
-            )
+        """Return the cut in the order in which layers ran; HarmfulFreezeError as of `check_gradients`."""
+        check_gradients(seen)
         cut = cls.of(training, training.parse(seen), seen.returned_to)
         limit = cut.modules[cut.deepest_freeze]
         if limit.tap in seen.returned_to:
@@ -63,9 +63,13 @@ class Cut:
 
     @classmethod
     def resumed(cls, training: Training, modules: Sequence[LayerModule], saved: Mapping[str, Any]) -> Cut:
-        """Return the cut of a saved state: as deep as its policy knew, whose run had seen the calls."""
+        """Return the cut of a saved state, with what its run had seen: the calls, and what trained in the beginning."""
         cut = cls.of(training, modules)
-        return replace(cut, deepest_freeze=saved["policy"].get("deepest_freeze", cut.deepest_freeze))
+        return replace(
+            cut,
+            deepest_freeze=saved["policy"].get("deepest_freeze", cut.deepest_freeze),
+            trainable=tuple(saved.get("trainable", cut.trainable)),
+        )
 
     def announce(self, training: Training, step: int, known: Sequence[LayerModule], cut_by: Any) -> None:
         """Journal a resumed cut where it is not the known one, and say so where it was made with other settings."""
@@ -87,6 +91,34 @@ class Cut:
         pairs = zip(self.modules, self.num_trainable, strict=True)
         modules = [module.to_dict() | {"num_trainable": count} for module, count in pairs]
         return {"modules": modules, "trainable": list(self.trainable), "deepest_freeze": self.deepest_freeze}
+
+
+def first_cut(training: Training) -> tuple[Cut | None, str]:
+    """Return how the model is cut, or None and why it is left alone."""
+    refusal = training.parallel.refusal()
+    if any(isinstance(optimizer, LBFGS) for optimizer in training.optimizers):
+        refusal = "LBFGS moves parameters by its history, also those without a gradient"
+    if any(group.get("lr") is None for optimizer in training.optimizers for group in optimizer.param_groups):
+        refusal = (
+            "the optimizer keeps its learning rate to itself (lr is None), and decisions go by that; "
+            "give it one (Adafactor: relative_step=False, lr=...)"
+        )
+    refusal = refusal or prompts_refusal(training.model)
+    if refusal:
+        return None, refusal
+    try:
+        return Cut.of(training, training.parse()), ""
+    except UnsupportedModelError as error:
+        return None, str(error)
+
+
+def check_gradients(seen: CallOrder) -> None:
+    """Raise HarmfulFreezeError where frozen layers would let no gradient by."""
+    if seen.without_grad:
+        raise HarmfulFreezeError(
+            f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
+            f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
+        )
 
 
 def _deepest_with_busy_optimizers(training: Training, modules: Sequence[LayerModule]) -> int:

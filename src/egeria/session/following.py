@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from egeria import tree
 from egeria.config import Config
 from egeria.errors import StateError
 from egeria.journal import Recorder
@@ -53,6 +54,10 @@ class ModelHooks:
         self._skip: Callable[[Callable[[], Any], Batch], Any] | None = None
         self._before: Callable[[], None] | None = None
         self._notice: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.input_needs_grad = False
+        """Whether something in front of the model is in training, such as a soft prompt, as last looked at."""
+        self.looks_at_input = True
+        """Whether the next training call is looked at for that."""
         self._batch: Batch | None = None
         """Arguments of the call under way, for `forward`."""
         self._handles: list[RemovableHandle | PlainCopies] = []
@@ -131,6 +136,8 @@ class ModelHooks:
         if not self.model.training or not torch.is_grad_enabled():
             return
         self.num_calls += 1
+        if self.looks_at_input:
+            self.input_needs_grad, self.looks_at_input = tree.requires_grad((args, kwargs)), False
         self._parallel.see_call()
         if self._before is not None:
             self._before()
@@ -181,8 +188,8 @@ class Training:
     parallel: ParallelStrategy
     ranks: Ranks
     recorder: Recorder
-    norms: Mapping[str, bool] = field(default_factory=dict)
-    """For each normalisation layer whether it came trained."""
+    norms: dict[str, bool] = field(default_factory=dict)
+    """For each normalisation layer whether it came trained; of a resumed run, when that first began."""
 
     @property
     def policy_name(self) -> str:
@@ -232,26 +239,32 @@ class Training:
             )
 
     def learning_rate(self, modules: Sequence[LayerModule]) -> float:
-        """Return the largest rate of the groups that train what may freeze; of all groups where there are none."""
+        """Return the largest rate of the groups that train what may freeze; of all groups where there are none.
+
+        A group without one (`lr` is None: `Adafactor` of transformers finds it by itself) has 0.
+        """
         own = {id(parameter) for parameters in parameters_of(self.model, modules[:-1]) for parameter in parameters}
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         fitting = [group for group in groups if any(id(parameter) in own for parameter in group["params"])]
-        return max(float(group["lr"]) for group in fitting or groups)
+        return max(float(group.get("lr") or 0.0) for group in fitting or groups)
 
 
 class HarmfulFreezeError(Exception):
     """A freeze would break the training, or has; it was undone."""
 
 
-def watch_order(training: Training, modules: Sequence[LayerModule]) -> OrderRecorder | OrderOfBatch:
+def watch_order(
+    training: Training, modules: Sequence[LayerModule], *, again: bool
+) -> OrderRecorder | OrderOfBatch | None:
     """Record the order in which the layers run in the coming forward pass.
 
-    In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there.
+    In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there; not `again`,
+    where a resumed run only asks how the model is checkpointed now.
     """
     names = dict.fromkeys([*(name for m in modules for name in m.submodules), *names_of_reused(training.model)])
     if training.hooks.is_compiled:
-        return OrderOfBatch(training.model, names, training.hooks.keep_next)
-    return OrderRecorder(training.model, names)
+        return None if again else OrderOfBatch(training.model, names, training.hooks.keep_next)
+    return OrderRecorder(training.model, names, in_training=True)
 
 
 def check_calls(training: Training, order: OrderRecorder | OrderOfBatch | None) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-from egeria.controller import AbsentController, Controller
 from egeria.errors import StateError
 from egeria.events import ModulesOrdered, StageChanged
 from egeria.layers.batch import Batch
@@ -27,17 +26,15 @@ from egeria.policy import (
     Thaw,
 )
 from egeria.session.accumulation import StepCounter
-from egeria.session.applying import Applier, in_groups
+from egeria.session.applying import in_groups
 from egeria.session.checks import MakeController
 from egeria.session.compiling import Compiling
-from egeria.session.cutting import Cut
-from egeria.session.evaluation import Evaluation
+from egeria.session.cutting import Cut, check_gradients
 from egeria.session.following import HarmfulFreezeError, Training, check_calls, watch_order
-from egeria.session.landing import Landing
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.optimizer_steps import LayerRates, Wanted
-from egeria.session.parts import CutParts
+from egeria.session.parts import CutParts, PartsMaker
 from egeria.session.ranks import LostError, OutOfStepError
 from egeria.session.skipping import COMPILED, begin_skipping
 from egeria.session.timing import Budget, IntervalClock, IterationTimer
@@ -74,12 +71,14 @@ class Session:
     ) -> None:
         self.training, self.ranks, self.recorder = training, training.ranks, training.recorder
         self.timer, self.clock = IterationTimer(training.total_steps), IntervalClock(interval_steps=interval_steps)
-        self._make_policy, self._make_controller = make_policy, make_controller
         self.compiling = Compiling(training.hooks, self.recorder)
         self.budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
         self.skipping = begin_skipping(training, loader, self.timer.take_out) if cut else None
         """Skips the frozen forward pass; None leaves it as it is."""
-        self.parts = self._make_parts(cut) if cut else None
+        self._maker = PartsMaker(
+            training, make_policy, make_controller, self.compiling, self.budget, self.timer, lambda: self.clock
+        )
+        self.parts = self._maker.make(cut) if cut else None
         self.modules = cut.modules if cut else ()
         """The layer modules, front to back; kept after the parts are released."""
         # What the first process measures holds for all; where each has a part of the parameters, each measures that.
@@ -89,10 +88,10 @@ class Session:
         """Recognises calls of `run.step` that count no step."""
         sets_rates = self.parts is not None and isinstance(self.parts.policy, Annealing)
         self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out) if sets_rates else None
-        self._order = watch_order(self.training, self.modules) if self.parts else None
+        self._is_cut_to_order = False
+        self._order = watch_order(self.training, self.modules, again=self._is_cut_to_order) if self.parts else None
         """Records the execution order until the first forward pass has shown it."""
-        self._past_controller_cpu_s = 0.0
-        self._faults_in_a_row: dict[str, int] = {}
+        self._past_controller_cpu_s, self._faults_in_a_row = 0.0, dict[str, int]()
         self.training.hooks.when_compiled(self._note_compiled)
         self.compiling.make_room(len(self.modules))
         if self.parts is None:
@@ -137,6 +136,7 @@ class Session:
                 self._guard("taking in readings", self._take_in_readings)
             if ends_interval:
                 self._guard("ending an interval", self._end_interval)
+                self.meter.end_interval()
             if self.parts is not None and self.ranks.meets:
                 self._guard("agreeing on what is frozen", self._agree)
         self._prepare_step()
@@ -155,6 +155,7 @@ class Session:
             "rates": self._rates.state_dict() if self._rates else {},
             "budget": self.budget.state_dict(),
             "policy_name": self.training.policy_name,
+            "norms": dict(self.training.norms),
             "engine": None,
         }
         if self.parts is not None:
@@ -168,25 +169,28 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; StateError where it belongs to another model or policy, and nothing has changed."""
         saved, budget = state["engine"], dict(state["budget"])
-        measured = {"measures": {}, **{name: state[name] for name in ("losses", "iteration_s")}}
-        measured |= {name: state[name] for name in ("measures", "held_losses") if name in state}
+        measured = {"losses": state["losses"], "iteration_s": state["iteration_s"], **state}
         clock = IntervalClock.from_state(state)
         modules = None if saved is None else tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
-        self.training.check_state(state.get("policy_name", "egeria"), modules if clock.step and self.parts else None)
+        is_needed = self.parts is not None and bool(clock.step or self.clock.step)  # else nothing was decided
+        self.training.check_state(state.get("policy_name", "egeria"), modules if is_needed else None)
         if modules is None:
             self._release()
-        elif self.parts is None:
+        elif not self.modules:
             raise StateError(
                 "A run's state fits the model it was saved from; that one was cut into layer modules, and this one is "
-                "not, or its run is closed. Attach the same model with the same configuration, then load."
+                "not. Attach the same model with the same configuration, then load."
             )
-        elif clock.step:  # before the first step nothing was decided, and the order is still to be recorded
-            parts = self._make_parts(cut := Cut.resumed(self.training, modules, saved))
-            parts.load_state_dict(saved)
+        elif self.parts is None:
+            self.recorder.decline("freezing", "it has ended for good in this run, also where that is rolled back")
+        elif is_needed:
+            parts, cut = self._maker.resume(modules, saved, state.get("norms", {}))
             self._release_parts(parts)
             cut.announce(self.training, clock.step, self.modules, saved.get("cut_by"))
             self.parts, self.modules = parts, modules
             parts.restore(saved)
+            self._is_cut_to_order = clock.step > 0
+            self._order = watch_order(self.training, self.modules, again=self._is_cut_to_order)
         self.budget.load_state_dict(budget)
         self.clock, self.recorder.step = clock, clock.step
         self.meter.load_state_dict(measured)
@@ -285,6 +289,7 @@ class Session:
 
     def _arm(self) -> None:
         """Keep the batch of the next step where an interval ends with that."""
+        self.training.hooks.looks_at_input |= self.clock.next_step_ends
         evaluation = self.parts.evaluation if self.parts else None
         if evaluation and self.clock.next_step_ends and self.ranks.leads and not evaluation.has_given_up:
             evaluation.arm()
@@ -295,22 +300,13 @@ class Session:
         if seen is None:
             return
         self._order = None
+        if self._is_cut_to_order:  # in a resumed run, which may be checkpointed in another way now
+            check_gradients(seen)
+            return
         cut = Cut.in_order(self.training, seen)
         if cut != Cut.of(self.training, self.modules):
-            self.parts, self.modules = self._make_parts(cut), cut.modules
+            self.parts, self.modules = self._maker.make(cut), cut.modules
             self.recorder.write(ModulesOrdered(step=self.clock.step, **cut.to_dict()))
-
-    def _make_parts(self, cut: Cut) -> CutParts:
-        self.training.hooks.open()
-        policy, controller = self._make_policy(cut), cast(Controller, AbsentController())
-        if PLASTICITY in policy.needs and self.ranks.leads:
-            controller = self._make_controller(cut.modules, lambda: self.timer.left_s(self.clock.step))
-        landing = Landing(self.training, cut.modules, lambda: self.clock.interval_steps, self.timer.take_out)
-        return CutParts(
-            policy=policy,
-            evaluation=Evaluation(self.training, cut.modules, policy, controller, self.budget, self.timer),
-            applier=Applier(self.training, cut.modules, self.compiling, cut.deepest_freeze, landing),
-        )
 
     def _wanted_rates(self) -> Wanted | None:
         return self.parts.wanted_rates(self.clock.step) if self.parts else None
@@ -336,7 +332,7 @@ class Session:
         self.compiling.make_room(len(self.modules))
         if self._order is not None:
             self._order.close()
-            self._order = watch_order(self.training, self.modules)
+            self._order = watch_order(self.training, self.modules, again=self._is_cut_to_order)
 
     def _release(self) -> None:
         """Leave the model as it was found, for good."""

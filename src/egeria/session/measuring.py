@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ class Measures:
         model, needs = self.training.model, self.needs
         self._parts: dict[str, Any] = {}
         self._hooks: dict[str, OptimizerHooks] = {}
-        hook = partial(OptimizerHooks, self.training.optimizers, self.training.recorder, self.spend)
+        hook = self._hook = partial(OptimizerHooks, self.training.optimizers, self.training.recorder, self.spend)
         if GRADIENTS in needs:
             gradients = self._parts[GRADIENTS] = GradientSums(model)
             self._hooks[GRADIENTS] = hook(what="adding up gradients", before=gradients.take_in, reads_gradients=True)
@@ -50,8 +50,8 @@ class Measures:
             self._hooks[NOISE] = hook(
                 what="measuring noise", before=noise.before, after=noise.after, reads_gradients=True
             )
-        if WORTH in needs and self.training.is_pretrained and self.training.total_steps:
-            self._open_worth(hook)
+        if self._measures_worth:
+            self._open_worth()
         if PREDICTION in needs:
             self._parts[PREDICTION] = FreezeScores(model, self.training.recorder)
         if FORESIGHT in needs:
@@ -65,7 +65,8 @@ class Measures:
         found: dict[str, Any] = dict.fromkeys(("gradients", "weight_changes", "noise", "worth", "freeze_scores"))
         for name, field_name in zip((GRADIENTS, WEIGHTS, NOISE, WORTH, PREDICTION), found, strict=True):
             if name in self._parts and not (name in self._hooks and self._hooks[name].is_closed):
-                values = self._parts[name].take(modules)
+                own = _as_frozen(self.training, modules) if name in (NOISE, WORTH) else modules
+                values = self._parts[name].take(own)
                 found[field_name] = [None if index < num_frozen else value for index, value in enumerate(values)]
         ahead = self._parts[FORESIGHT].ahead(step, rate) if FORESIGHT in self._parts else None
         way, last_rate = (None, None) if ahead is None else ahead
@@ -93,8 +94,9 @@ class Measures:
 
         Its backward pass as it was timed, and its part of what follows, such as clipping and reducing, and the
         optimizer's step: by its elements; where one process trains on an accelerator by its tensors, since putting
-        that into the queue is what is timed. Backward passes that could not be timed, as in compiled models, are
-        counted: for weights that are trained two multiplications for each of the forward pass, for others one.
+        that into the queue is what is timed. Tied weights that train on save nothing of that part. Backward passes
+        that could not be timed, as in compiled models, are counted: for weights that are trained two multiplications
+        for each of the forward pass, for others one.
 
         Args:
             iteration_s: seconds of an iteration.
@@ -112,10 +114,12 @@ class Measures:
         ]
         timed, loop = found or ([(1 - step) * part / (sum(shares) + sum(backward)) for part in backward], 0.0)
         is_queued = all(parameter.device.type != "cpu" for own in parameters for parameter in own)
-        if is_queued and self.training.ranks.is_alone:
-            trained = [sum(parameter.requires_grad for parameter in own) for own in parameters]
-        each = (loop + step) / max(1, sum(trained))
-        return [part + each * count for part, count in zip(timed, trained, strict=True)]
+        count = _count_tensors if is_queued and self.training.ranks.is_alone else count_trainable
+        counts = trained if count is count_trainable else list(map(count, parameters))
+        each = (loop + step) / max(1, sum(counts))
+        kept = [() if _freezes_tied(self.training) else module.shared_parameters for module in modules]
+        freed = [all_own - count(map(model.get_parameter, names)) for all_own, names in zip(counts, kept, strict=True)]
+        return [part + each * number for part, number in zip(timed, freed, strict=True)]
 
     def end_step(self) -> None:
         """Take note of a step, and leave the optimizers alone for the rest of an interval that is measured."""
@@ -129,11 +133,15 @@ class Measures:
         if hooks is not None and not hooks.is_resting and self._parts[NOISE].is_done(self.training.optimizers):
             hooks.rest()
 
-    def _open_worth(self, hook: Callable[..., OptimizerHooks]) -> None:
+    @property
+    def _measures_worth(self) -> bool:
+        return WORTH in self.needs and self.training.is_pretrained and bool(self.training.total_steps)
+
+    def _open_worth(self) -> None:
         optimizers = self.training.optimizers
         worth = self._parts[WORTH] = StepWorth(self.training.model, len(optimizers), self.training.total_steps)
         what = "measuring the worth of steps"
-        self._hooks[WORTH] = hook(what=what, before=worth.before, after=worth.after, reads_gradients=True)
+        self._hooks[WORTH] = self._hook(what=what, before=worth.before, after=worth.after, reads_gradients=True)
 
     def _close_worth(self) -> None:
         self._hooks.pop(WORTH).close()
@@ -153,7 +161,15 @@ class Measures:
         return {name: part.state_dict() for name, part in self._parts.items() if self._is_whole(name)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; measures that it lacks restart."""
+        """Restore a saved state; measures that it lacks restart.
+
+        The worth of steps is measured where the run that was saved did so: what looks trained now may have begun at
+        random there.
+        """
+        if WORTH in self._parts and not self._measures_worth:
+            self._close_worth()
+        elif WORTH in state and WORTH not in self._parts and self._measures_worth:
+            self._open_worth()
         for name, part in self._parts.items():
             part.load_state_dict(state.get(name, {}) if self._is_whole(name) else {})
 
@@ -174,6 +190,22 @@ class Measures:
     def _is_whole(self, name: str) -> bool:
         """Return whether a measure is the same in all processes."""
         return not self.training.is_sharded or name == FORESIGHT
+
+
+def _count_tensors(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.requires_grad for parameter in parameters)
+
+
+def _freezes_tied(training: Training) -> bool:
+    return training.config.freezing.tied == "freeze"
+
+
+def _as_frozen(training: Training, modules: Sequence[LayerModule]) -> Sequence[LayerModule]:
+    """Return layer modules with those of their parameters alone that a freeze takes from training."""
+    if _freezes_tied(training) or not any(module.shared_parameters for module in modules):
+        return modules
+    named = [[name for name in module.parameters if name not in module.shared_parameters] for module in modules]
+    return [replace(module, parameters=tuple(names)) for module, names in zip(modules, named, strict=True)]
 
 
 class FreezeScores(WeightHistory):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from egeria.policy import Annealing, Policy
+from egeria.controller import AbsentController, Controller
+from egeria.layers.modules import LayerModule
+from egeria.policy import PLASTICITY, Annealing, Policy
 from egeria.session.applying import Applier
+from egeria.session.checks import MakeController
+from egeria.session.compiling import Compiling
+from egeria.session.cutting import Cut
 from egeria.session.evaluation import Evaluation
+from egeria.session.following import Training
+from egeria.session.landing import Landing
 from egeria.session.optimizer_steps import Wanted
+from egeria.session.timing import Budget, IntervalClock, IterationTimer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +34,8 @@ class CutParts:
             "policy": self.policy.state_dict(),
             "evaluator": self.evaluation.state_dict(),
             "frozen": self.applier.depth,
+            "trainable": list(self.applier.trainable),
+            "input_needs_grad": self.applier.training.hooks.input_needs_grad,
             "periods": list(self.applier.periods),
             "landing": self.applier.landing.state_dict(),
         }
@@ -39,9 +49,59 @@ class CutParts:
         """Freeze what a saved state had frozen, let modules rest by its periods, and land what was landing."""
         decided = self.policy.frozen
         depth = min(decided, int(saved.get("frozen", decided)))
+        self.applier.training.hooks.input_needs_grad = bool(saved.get("input_needs_grad", False))
         self.applier.restore(depth, decided, saved.get("periods"), saved.get("landing", {}))
 
     def wanted_rates(self, step: int) -> Wanted | None:
         """Return the learning rates that the policy wants for the step after `step`, if it sets them."""
         shares = self.policy.rate_shares(step) if isinstance(self.policy, Annealing) else None
         return None if shares is None else (self.applier.modules, shares)
+
+
+@dataclass(frozen=True, slots=True)
+class PartsMaker:
+    """Makes the parts of a cut, for one run."""
+
+    training: Training
+    make_policy: Callable[[Cut], Policy]
+    make_controller: MakeController
+    compiling: Compiling
+    budget: Budget
+    timer: IterationTimer
+    clock: Callable[[], IntervalClock]
+    """Returns that of the run, which another takes the place of where a state is loaded."""
+
+    def make(self, cut: Cut) -> CutParts:
+        """Return new parts; nothing is frozen by them yet."""
+        training = self.training
+        training.hooks.open()
+        policy, controller = self.make_policy(cut), cast(Controller, AbsentController())
+        if PLASTICITY in policy.needs and training.ranks.leads:
+            controller = self.make_controller(cut.modules, lambda: self.timer.left_s(self.clock().step))
+        landing = Landing(training, cut.modules, lambda: self.clock().interval_steps, self.timer.take_out)
+        return CutParts(
+            policy=policy,
+            evaluation=Evaluation(training, cut.modules, policy, controller, self.budget, self.timer),
+            applier=Applier(training, cut.modules, self.compiling, cut.deepest_freeze, landing, cut.trainable),
+        )
+
+    def resume(
+        self, modules: Sequence[LayerModule], saved: Mapping[str, Any], norms: Mapping[str, bool]
+    ) -> tuple[CutParts, Cut]:
+        """Return parts that decide as those of a saved state, and their cut; where that fails nothing has changed.
+
+        Args:
+            modules: the layer modules of the saved state.
+            saved: the state of its parts.
+            norms: which normalisation layers had come trained when its run began; empty where that was not saved.
+        """
+        came_trained = dict(self.training.norms)
+        self.training.norms.update(norms)
+        try:
+            cut = Cut.resumed(self.training, modules, saved)
+            parts = self.make(cut)
+            parts.load_state_dict(saved)
+        except BaseException:
+            self.training.norms.update(came_trained)
+            raise
+        return parts, cut

@@ -78,7 +78,10 @@ class StepWorth(ByParameter):
         if judged:
             self._judge(judged, optimizer)
         del moved, judged  # before as much is held again
+        moving = {name for name, _, group in self._own(optimizer) if _may_move(group)}
         for name, parameter, _ in own:
+            if name not in moving:
+                continue
             part = self._moved[name] = self._looked_at(parameter).clone()
             size = own_part(parameter).numel() * (2 if parameter.is_complex() else 1)
             self._factors[name] = self._counted[name] * size / max(1, part.numel())
@@ -116,8 +119,8 @@ class StepWorth(ByParameter):
     def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
         """Return it for each layer module, summed over the steps, and reset it; synchronises the device.
 
-        None for those of which no step was measured or the numbers are not finite. Of parameters in parts it is that
-        of this process' part: those of all processes add up.
+        None for those of which no step was measured, as at a rate of 0, or the numbers are not finite. Of parameters in
+        parts it is that of this process' part: those of all processes add up.
         """
         found, self._found = self._found, {}
         sums = {name: products.sum() * self._factors[name] for name, products in found.items()}
@@ -161,6 +164,15 @@ class StepWorth(ByParameter):
         if id(parameter) not in self._tables:
             return some_rows(part)
         return part[:, : max(LEAST_COLUMNS, MOST_ELEMENTS // max(1, len(part)))]
+
+
+def _may_move(group: Mapping[str, Any]) -> bool:
+    """Return whether a step changes the parameters of a group; a rate on a device is not asked for, but taken for one.
+
+    Steps at a rate of 0 are no steps: what rests for now, as under a schedule of its own, is not worth nothing.
+    """
+    rate = group.get("lr")
+    return isinstance(rate, Tensor) or rate != 0
 
 
 def _subtract_from(parts: list[Tensor], before: list[Tensor]) -> None:
