@@ -128,7 +128,7 @@ class IntervalMeter:
     def end_interval(self) -> None:
         """Keep nothing of an interval that is over, where a fault kept it from being taken."""
         self._losses = []
-        self.timer.take_medians()
+        self.timer.end_interval()
 
     def close(self) -> None:
         """Measure nothing more, and leave the optimizers as they were found."""

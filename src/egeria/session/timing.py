@@ -97,6 +97,10 @@ class IterationTimer:
         self.overhead_wall_s += wall_s
         self.overhead_cpu_s += cpu_s
 
+    def end_interval(self) -> None:
+        """Forget the iterations of an interval that is over."""
+        self._iterations = {}
+
     def spent(self) -> dict[str, Any]:
         """Return what egeria took so far, the call of `run.step` under way included, by the names of journal fields."""
         wall_s, cpu_s = self._inside.read()
