@@ -61,8 +61,8 @@ class Batch:
 
     @property
     def num_rows(self) -> int | None:
-        """Samples, where all of its tensors agree on their number."""
-        return tree.num_rows(self.arguments)
+        """Samples, where all of its tensors but that of the loss agree on their number."""
+        return tree.num_rows((self.args, {name: value for name, value in self.kwargs.items() if name != OF_THE_LOSS}))
 
     @property
     def unreadable(self) -> str:
@@ -81,11 +81,12 @@ class Batch:
     def first_rows(self, count: int | None) -> Batch:
         """Return a copy cut to `count` samples, detached; whole without one, or if its tensors disagree on rows.
 
-        A copy, because a model may overwrite its input.
+        What the loss is divided by stays as it is. A copy, because a model may overwrite its input.
         """
-        whole = tree.detach(self.arguments)
-        cut = whole if count is None else tree.take_rows(whole, count)
-        args, kwargs = tree.map_tensors(torch.clone, cut)
+        args, kwargs = tree.detach(self.arguments)
+        of_the_loss = {name: kwargs.pop(name) for name in (OF_THE_LOSS,) if name in kwargs}
+        cut = (args, kwargs) if count is None else tree.take_rows((args, kwargs), count)
+        args, kwargs = tree.map_tensors(torch.clone, (cut[0], {**cut[1], **of_the_loss}))
         return replace(self, args=args, kwargs=kwargs)
 
     def on(self, device: str) -> Batch:
