@@ -807,13 +807,16 @@ def test_a_loop_that_switches_gradients_on_has_the_last_word(tmp_path):
     assert "the last word" in declined.reason
 
 
-def test_a_soft_prompt_in_front_of_tied_weights_keeps_its_gradient(tmp_path):
-    class Prompted(SPECIMENS["Tied"].build):
-        def forward(self, hidden):
-            for layer in self.layers:
-                hidden = layer(hidden)
-            return self.output(hidden)
+class Prompted(SPECIMENS["Tied"].build):
+    """Begins with the output of its embedding."""
 
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.output(hidden)
+
+
+def test_a_soft_prompt_in_front_of_tied_weights_keeps_its_gradient(tmp_path):
     torch.manual_seed(0)
     model = Prompted()
     prompt = nn.Parameter(torch.randn(6, 5, 8))
@@ -833,12 +836,6 @@ def test_a_soft_prompt_in_front_of_tied_weights_keeps_its_gradient(tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"policy": {"name": "static", "schedule": "0.2:1/2"}}])
 def test_a_resumed_run_keeps_the_gradient_of_a_soft_prompt(settings, tmp_path):
-    class Prompted(SPECIMENS["Tied"].build):
-        def forward(self, hidden):
-            for layer in self.layers:
-                hidden = layer(hidden)
-            return self.output(hidden)
-
     torch.manual_seed(0)
     model = Prompted()
     prompt = nn.Parameter(torch.randn(6, 5, 8))
