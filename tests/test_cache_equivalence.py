@@ -26,8 +26,6 @@ REFUSED = {
     "one_dropout": "in training mode",
 }
 NEEDS_WHOLE_BATCHES = {"CarryingState", "Translator", "Recurrent", "front_frozen_before"}
-SLOW = {"one_dropout": 0.002}
-"""Specimens that do not bear the learning rate of the others."""
 ROWS, BATCHES, EPOCHS = 6, 4, 20
 CONFIG = {
     "policy": {"name": "egeria"},
@@ -73,8 +71,7 @@ def train(specimen, directory, **cache):
     """Train with modules freezing one after the other, each for some epochs; return all that changed."""
     torch.manual_seed(0)
     model, pool = specimen.build(), Pool(specimen)
-    lr = SLOW.get(specimen.name, 0.02)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)
     loader = DataLoader(
         pool, batch_size=ROWS, shuffle=True, collate_fn=pool.collate, generator=torch.Generator().manual_seed(3)
     )
