@@ -170,6 +170,27 @@ def test_the_fused_path_of_transformers_is_off_inside_and_as_before_outside(enab
         torch.backends.mha.set_fastpath_enabled(found)
 
 
+@pytest.mark.parametrize(
+    ("enabled", "has_another", "inside"), [(True, True, False), (True, False, True), (False, True, False)]
+)
+def test_attention_that_plans_for_each_shape_is_off_inside_where_another_may_take_its_place(
+    enabled, has_another, inside
+):
+    before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    torch.backends.cuda.enable_math_sdp(has_another)
+    try:
+        with pytest.raises(RuntimeError, match="on purpose"), undisturbed(nn.Linear(1, 1)):
+            assert torch.backends.cuda.cudnn_sdp_enabled() is inside
+            raise RuntimeError("on purpose")
+        assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
+        with undisturbed(nn.Linear(1, 1), keeps_modes=True):
+            assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before[0])
+        torch.backends.cuda.enable_math_sdp(before[1])
+
+
 def test_taps_inside_a_transformer_encoder_fire():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
