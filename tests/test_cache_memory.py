@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import time
 import warnings
 import weakref
 
@@ -15,6 +17,7 @@ import egeria
 from cached import Pictures, assert_no_stubs, freezes_up_to, nothing_but_journals, small_resnet
 from egeria.cache import memory, memory_forward
 from egeria.cache.memory_forward import MemoryForward
+from egeria.cache.repeats import RepeatedContents
 from egeria.cache.store import memory as store_memory
 from egeria.cache.store.memory import RowMemory, free_memory_bytes, row_keys
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
@@ -546,14 +549,165 @@ def test_memory_is_counted_and_given_back():
     assert free_memory_bytes() > 2**20
 
 
-def test_a_slower_iteration_with_stored_activations_ends_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_forward, "REVIEWED_BATCHES", 8)
-    loop = Loop(tmp_path)
-    while not isinstance(loop.mode, MemoryForward):
-        loop.epoch()
-    loop.mode.is_reviewed = True
-    loop.mode._times[False].extend([0.0] * memory_forward.MOST_TIMES)
+# --- whether it pays ----------------------------------------------------------------------------
+
+
+class SlowConv(nn.Conv2d):
+    """Takes 5 ms more than it has to."""
+
+    def forward(self, x):
+        time.sleep(0.005)
+        return super().forward(x)
+
+
+def slow_resnet():
+    model = small_resnet()
+    model.conv1 = SlowConv(3, 16, 3, padding=1, bias=False)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def quick_trials(monkeypatch):
+    """Let what is saved in a short test be worth finding out how."""
+    monkeypatch.setattr(memory, "TRIAL_ITERATIONS", 1)
+
+
+class PatientLoop(Loop):
+    """A loop in which the cache is asked whether it pays, and the boundary known to stay for 200 steps."""
+
+    def __init__(self, directory, **settings):
+        super().__init__(directory, build=slow_resnet, settings={"gate": "auto"}, **settings)
+        skipping = self.run._session.skipping
+        make = skipping._make_outlook
+        skipping._make_outlook = lambda **known: dataclasses.replace(make(**known), steps_ahead=200.0)
+
+
+def test_what_saves_time_is_stored_and_served(tmp_path):
+    loop = PatientLoop(tmp_path).finish()
+    stored = next(event for event in loop.journal(CacheDecided) if event.mode == "stored")
+    assert stored.numbers["repeated_share"] == 1.0
+    assert loop.journal(CacheUsed)[-1].hits > 200
+    assert loop.reasons == []
+
+
+def test_inputs_that_were_seen_not_to_come_again_are_never_stored(tmp_path):
+    plain = Loop(tmp_path / "plain", transform=augmented, build=slow_resnet, settings={"enabled": False}).finish()
+    loop = PatientLoop(tmp_path / "auto", transform=augmented).finish()
+    (decided,) = loop.journal(CacheDecided)
+    assert decided.mode == "computed"
+    assert "inputs do not come again: of" in decided.reason and "0 were among" in decided.reason
+    assert differences(plain.everything(), loop.everything()) == []
+
+
+def test_storing_that_takes_more_than_it_will_save_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_forward, "WINDOW_BATCHES", 8)
+    write = RowMemory.write
+
+    def write_slowly(memory, *args):
+        if len(memory) or memory.size_bytes:  # not where it is timed
+            time.sleep(0.25)
+        write(memory, *args)
+
+    monkeypatch.setattr(RowMemory, "write", write_slowly)
+    loop = PatientLoop(tmp_path).finish()
+    assert [event.mode for event in loop.journal(CacheDecided)] == ["stored", "computed"]
+    assert "an iteration that stores activations takes" in loop.reasons[-1]
+    assert "more than the epochs ahead would win back" in loop.reasons[-1]
+    assert loop.journal(CacheUsed)[-1].batches <= 9
+
+
+def test_serving_that_is_slower_than_computing_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_forward, "WINDOW_BATCHES", 8)
+    read = RowMemory.read
+
+    def read_slowly(memory, keys, known, padded_length):
+        if len(memory) > len(keys):  # not where it is timed
+            time.sleep(0.05)
+        return read(memory, keys, known, padded_length)
+
+    monkeypatch.setattr(RowMemory, "read", read_slowly)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loop.finish()
-    assert "an iteration with stored activations takes" in loop.journal(CacheDecided)[-1].reason
+        loop = PatientLoop(tmp_path).finish()
+    assert [event.mode for event in loop.journal(CacheDecided)] == ["stored", "computed"]
+    assert "an iteration with stored activations takes" in loop.reasons[-1]
+
+
+@pytest.mark.parametrize(("num_slow", "is_stored"), [(6, True), (60, False)])
+def test_what_storing_saves_is_not_judged_by_iterations_that_wait_for_something_else(tmp_path, num_slow, is_stored):
+    """Behind a freeze an accelerator may load kernels, and make plans for each new length."""
+    num_frozen = 0
+
+    def call(model, images, _):
+        nonlocal num_frozen
+        num_frozen += loop.run.frozen > 0
+        if 0 < num_frozen <= num_slow:
+            time.sleep(0.05)
+        return model(images)
+
+    loop = PatientLoop(tmp_path, call=call)
+    loop.finish()
+    decided = loop.journal(CacheDecided)[0]
+    assert (decided.mode == "stored") == is_stored
+    if is_stored:
+        assert decided.numbers["iteration_s"] < 0.05
+    else:
+        assert "with nothing frozen, so that what storing would save is not known" in decided.reason
+
+
+def batch_of(*args, **kwargs):
+    return Batch.of_call(args, kwargs, "cpu")
+
+
+def watch(make_epoch, num_batches=64, size=4, epochs=2):
+    """Return the share that comes again of what `make_epoch(rows)` makes of 64 x 4 samples, shuffled anew each time."""
+    repeats, generator = RepeatedContents(num_batches), torch.Generator().manual_seed(0)
+    for epoch in range(epochs):
+        for rows in torch.randperm(num_batches * size, generator=generator).split(size):
+            batch = make_epoch(epoch, rows)
+            if repeats.wants_next():
+                repeats.observe(batch, len(rows))
+    return repeats.share()
+
+
+def test_the_share_that_comes_again_is_found_by_some_batches_of_two_epochs():
+    images = torch.randn(256, 3, 4, 4)
+    share, words = watch(lambda epoch, rows: batch_of(images[rows]))
+    assert 0.7 < share <= 1.0 and words.startswith("of 128 samples ")
+    share, _ = watch(lambda epoch, rows: batch_of(images[rows] + torch.rand(len(rows), 1, 1, 1)))
+    assert share == 0.0
+    half = torch.rand(2, 256) < 0.5
+    share, _ = watch(lambda epoch, rows: batch_of(images[rows] + half[epoch, rows].float().view(-1, 1, 1, 1)))
+    assert 0.3 < share < 0.7
+    assert watch(lambda epoch, rows: batch_of(images[rows]), epochs=1) is None
+
+
+def test_batches_that_keep_their_order_come_again_whole():
+    repeats = RepeatedContents(64)
+    for batch in 2 * list(torch.randn(64, 4, 8)):
+        if repeats.wants_next():
+            repeats.observe(batch_of(batch), 4)
+    assert repeats.share()[0] == 1.0
+
+
+def test_a_sentence_that_is_padded_to_another_length_does_not_come_again():
+    words = torch.randint(1, 9, (256, 6))
+
+    def padded_by(epoch, rows):
+        own = nn.functional.pad(words[rows], (0, epoch))
+        return batch_of(input_ids=own, attention_mask=(own != 0).long())
+
+    assert watch(padded_by)[0] == 0.0
+    assert watch(lambda epoch, rows: padded_by(0, rows))[0] > 0.7
+
+
+def test_what_cannot_be_read_has_no_share_and_a_failure_ends_the_watch(tmp_path, monkeypatch):
+    assert watch(lambda epoch, rows: batch_of(torch.ones(4, 3), thing=np.ones(3))) is None
+
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(RepeatedContents, "observe", fail)
+    with pytest.warns(UserWarning, match="on purpose"):
+        loop = PatientLoop(tmp_path).finish()
+    assert [event.where for event in loop.journal(FaultCaught)] == ["looking for inputs that come again"]

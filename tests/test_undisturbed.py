@@ -185,7 +185,7 @@ def test_attention_that_plans_for_each_shape_is_off_inside_where_another_may_tak
             raise RuntimeError("on purpose")
         assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
         with undisturbed(nn.Linear(1, 1), keeps_modes=True):
-            assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
+            assert torch.backends.cuda.cudnn_sdp_enabled() is inside
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before[0])
         torch.backends.cuda.enable_math_sdp(before[1])

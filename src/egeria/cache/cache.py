@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from egeria.cache.decision import GenerationOpener, Outlook, Share
-from egeria.cache.fingerprint import RepeatedInputs, fingerprints
+from egeria.cache.fingerprint import fingerprints
 from egeria.cache.forward_modes import (
     WATCHED_FORWARDS,
     PlainForward,
@@ -23,6 +23,7 @@ from egeria.cache.forward_modes import (
 )
 from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
 from egeria.cache.loader import SampleFeed
+from egeria.cache.repeats import RepeatedInputs
 from egeria.cache.samples import BatchIndices, NoSamplesError
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError

@@ -38,7 +38,6 @@ MANTISSA_BITS = {torch.int32: 23, torch.int64: 52}  # of the float type of that 
 MASKS = ("attention_mask", "decoder_attention_mask")
 
 
-@torch.no_grad()
 def fingerprints(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_rows: int) -> np.ndarray:
     """Return one fingerprint for each row of the model's input, as float32 [B, 2] of whole numbers.
 
@@ -56,8 +55,20 @@ def fingerprints(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_rows: int
         The fingerprints; NaN, which agrees with nothing, where no tensor has a row for each sample or
         something is of a kind whose contents cannot be read (sparse, quantized, an array of numpy).
     """
+    hashes = row_hashes(args, kwargs, num_rows)
+    if hashes is None:
+        return np.full((num_rows, 2), np.nan, dtype=np.float32)
+    return _folded(hashes.cpu().numpy())
+
+
+@torch.no_grad()
+def row_hashes(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_rows: int) -> Tensor | None:
+    """Return what `fingerprints` are made of, on the device of the input, without waiting for it: int64 [B].
+
+    None where no tensor has a row for each sample, or something is of a kind whose contents cannot be read.
+    """
     if tree.unreadable((args, kwargs)):
-        return _unknown(num_rows)
+        return None
     total: Tensor | None = None
     found_rows = False
     for index, (name, tensor) in enumerate(_named_tensors(args, kwargs)):
@@ -66,9 +77,7 @@ def fingerprints(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_rows: int
         values = _without_padding(name, tensor.detach(), kwargs)
         sums = _hashes(values if of_rows else values.reshape(1, -1), index)
         total = sums if total is None else total + sums.to(total.device)
-    if total is None or not found_rows:
-        return _unknown(num_rows)
-    return _folded(total.expand(num_rows).cpu().numpy())
+    return total.expand(num_rows) if total is not None and found_rows else None
 
 
 def describe(batch: Batch, num_rows: int, *, shapes: bool, shared: Collection[str] = ()) -> str:
@@ -197,55 +206,3 @@ def _folded(totals: np.ndarray) -> np.ndarray:
         mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     low = (mixed >> np.uint64(16)) & np.uint64(0xFFFFFF)
     return np.stack([mixed >> np.uint64(40), low], axis=1).astype(np.float32)
-
-
-def _unknown(num_rows: int) -> np.ndarray:
-    return np.full((num_rows, 2), np.nan, dtype=np.float32)
-
-
-MAX_WATCHED = 512
-"""Samples whose first input is remembered."""
-NEEDED = 32
-"""Samples seen twice before there is a verdict."""
-
-
-class RepeatedInputs:
-    """Distinguishes a data set that gives a sample as it is from one that augments it at random.
-
-    The data set itself is never called for this: the inputs of the training forwards are compared, by
-    fingerprint, for the first samples that come round again.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[int, np.ndarray] = {}
-        self._num_equal = 0
-        self._num_other = 0
-
-    def note_random(self) -> None:
-        """Take it as known that inputs are random."""
-        self._num_equal, self._num_other = 0, NEEDED
-
-    @property
-    def verdict(self) -> bool | None:
-        """True if inputs repeat, False if they are random, None while too few came twice."""
-        if self._num_equal + self._num_other < NEEDED:
-            return None
-        return self._num_equal > self._num_other
-
-    def wants(self, samples: np.ndarray) -> bool:
-        """Return whether the fingerprints of these samples [B] would teach anything."""
-        if self.verdict is not None:
-            return False
-        return len(self._first) < MAX_WATCHED or any(int(sample) in self._first for sample in samples)
-
-    def observe(self, samples: np.ndarray, prints: np.ndarray) -> None:
-        """Take in the samples of a batch [B] and the fingerprints of their inputs [B, 2]."""
-        for sample, print_ in zip(samples.tolist(), prints, strict=True):
-            first = self._first.get(sample)
-            if first is None:
-                if len(self._first) < MAX_WATCHED:
-                    self._first[sample] = print_
-            elif bool(agree(first[None], print_[None])[0]):
-                self._num_equal += 1
-            else:
-                self._num_other += 1

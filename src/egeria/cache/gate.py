@@ -35,6 +35,8 @@ class Prospects:
     room_bytes: int = 0
     """What may be used on the disk."""
     num_views: int = 1
+    repeated_share: float = 1.0
+    """Share of the samples that come again just as they were."""
     epochs_ahead: float = 0.0
     """Epochs before the boundary can move or the run ends."""
 
@@ -54,9 +56,9 @@ class Prospects:
     @property
     def total_gain_s(self) -> float:
         """Seconds per batch of an epoch, over all epochs ahead: what hits save less what filling costs."""
-        return self.stored_share * (max(0.0, self.epochs_ahead - self.num_views) * self.gain_s) - (
-            self.stored_share * min(self.epochs_ahead, self.num_views) * self.fill_s
-        )
+        epochs_served = max(0.0, self.epochs_ahead - self.num_views) * self.repeated_share
+        epochs_filled = min(self.epochs_ahead, self.num_views)
+        return self.stored_share * (epochs_served * self.gain_s - epochs_filled * self.fill_s)
 
     def to_dict(self) -> dict[str, float]:
         """Return the numbers that decide, for the journal."""
@@ -87,7 +89,7 @@ def judge(prospects: Prospects, *, minimum_epochs: float, is_in_memory: bool = F
             f"the activations take {size_text(prospects.needed_bytes)}, and {size_text(prospects.room_bytes)} may be "
             f"used ({settings})"
         )
-    if prospects.gain_s < LEAST_GAIN * prospects.iteration_s:
+    if prospects.gain_s * prospects.repeated_share < LEAST_GAIN * prospects.iteration_s:
         return False, _no_gain(prospects)
     if prospects.total_gain_s <= 0:
         return False, "filling the store costs more than the epochs ahead would save"
@@ -96,6 +98,11 @@ def judge(prospects: Prospects, *, minimum_epochs: float, is_in_memory: bool = F
 
 def _no_gain(prospects: Prospects) -> str:
     iteration_ms, prefix_ms = 1e3 * prospects.iteration_s, 1e3 * prospects.prefix_s
+    if prospects.gain_s >= LEAST_GAIN * prospects.iteration_s:
+        return (
+            f"{prospects.repeated_share:.0%} of the samples come again just as they were, "
+            f"and each saves {prospects.gain_s / prospects.iteration_s:.0%} of its part of an iteration"
+        )
     if prospects.prefix_s - prospects.serve_s < LEAST_GAIN * prospects.iteration_s:
         return (
             f"the frozen forward pass takes {prefix_ms:.2f} ms of an iteration of {iteration_ms:.1f} ms, "

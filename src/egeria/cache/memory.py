@@ -1,8 +1,9 @@
 """`MemoryCache`: skips the frozen front where inputs come again just as they were, with nothing but memory.
 
 Rows are known by the content of the input (`store/memory.py`). So neither the loader nor the numbers of samples take
-part, nothing is drawn ahead or read ahead, and nothing is done at all before a layer module is frozen. Random
-augmentation shows in that nothing comes again, and ends it.
+part, and nothing is drawn ahead or read ahead. Before a layer module is frozen a look at some batches of two epochs
+tells how many samples come again (`repeats.py`). Where a freeze comes too early for that, random augmentation shows in
+that nothing does, and ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from egeria.cache.forward_modes import (
 )
 from egeria.cache.gate import Prospects, judge, size_text
 from egeria.cache.generation import LEAST_ROWS
-from egeria.cache.memory_forward import MemoryForward, count_rows
+from egeria.cache.memory_forward import MemoryForward, Review, count_rows
+from egeria.cache.repeats import RepeatedContents
 from egeria.cache.store.memory import RowMemory, free_memory_bytes, row_keys
 from egeria.config import CacheConfig
 from egeria.errors import EgeriaError, UncacheableError
@@ -52,8 +54,15 @@ REPORT_BATCHES = 500
 UNKNOWN_EPOCH = 10_000
 """Batches after which inputs must have come again where nobody knows how long an epoch is."""
 TRIED_AGAIN = 2
-"""Times as many steps as were made when inputs turned out not to come again, after which storing is tried again: an
-augmentation may be switched off for the last epochs, but most never are, and each try stores an epoch for nothing."""
+"""Times as many steps as were made when inputs turned out not to come again, or storing not to pay, after which it is
+tried again: an augmentation may be switched off for the last epochs, but most never are, and each try costs."""
+LEAST_REPEATED = 0.05
+"""Share of the samples that must come again."""
+UNSETTLED = 1.25
+"""Times as long as before the freeze, where iterations behind it still wait for something, such as kernels that an
+accelerator loads, or plans that it makes for each new length: what would be saved is not known then."""
+MOST_WATCHES = 4
+"""Times that the iterations behind a freeze are watched for that to end."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -83,8 +92,18 @@ class MemoryCache:
     _number: int = 0
     _most_rows: int = 0
     _patience: int = MOST_UNPADDED
-    _random: tuple[int, str] = (0, "")
-    """Until which step inputs are taken to be random, and why."""
+    repeats: RepeatedContents | None = field(init=False)
+    """Watches which inputs come again; None where that is not asked, or known."""
+    _repeated_share: float | None = None
+    """Of the samples; None where that is not known."""
+    _given_up: tuple[int, str] = (0, "")
+    """Until which step storing is taken not to pay, and why."""
+    _num_watches: int = 0
+
+    def __post_init__(self) -> None:
+        """Watch where a share of the samples can be found."""
+        is_asked = self.settings.gate != "open" and self.num_batches is not None
+        self.repeats = RepeatedContents(self.num_batches or 1) if is_asked else None
 
     @property
     def is_idle(self) -> bool:
@@ -106,12 +125,24 @@ class MemoryCache:
                 self._record("computed", "nothing is frozen any more")
             return
         self._number += 1
-        reason = self.refusal or self.find_refusal() or self._foresee() or self._recall()
+        self._num_watches = 0
+        reason = self.refusal or self.find_refusal() or self._foresee() or self._ask_repeats() or self._recall()
         if reason:
             self._record("computed", reason)
             return
-        roots = [self.model.get_submodule(name) for module in modules for name in module.submodules]
-        self._switch_to(TimedForward(roots, 0 if self.settings.gate == "open" else WATCHED_FORWARDS))
+        self._switch_to(self._timed_forward())
+
+    def observe(self, batch: Batch) -> None:
+        """Look at a batch for inputs that come again; a failure ends that."""
+        if self.repeats is None:
+            return
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        try:
+            self.repeats.observe(batch, count_rows(batch))
+        except Exception as error:
+            self.repeats = None
+            self.recorder.fault("looking for inputs that come again", error)
+        self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def forward(self, call: Callable[[], Any], batch: Batch) -> Any:
         """Make a training forward.
@@ -161,15 +192,30 @@ class MemoryCache:
     def _review(self, mode: MemoryForward) -> None:
         if mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
             self.report()
-        if reason := mode.lack_of_hits():
-            step = self.recorder.step
-            self._random = TRIED_AGAIN * step, f"{reason}, at step {step}"
-        if reason := reason or mode.complaint():
+        if reason := mode.lack_of_hits() or mode.complaint():
+            self._give_up(reason)
             self._compute(reason, {})
+
+    def _give_up(self, reason: str) -> None:
+        step = self.recorder.step
+        self._given_up = TRIED_AGAIN * step, f"{reason}, at step {step}"
+
+    def _ask_repeats(self) -> str:
+        """Return that inputs do not come again, as far as that was watched; empty where they do or nobody knows."""
+        found = self.repeats.share() if self.repeats is not None else None
+        if found is None:
+            return ""
+        self.repeats, (share, words) = None, found
+        if share >= LEAST_REPEATED:
+            self._repeated_share = share
+            return ""
+        reason = f"inputs do not come again: {words}"
+        self._give_up(reason)
+        return reason
 
     def _recall(self) -> str:
         """Return why storing is not worth another try yet."""
-        until, reason = self._random
+        until, reason = self._given_up
         if self.recorder.step >= until:
             return ""
         return f"{reason}; that is tried again from step {until} on"
@@ -196,6 +242,12 @@ class MemoryCache:
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
         numbers: dict[str, float] = {}
+        if reason := self._unsettled(timed):
+            if self._num_watches < MOST_WATCHES:
+                self._switch_to(self._timed_forward())
+            else:
+                self._compute(reason, {})
+            return
         try:
             check_runs_once()
             reason, numbers = self._try_to_store(batch, num_rows, timed)
@@ -204,6 +256,20 @@ class MemoryCache:
         if reason:
             self._compute(reason, numbers)
         self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+
+    def _timed_forward(self) -> TimedForward:
+        self._num_watches += 1
+        roots = [self.model.get_submodule(name) for module in self._modules for name in module.submodules]
+        return TimedForward(roots, 0 if self.settings.gate == "open" else WATCHED_FORWARDS)
+
+    def _unsettled(self, timed: TimedForward) -> str:
+        """Return that iterations take longer than before anything was frozen; empty where they do not."""
+        if timed.iteration_s <= UNSETTLED * self._outlook.iteration_s or not self._outlook.iteration_s:
+            return ""
+        return (
+            f"an iteration takes {1e3 * timed.iteration_s:.1f} ms, and took {1e3 * self._outlook.iteration_s:.1f} ms "
+            f"with nothing frozen, so that what storing would save is not known"
+        )
 
     def _try_to_store(self, batch: Batch, num_rows: int, timed: TimedForward) -> tuple[str, dict[str, float]]:
         """Store from here on where it pays; return why not, or an empty reason, and the numbers that decided."""
@@ -217,6 +283,7 @@ class MemoryCache:
             prefix_s=timed.prefix_s,
             serve_s=hash_s + HANDLING_S,
             fill_s=hash_s,
+            repeated_share=1.0 if self._repeated_share is None else self._repeated_share,
             epochs_ahead=self._outlook.epochs(self.num_batches),
         )
         if reason := self._ask_gate(prospects):
@@ -245,9 +312,9 @@ class MemoryCache:
             verify_batches=self.settings.verify_batches,
             rollback=Rollback(self.model),
             epoch_batches=self.num_batches or UNKNOWN_EPOCH,
-            expected_share=prospects.stored_share / self._outlook.num_hosts,
+            expected_share=prospects.stored_share * (self._repeated_share or 1 / self._outlook.num_hosts),
             least_rows=min(LEAST_ROWS, self._most_rows),
-            is_reviewed=self.settings.gate != "open",
+            review=None if self.settings.gate == "open" else Review(prospects, self.num_batches or UNKNOWN_EPOCH),
         )
 
     def _ask_gate(self, prospects: Prospects) -> str:

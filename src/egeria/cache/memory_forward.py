@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 
 from egeria import tree
-from egeria.cache.forward_modes import (
-    REVIEWED_BATCHES,
-    Rollback,
-    StaleError,
-    Unchanged,
-    UserForward,
-)
+from egeria.cache.forward_modes import Rollback, StaleError, Unchanged, UserForward
+from egeria.cache.gate import Prospects
 from egeria.cache.generation import LEAST_ROWS, Use, take_rows
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.memory import RowMemory, row_keys
@@ -41,8 +36,40 @@ WINDOW_BATCHES = 32
 """Batches between two looks at how many samples were found."""
 LEAST_SHARE = 0.05
 """Share of the samples that must be found from the third epoch on, or looking for them is given up."""
-MOST_TIMES = 500
-"""Iterations of each kind whose times are compared."""
+
+
+@dataclass(slots=True)
+class Review:
+    """Whether storing pays in fact: how long iterations take, beside those before it."""
+
+    prospects: Prospects
+    """What it was to bring and cost."""
+    epoch_batches: int
+    """Batches in which every sample should have come again."""
+    _num_batches: int = 0
+    _last: float | None = None
+    _durations: list[float] = field(default_factory=list)
+
+    def note(self) -> None:
+        """Note a forward that begins, and is served or stored."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._durations.append(now - self._last)
+        self._last, self._num_batches = now, self._num_batches + 1
+
+    def complaint(self) -> str:
+        """Return, once in so many batches, that it does not pay; empty where it does."""
+        if len(self._durations) < WINDOW_BATCHES:
+            return ""
+        found_s, self._durations = statistics.median(self._durations), []
+        usual_s, prospects = self.prospects.iteration_s, self.prospects
+        pace = f"takes {1e3 * found_s:.1f} ms, and took {1e3 * usual_s:.1f} ms with computed ones"
+        if self._num_batches > self.epoch_batches + WINDOW_BATCHES:
+            return "" if found_s < usual_s else f"an iteration with stored activations {pace}"
+        later_s = replace(prospects, fill_s=0.0).total_gain_s
+        if found_s - usual_s <= later_s:
+            return ""
+        return f"an iteration that stores activations {pace}, more than the epochs ahead would win back"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,8 +92,8 @@ class MemoryForward:
     """Share of the samples that should be found from then on, if inputs come again."""
     least_rows: int
     """Smaller batches are left alone: other kernels run, to other last bits."""
-    is_reviewed: bool
-    """Whether it is asked again if this pays."""
+    review: Review | None
+    """Asks again if this pays; None where that is not asked."""
     name: ClassVar[str] = "stored"
 
     def __post_init__(self) -> None:
@@ -75,8 +102,6 @@ class MemoryForward:
         self._front = Unchanged(self.prefix)
         self._failure: Exception | None = None
         self._until_check = 0
-        self._last = (0.0, False)
-        self._times: dict[bool, deque[float]] = {served: deque(maxlen=MOST_TIMES) for served in (False, True)}
         self._windows = deque([(0, 0)], maxlen=2 + math.ceil(self.epoch_batches / WINDOW_BATCHES))
 
     def forward(self, call: UserForward, batch: Batch, _: BatchIndices | None = None) -> Any:
@@ -96,10 +121,11 @@ class MemoryForward:
         if keys is None or (lengths is None and self.memory.has_length):
             return call(plain=True)
         self.use.batches += 1
+        if self.review is not None:
+            self.review.note()
         known = self.memory.knows(keys)
         is_served = bool(known.any()) and (bool(known.all()) or self.prefix.can_split) and self.prefix.knows(batch)
         rows = self._rows(batch, keys, known, lengths) if is_served else None
-        self._note_time(is_served=rows is not None and bool(known.all()))
         if rows is None:
             return self._record(call, batch, keys, lengths)
         self.use.hits += int(known.sum())
@@ -109,16 +135,7 @@ class MemoryForward:
 
     def complaint(self) -> str:
         """Return that it saves no time; empty where that is not seen."""
-        if not self.is_reviewed or len(self._times[True]) < REVIEWED_BATCHES or not self._times[False]:
-            return ""
-        served, computed = (statistics.median(self._times[kind]) for kind in (True, False))
-        self._times[True].clear()
-        if served < computed:
-            return ""
-        return (
-            f"an iteration with stored activations takes {1e3 * served:.1f} ms, "
-            f"and took {1e3 * computed:.1f} ms with computed ones"
-        )
+        return "" if self.review is None else self.review.complaint()
 
     def used(self, step: int) -> CacheUsed:
         """Return what it did so far, for the journal."""
@@ -213,13 +230,6 @@ class MemoryForward:
         if found >= needed * self.expected_share:
             return ""
         return f"inputs do not come again: of the last {looked_up} samples {found} had been there before"
-
-    def _note_time(self, *, is_served: bool) -> None:
-        """Note the seconds between two forwards that are both served, or both not."""
-        now, (last, was_served) = time.perf_counter(), self._last
-        if last and was_served == is_served:
-            self._times[is_served].append(now - last)
-        self._last = now, is_served
 
     def _check_rows(
         self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], known: Mask, lengths: Integers | None

@@ -53,6 +53,8 @@ class ModelHooks:
         self._keep: Callable[[Batch], None] | None = None
         self._skip: Callable[[Callable[[], Any], Batch], Any] | None = None
         self._before: Callable[[], None] | None = None
+        self._wants: Callable[[], bool] | None = None
+        self._observe: Callable[[Batch], None] | None = None
         self._notice: weakref.WeakMethod[Callable[[], None]] | None = None
         self.input_needs_grad = False
         """Whether something in front of the model is in training, such as a soft prompt, as last looked at."""
@@ -77,13 +79,17 @@ class ModelHooks:
     def close(self) -> None:
         """Leave the model as it was found."""
         self.skip_with(None)
-        self._keep = self._before = self._notice = None
+        self._keep = self._before = self._notice = self._wants = self._observe = None
         while self._handles:
             self._handles.pop().remove()
 
     def keep_next(self, keep: Callable[[Batch], None] | None) -> None:
         """Hand the arguments of coming training calls to `keep`; None stops that."""
         self._keep = keep
+
+    def watch_with(self, wants: Callable[[], bool] | None, observe: Callable[[Batch], None] | None) -> None:
+        """Hand the arguments of those training calls to `observe` for which `wants` is true; None stops that."""
+        self._wants, self._observe = wants, observe
 
     def call_before(self, before: Callable[[], None] | None) -> None:
         """Call `before` ahead of each training call; None stops that."""
@@ -141,12 +147,14 @@ class ModelHooks:
         self._parallel.see_call()
         if self._before is not None:
             self._before()
-        if self._keep is None and self._skip is None:
+        observe = self._observe if self._wants is not None and self._wants() else None
+        takers = [take for take in (self._keep, observe) if take is not None]
+        if not takers and self._skip is None:
             return
         device = next((parameter.device.type for parameter in self.model.parameters()), "cpu")
         batch = Batch.of_call(args, kwargs, device)
-        if self._keep is not None:
-            self._keep(batch)
+        for take in takers:
+            take(batch)
         if self._skip is not None:
             self._batch = batch
 

@@ -32,7 +32,7 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import Foreseeing, Policy
 from egeria.session.following import Training
 from egeria.session.ranks import Ranks, Subject
-from egeria.session.timing import IntervalClock
+from egeria.session.timing import IntervalClock, IterationTimer
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SUBDIRECTORY = "cache"
@@ -51,9 +51,13 @@ class Skipping:
     """Stands between the session and the cache: informs it when the boundary moves, and what is ahead."""
 
     def __init__(
-        self, training: Training, cache: ActivationCache | MemoryCache, make_outlook: Callable[..., Outlook]
+        self,
+        training: Training,
+        cache: ActivationCache | MemoryCache,
+        make_outlook: Callable[..., Outlook],
+        timer: IterationTimer,
     ) -> None:
-        self._training = training
+        self._training, self._timer = training, timer
         self._cache = cache
         self._make_outlook = make_outlook
         self._depth = 0
@@ -62,6 +66,8 @@ class Skipping:
         """The step, and the training calls, when this first looked: a resumed run does not begin at zero."""
         if isinstance(cache, ActivationCache):
             training.hooks.skip_with(cache.forward)
+        elif cache.repeats is not None and not cache.find_refusal():
+            training.hooks.watch_with(cache.repeats.wants_next, cache.observe)
 
     def follow(self, frozen: Sequence[LayerModule], policy: Policy, clock: IntervalClock) -> None:
         """Move the boundary of the cache if layers were frozen or thawed since the last call."""
@@ -84,7 +90,7 @@ class Skipping:
 
     def refuse(self, reason: str) -> None:
         """Stop for good, for a reason that the user is told if skipping was asked for."""
-        self._training.hooks.skip_with(None)
+        self._stop()
         self._is_refused = isinstance(self._cache, ActivationCache)
         if isinstance(self._cache, MemoryCache):
             self._cache.refuse(reason)
@@ -94,18 +100,24 @@ class Skipping:
 
     def close(self) -> None:
         """Stop for good: the loader and the forward pass are the user's own again."""
-        self._training.hooks.skip_with(None)
+        self._stop()
         self._cache.close()
+
+    def _stop(self) -> None:
+        self._training.hooks.skip_with(None)
+        self._training.hooks.watch_with(None, None)
 
     def _outlook(self, policy: Policy, clock: IntervalClock) -> Outlook:
         """Return when the boundary can move at the earliest, by the policy's own rule."""
         total_steps, soonest = self._training.total_steps, _steady_steps(policy, clock)
         step, num_calls = self._begin or (0, 0)
         forwards = self._training.hooks.num_calls - num_calls
+        per_step = forwards / (clock.step - step) if clock.step > step else 1.0
         limits = [soonest, None if total_steps is None else max(0.0, total_steps - clock.step)]
         return self._make_outlook(
             steps_ahead=min((limit for limit in limits if limit is not None), default=None),
-            forwards_per_step=forwards / (clock.step - step) if clock.step > step else 1.0,
+            forwards_per_step=per_step,
+            iteration_s=self._timer.iteration_s / max(1.0, per_step),
         )
 
 
@@ -116,14 +128,14 @@ def _steady_steps(policy: Policy, clock: IntervalClock) -> float | None:
     return None if policy.monitored is None else float((2 * policy.window - 1) * clock.interval_steps)
 
 
-def begin_skipping(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping | None:
+def begin_skipping(training: Training, loader: Any, timer: IterationTimer) -> Skipping | None:
     """Return what skips the frozen forward pass of a run; None where nothing does. All processes of a job call this."""
     config, recorder = training.config, training.recorder
     host, reason = (None, "") if training.ranks.is_alone else share_directory(training.ranks, config, recorder)
     if config.cache.enabled is False:
         return None
     if not config.cache.is_on_disk:
-        return _begin_in_memory(training, loader, spend)
+        return _begin_in_memory(training, loader, timer)
     reason = reason or _refusal(training)
     if reason:
         recorder.decline(WHAT, reason)
@@ -137,7 +149,7 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
         make_directory=lambda: _make_directory(config, place_of(config, recorder)) if host is None else host.directory,
         settings=config.cache,
         recorder=recorder,
-        spend=spend,
+        spend=timer.take_out,
         refusal=reason,
         share=Share(is_alone=host is None, leads=host is None or host.leads),
     )
@@ -145,10 +157,11 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
         cache.place()  # so that it is left with the cache, also where nothing was stored
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     num_hosts = 1 if host is None or is_dealt_once else host.num_hosts  # that a sample may come to
-    return Skipping(training, cache, partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts))
+    make_outlook = partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts)
+    return Skipping(training, cache, make_outlook, timer)
 
 
-def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping:
+def _begin_in_memory(training: Training, loader: Any, timer: IterationTimer) -> Skipping:
     """Return what skips the frozen forward pass out of the memory of this process, and never touches the loader."""
     num_batches = None
     with suppress(Exception):  # loaders without a length raise various things
@@ -157,13 +170,14 @@ def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, fl
         model=training.model,
         settings=training.config.cache,
         recorder=training.recorder,
-        spend=spend,
+        spend=timer.take_out,
         num_batches=num_batches,
         find_refusal=partial(_refusal, training),
         num_local=_num_local(training),
     )
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
-    return Skipping(training, cache, partial(Outlook, num_hosts=1 if is_dealt_once else training.parallel.num_ranks))
+    num_hosts = 1 if is_dealt_once else training.parallel.num_ranks
+    return Skipping(training, cache, partial(Outlook, num_hosts=num_hosts), timer)
 
 
 def _num_local(training: Training) -> int:
