@@ -5,7 +5,8 @@
 
 Times are left out: such runs may be made many at a time, on an accelerator that they share (`--device cuda --jobs 15`).
 The page from a record: `--results RECORD --out RECORD`. With `--replays RECORD` it has what the default would freeze
-now on the evidence of other runs of it, such as those of record 0015.
+now on the evidence of other runs of it, such as those of record 0015. With `--rivals` the other policies stand beside
+the schedules, by what they froze.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,9 +32,10 @@ from egeria.config import Config
 from egeria.config.checks import read_timetable
 from egeria.errors import EgeriaError
 from egeria.events import ComputeProfiled, IntervalMeasured, MetricLogged
-from egeria.policy.worth import FADING, SETTLED_SHARE
+from egeria.policy.worth import FADING
 from egeria.report.freezing import BACKWARD_SHARE
 from egeria.report.history import read_history
+from egeria.report.price import freezes, learning_rates, part_of, worth_shares
 from egeria.report.replay import replay
 
 POWERS = (1.0, 1.5, 2.0, 2.5, 3.0)
@@ -57,17 +59,21 @@ class Known:
         for at, front in read_timetable(schedule):
             for module in range(front.frozen):
                 begins.setdefault(module, at)
-        times, rates = zip(*self.rates, strict=True)
-        return math.fsum(self.shares[module] * np.interp(at, times, rates) ** power for module, at in begins.items())
+        return self.part_of(begins, power)
+
+    def part_of(self, begins: Mapping[int, float], power: float = FADING + 1) -> float:
+        """Return the same of freezes: for each layer module the share of the training at which it froze."""
+        return part_of(self.shares, self.rates, begins, power)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What one schedule cost on one workload."""
+    """What one schedule, or rival, cost on one workload."""
 
     workload: str
     is_held_out: bool
     schedule: str
+    """Or the name of the rival."""
     seeds: int
     lost: float
     """Mean over the seeds: points, or per cent where the workload is judged so."""
@@ -75,8 +81,8 @@ class Point:
     """Standard deviation over the seeds; 0 for one."""
     is_within: bool
     """Whether it lost no more than counts as none."""
-    skipped: float
-    """Per cent of the run's compute."""
+    skipped: float | None
+    """Per cent of the run's compute; None where that is not known."""
     part: float | None
     """Of what steps bring, given up as far as foretold; None where worth was not measured."""
     by_loss: float | None
@@ -113,17 +119,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, required=True, help="of `run`, or a record")
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
     parser.add_argument("--replays", type=Path, help="runs of the default, or a record with some")
+    parser.add_argument("--rivals", action="store_true", help="other policies beside the schedules")
     parser.add_argument("--tier", default="cpu")
     options = parser.parse_args(arguments)
     with archive.opened(options.results) as results:
         comparisons = compare(read_results(results, tier=options.tier), PLAIN)
         known = {found.workload.name: _know(found) for found in comparisons}
-        points = [point for found in comparisons for point in _points(found, known[found.workload.name])]
+        points = [
+            point for found in comparisons for point in _points(found, known[found.workload.name], options.rivals)
+        ]
         slopes = [
             _slope(found, own, [point for point in points if point.workload == found.workload.name])
             for found in comparisons
             if (own := known[found.workload.name]) is not None
             and any(policy.outcomes[0].run.policy.schedule for policy in found.policies)
+            and not options.rivals
         ]
         options.out.mkdir(parents=True, exist_ok=True)
         keep_journals(comparisons, options.out)
@@ -143,8 +153,8 @@ def _know(comparison: WorkloadComparison) -> Known | None:
     plain, default = comparison.find(PLAIN), comparison.find(DEFAULT)
     if plain is None or default is None:
         return None
-    measured = [_shares(outcome) for outcome in default.outcomes]
-    rows = [shares for shares, _ in measured if shares is not None]
+    measured = [read_history(outcome.directory).of(IntervalMeasured) for outcome in default.outcomes]
+    rows = [shares for shares in map(worth_shares, measured) if shares is not None]
     if not rows:
         return None
     losses = [
@@ -154,48 +164,40 @@ def _know(comparison: WorkloadComparison) -> Known | None:
     ]
     return Known(
         shares=[statistics.fmean(column) for column in zip(*rows, strict=True)],
-        rates=measured[0][1],
+        rates=learning_rates(measured[0]),
         final_loss=statistics.fmean(losses),
     )
 
 
-def _shares(outcome: Outcome) -> tuple[list[float] | None, list[tuple[float, float]]]:
-    """Return what a run's layer modules brought, as `Known` has it, and its learning rates."""
-    intervals = read_history(outcome.directory).of(IntervalMeasured)
-    last = max(event.step for event in intervals)
-    rows = [
-        event.worth[:-1]
-        for event in intervals
-        if event.worth and event.step > SETTLED_SHARE * last and any(part is not None for part in event.worth)
-    ]
-    sums = [max(0.0, math.fsum(part or 0.0 for part in column)) for column in zip(*rows, strict=True)]
-    largest = max(event.learning_rate for event in intervals)
-    rates = [(event.step / last, event.learning_rate / largest) for event in intervals]
-    return ([part / math.fsum(sums) for part in sums] if math.fsum(sums) > 0 else None), rates
-
-
-def _points(comparison: WorkloadComparison, known: Known | None) -> list[Point]:
+def _points(comparison: WorkloadComparison, known: Known | None, rivals: bool) -> list[Point]:
     points = []
     for policy in comparison.policies:
-        schedule = policy.outcomes[0].run.policy.schedule
-        if schedule is None or policy.lost is None or policy.difference is None:
+        own = policy.outcomes[0].run.policy
+        is_meant = own.schedule is not None or (rivals and not own.is_plain)
+        if not is_meant or policy.lost is None or policy.difference is None:
             continue
-        part = known.part(schedule) if known else None
+        part = None
+        if known and own.schedule is not None:
+            part = known.part(own.schedule)
+        elif known and own.is_watched:
+            part = statistics.fmean(
+                known.part_of(freezes(read_history(outcome.directory))) for outcome in policy.outcomes
+            )
         points.append(
             Point(
                 workload=comparison.workload.name,
                 is_held_out=comparison.workload.is_held_out,
-                schedule=schedule,
+                schedule=own.schedule or own.text,
                 seeds=policy.difference.count,
                 lost=policy.lost,
                 scatter=policy.difference.sd or 0.0,
                 is_within=comparison.is_within(policy),
-                skipped=policy.skipped.mean if policy.skipped else math.nan,
+                skipped=policy.skipped.mean if policy.skipped else None,
                 part=part,
                 by_loss=part * math.sqrt(known.final_loss) if known and part is not None else None,
             )
         )
-    return sorted(points, key=lambda point: -point.skipped)
+    return sorted(points, key=lambda point: math.inf if point.skipped is None else -point.skipped)
 
 
 def _slope(comparison: WorkloadComparison, known: Known, points: Sequence[Point]) -> Slope:
@@ -253,13 +255,13 @@ def _replay(outcomes: Sequence[Outcome]) -> list[Replayed]:
 
 def describe(points: Sequence[Point], slopes: Sequence[Slope], replayed: Sequence[Replayed] = ()) -> str:
     """Return the page of the record."""
-    known = [point for point in points if point.part is not None and point.by_loss is not None]
+    known = [point for point in points if None not in (point.part, point.by_loss, point.skipped)]
     parts = ["# What schedules of freezing cost, and what foretold it"]
     if len({point.workload for point in known}) > 1:
         columns = {
             "the part given up · √loss": [point.by_loss or 0.0 for point in known],
             "the part given up": [point.part or 0.0 for point in known],
-            "compute skipped": [point.skipped for point in known],
+            "compute skipped": [point.skipped or 0.0 for point in known],
         }
         found = rank_correlations(
             columns, [point.lost for point in known], [point.workload for point in known], within=False
@@ -304,8 +306,9 @@ def _slope_line(slope: Slope) -> list[str]:
 def _line(point: Point) -> list[str]:
     lost = f"{point.lost:+.2f} ± {point.scatter:.2f}"
     part, by_loss = ("" if value is None else f"{value:.3f}" for value in (point.part, point.by_loss))
+    skipped = "" if point.skipped is None else f"{point.skipped:.1f}"
     told = "yes" if point.is_within else "no"
-    return [point.workload, point.schedule, str(point.seeds), lost, told, f"{point.skipped:.1f}", part, by_loss]
+    return [point.workload, point.schedule, str(point.seeds), lost, told, skipped, part, by_loss]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ from benchmarks.micro import accelerator
 from benchmarks.proving.archive import opened
 from benchmarks.proving.results import read_results
 
+from egeria.events import IntervalMeasured
+from egeria.report.history import read_history
+from egeria.report.price import freezes, worth_shares
+
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 
 
@@ -68,12 +72,12 @@ def test_a_schedule_gives_up_what_its_modules_bring_from_their_freeze_on():
 
 def test_the_command_finds_the_cost_of_each_part_again(tmp_path, monkeypatch, capsys):
     schedules = ("0.2:1", "0.5:2", "0.3:1+0.6:3")
-    policies = ",".join(["none", "default", *(f"static:schedule={schedule}" for schedule in schedules)])
+    policies = ",".join(["none", "default", "head-only", *(f"static:schedule={schedule}" for schedule in schedules)])
     arguments = ["--workloads", "tests.toy_workloads", "--tier", "smoke", "--seeds", "0", "--data", "nowhere"]
     results = tmp_path / "results"
     assert main(["run", "toy-tuned", "--policy", policies, *arguments, "--results", str(results)]) == 0
     (shares,) = {
-        tuple(schedule_costs._shares(outcome)[0])
+        tuple(worth_shares(read_history(outcome.directory).of(IntervalMeasured)))
         for outcome in read_results(results)
         if outcome.run.policy.text == "default"
     }
@@ -102,8 +106,16 @@ def test_the_command_finds_the_cost_of_each_part_again(tmp_path, monkeypatch, ca
     assert {point["schedule"] for point in found["points"]} == {it.replace("+", " ") for it in schedules}
     skipped = [point["skipped"] for point in found["points"]]
     assert skipped == sorted(skipped, reverse=True) and skipped[-1] > 0
+    schedule_costs.main(["--results", str(results), "--rivals", "--out", str(tmp_path / "three"), "--tier", "smoke"])
+    beside = json.loads((tmp_path / "three" / "results.json").read_text())
+    parts = {point["schedule"]: point["part"] for point in beside["points"]}
+    assert parts.keys() == {point["schedule"] for point in found["points"]} | {"default", "head-only"}
+    assert parts["head-only"] is None and parts["default"] == own.part_of(freezes(read_history(default.directory)))
+    static = next(outcome for outcome in read_results(results) if outcome.run.policy.schedule == schedules[1])
+    frozen = freezes(read_history(static.directory))
+    assert frozen == {0: pytest.approx(0.5, abs=0.1), 1: pytest.approx(0.5, abs=0.1)} and not beside["slopes"]
     with opened(tmp_path / "one") as journals:
-        assert len(list(journals.rglob("journal.jsonl"))) == 5
+        assert len(list(journals.rglob("journal.jsonl"))) == 6
     assert "| toy-tuned | no |" in capsys.readouterr().out
 
 

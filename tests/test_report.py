@@ -19,6 +19,7 @@ from egeria.journal import Recorder
 from egeria.report import FreezeMark, report
 from egeria.report.history import read_history
 from egeria.report.summary import list_formats, summarize
+from egeria.report.wording import foretold
 
 NAMES = ("stem", "body", "head")
 SECTIONS = ("pictures", "time", "events", "modules", "settings", "glossary")
@@ -296,6 +297,45 @@ def test_the_pace_is_that_of_most_steps_and_not_of_most_intervals(tmp_path):
 def test_where_only_the_beginning_ran_unfrozen_the_estimate_is_said_to_be_high(tmp_path, total_steps, is_early):
     course = [started(total_steps=total_steps), *run_of_75_steps()[1:]]
     assert ("probably a little less" in str(report(write(tmp_path, course)))) == is_early
+
+
+def fine_tuning(*between, loss=0.25):
+    """Steps of the stem brought a third of what those of the body did; the rate falls on a straight line."""
+    steps = [
+        dataclasses.replace(
+            interval(step, loss=loss, rate=1 - step / 100), worth=[1.0, 3.0, 9.0] if step < 30 else None
+        )
+        for step in range(10, 101, 10)
+    ]
+    return sorted([*steps, *between], key=lambda event: event.step)
+
+
+def test_what_freezing_gave_up_is_told_by_worth(tmp_path):
+    events_ = [started(), *fine_tuning(frozen(50, 0, 0.1), frozen(80, 1, 0.4)), closed(100)]
+    summary = summary_of(tmp_path, events_)
+    assert summary.given_up.share == pytest.approx(0.25 * (0.5 / 0.9) ** 2 + 0.75 * (0.2 / 0.9) ** 2)
+    assert summary.given_up.points == pytest.approx(5 * summary.given_up.share * 0.5)
+    (told,) = foretold(summary)
+    assert "gave up 11.4\N{NO-BREAK SPACE}%" in told and "loss of 0.25" in told and "lost 0.29 points" in told
+    assert told in (report(tmp_path).path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("between", "loss"),
+    [
+        ((), 0.25),
+        ((frozen(50, 0, 0.1), events.Thawed(step=60, frozen_before=1, reason="the loss rose", window=5)), 0.25),
+        ((frozen(50, 0, 0.1),), -0.5),
+        ((frozen(50, 0, 0.1),), None),
+    ],
+)
+def test_where_nothing_is_frozen_at_the_end_or_the_loss_tells_nothing_no_price_is_told(tmp_path, between, loss):
+    summary = summary_of(tmp_path, [started(), *fine_tuning(*between, loss=loss), closed(100)])
+    assert summary.given_up is None and foretold(summary) == []
+
+
+def test_without_worth_no_price_is_told(tmp_path):
+    assert summary_of(tmp_path, run_of_75_steps()[:-4]).given_up is None
 
 
 def test_a_loss_of_time_is_shown_as_one(tmp_path):

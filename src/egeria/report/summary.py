@@ -13,6 +13,7 @@ from egeria.report import freezing
 from egeria.report.accounts import BesideTime, accounts_of
 from egeria.report.diagnosis import why_nothing_froze
 from egeria.report.history import History, setting
+from egeria.report.price import GivenUp, given_up
 
 _LESS = re.compile(r"(?<![a-z])(loss|error|err|perplexity|ppl|mse|rmse|mae|wer|cer|ter|fid|nll)(?![a-z])")
 _UNKNOWN_START = events.RunStarted(
@@ -174,6 +175,8 @@ class Summary:
     """Frozen share of the parameters, mean over the steps done."""
     mean_skipped_share: float | None
     """Skipped share of the compute, mean over the steps done; None where it was not profiled."""
+    given_up: GivenUp | None
+    """What that is foretold to cost; None where worth does not tell."""
     timeline: tuple[freezing.FreezeMark, ...]
     why_nothing_froze: str | None
     num_readings: int
@@ -238,6 +241,7 @@ def summarize(history: History) -> Summary:
         depths=depths,
         mean_parameter_share=freezing.mean_over_steps(depths, lambda point: point.parameter_share),
         mean_skipped_share=freezing.mean_over_steps(depths, lambda point: point.skipped_share),
+        given_up=given_up(history),
         timeline=freezing.freeze_marks(history),
         why_nothing_froze=why_nothing_froze(history),
         num_readings=len(history.of(events.PlasticityRead)),

@@ -183,7 +183,7 @@ def verdict(summary: Summary) -> str:
 
 def cautions(summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
-    found = _doubts(summary.history)
+    found = _doubts(summary.history) + foretold(summary)
     unfrozen = next((pace.num_steps for pace in summary.paces if not pace.frozen and not pace.periods), 0)
     is_estimated = summary.wall.saved_s is not None and summary.why_nothing_froze is None
     if 0 < unfrozen < ROUGH_STEPS and is_estimated:
@@ -209,6 +209,18 @@ def cautions(summary: Summary) -> list[str]:
     for where, error, amount in summary.faults:
         found.append(f"Fault in {where}, {plural(amount, 'time')}; training went on: {error}")
     return found
+
+
+def foretold(summary: Summary) -> list[str]:
+    """Return what freezing is foretold to cost in quality; empty where worth does not tell."""
+    cost = summary.given_up
+    if cost is None:
+        return []
+    return [
+        f"Freezing gave up {percent(cost.share)} of what the steps of the front bring, by their worth, at a training "
+        f"loss of {number(cost.loss)}: fine-tunings that are judged by accuracy lost {cost.points:.2f} points for as "
+        f"much, on average. With a loss that is no cross-entropy it means nothing. A run without egeria measures it."
+    ]
 
 
 def _doubts(history: History) -> list[str]:
