@@ -35,7 +35,7 @@ from egeria.events import ComputeProfiled, IntervalMeasured, MetricLogged
 from egeria.policy.worth import FADING
 from egeria.report.freezing import BACKWARD_SHARE
 from egeria.report.history import read_history
-from egeria.report.price import freezes, learning_rates, part_of, worth_shares
+from egeria.report.price import freezes, worth_shares
 from egeria.report.replay import replay
 
 POWERS = (1.0, 1.5, 2.0, 2.5, 3.0)
@@ -63,7 +63,8 @@ class Known:
 
     def part_of(self, begins: Mapping[int, float], power: float = FADING + 1) -> float:
         """Return the same of freezes: for each layer module the share of the training at which it froze."""
-        return part_of(self.shares, self.rates, begins, power)
+        times, rates = zip(*self.rates, strict=True)
+        return math.fsum(self.shares[module] * np.interp(at, times, rates) ** power for module, at in begins.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +165,14 @@ def _know(comparison: WorkloadComparison) -> Known | None:
     ]
     return Known(
         shares=[statistics.fmean(column) for column in zip(*rows, strict=True)],
-        rates=learning_rates(measured[0]),
+        rates=_rates(measured[0]),
         final_loss=statistics.fmean(losses),
     )
+
+
+def _rates(intervals: Sequence[IntervalMeasured]) -> list[tuple[float, float]]:
+    last, largest = max(event.step for event in intervals), max(event.learning_rate for event in intervals)
+    return [(event.step / last, event.learning_rate / largest) for event in intervals]
 
 
 def _points(comparison: WorkloadComparison, known: Known | None, rivals: bool) -> list[Point]:

@@ -177,6 +177,7 @@ def test_attention_that_plans_for_each_shape_is_off_inside_where_another_may_tak
     enabled, has_another, inside
 ):
     before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     torch.backends.cuda.enable_math_sdp(has_another)
     try:

@@ -56,8 +56,6 @@ class Outlook:
     """Training forwards between two steps of the optimizer."""
     spare_core: bool = True
     """Whether a thread beside the training has a core to itself."""
-    iteration_s: float = 0.0
-    """Of a training forward, and what goes with it, while nothing was frozen; 0 where that is not known."""
     num_hosts: int = 1
     """Hosts that a sample may come to, each with a store of its own."""
 

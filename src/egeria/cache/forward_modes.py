@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,10 @@ PATIENCE = 4
 """Times as many are waited for one whose samples are known."""
 NUM_COMPARED = 3
 """Frozen weights that are compared by value before every forward."""
+
+
+Moment = float | torch.cuda.Event
+"""By the clock of the process, or in the queue of an accelerator."""
 
 
 class StaleError(EgeriaError):
@@ -143,42 +148,40 @@ class TimedForward(PlainForward):
     """The submodules of the frozen front."""
     enough: int = WATCHED_FORWARDS
     """Forwards to watch."""
-    _num_seen: int = 0
-    _last: float | None = None
-    _durations: list[float] = field(default_factory=list)
-    _spans: list[float] = field(default_factory=list)
+    _begins: list[Moment] = field(default_factory=list)
+    """Of the forwards."""
+    _spans: list[tuple[Moment, Moment]] = field(default_factory=list)
+    """Beginning and end of the frozen front in each of them."""
 
     @property
     def iteration_s(self) -> float:
-        """Median seconds from one forward to the next; 0 where nothing was timed."""
-        return statistics.median(self._durations) if self._durations else 0.0
+        """Median seconds from one forward to the next; 0 where nothing was timed. On an accelerator this waits."""
+        return _median_s(list(itertools.pairwise(self._begins)))
 
     @property
     def prefix_s(self) -> float:
         """Median seconds from the beginning of the frozen front to its end; 0 where nothing was timed."""
-        return statistics.median(self._spans) if self._spans else 0.0
+        return _median_s(self._spans)
 
     def has_seen_enough(self, knows_samples: bool) -> bool:
         """Count a forward; tell whether to decide before it is made."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self._durations.append(now - self._last)
-        self._last, seen = now, self._num_seen
-        self._num_seen += 1
+        self._begins.append(_now(_one_accelerator(self.roots)))
+        seen = len(self._begins) - 1
         return seen >= self.enough and (knows_samples or seen >= PATIENCE * max(1, self.enough))
 
     def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
         """Call the model, and time the frozen front in it."""
-        moments: list[float] = []
-        handles = [root.register_forward_pre_hook(partial(_note_time, moments)) for root in self.roots]
-        handles += [root.register_forward_hook(partial(_note_time, moments)) for root in self.roots]
+        moments: list[Moment] = []
+        note = partial(_note_time, moments, _one_accelerator(self.roots))
+        handles = [root.register_forward_pre_hook(note) for root in self.roots]
+        handles += [root.register_forward_hook(note) for root in self.roots]
         try:
             return call(plain=True)
         finally:
             for handle in handles:
                 handle.remove()
             if moments:
-                self._spans.append(moments[-1] - moments[0])
+                self._spans.append((moments[0], moments[-1]))
 
 
 @dataclass(slots=True)
@@ -210,9 +213,34 @@ class PaybackCheck:
         )
 
 
-def _note_time(moments: list[float], module: nn.Module, *_: Any) -> None:
+def _note_time(moments: list[Moment], accelerator: torch.device | None, *_: Any) -> None:
     """Note when a hook is called. No closure: some models copy themselves, hooks and all, in their forward pass."""
-    parameter = next(module.parameters(), None)
-    if parameter is not None and parameter.is_cuda:  # in a few forwards behind each boundary only
-        torch.cuda.synchronize(parameter.device)
-    moments.append(time.perf_counter())
+    moments.append(_now(accelerator))
+
+
+def _one_accelerator(roots: Sequence[nn.Module]) -> torch.device | None:
+    """Return the GPU that some modules are on; None where they are on none, or on several: their clocks are apart."""
+    devices = {parameter.device for root in roots for parameter in root.parameters()}
+    found = next(iter(devices), None)
+    return found if found is not None and found.type == "cuda" and len(devices) == 1 else None
+
+
+def _now(accelerator: torch.device | None) -> Moment:
+    """Return the time; of an accelerator that at which it comes to this place of its queue, which is not waited for."""
+    if accelerator is None:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(accelerator))
+    return event
+
+
+def _median_s(pairs: Sequence[tuple[Moment, Moment]]) -> float:
+    """Return the median of the seconds from the first to the second of each pair; 0 for none."""
+    return statistics.median(_seconds(*pair) for pair in pairs) if pairs else 0.0
+
+
+def _seconds(begin: Moment, end: Moment) -> float:
+    if isinstance(begin, float) and isinstance(end, float):
+        return end - begin
+    end.synchronize()  # type: ignore[union-attr]
+    return begin.elapsed_time(end) / 1e3  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ that nothing does, and ends it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,10 +59,10 @@ TRIED_AGAIN = 2
 tried again: an augmentation may be switched off for the last epochs, but most never are, and each try costs."""
 LEAST_REPEATED = 0.05
 """Share of the samples that must come again."""
-UNSETTLED = 1.25
-"""Times as long as before the freeze, where iterations behind it still wait for something, such as kernels that an
-accelerator loads, or plans that it makes for each new length: what would be saved is not known then."""
-MOST_WATCHES = 4
+SETTLED = 0.8
+"""Of the time that iterations took when they were watched before: where they still get shorter by more, they wait for
+something that passes, such as kernels that an accelerator loads, or plans that it makes for each new length."""
+MOST_WATCHES = 6
 """Times that the iterations behind a freeze are watched for that to end."""
 
 
@@ -98,12 +99,18 @@ class MemoryCache:
     """Of the samples; None where that is not known."""
     _given_up: tuple[int, str] = (0, "")
     """Until which step storing is taken not to pay, and why."""
-    _num_watches: int = 0
+    _watched_s: list[float] = field(default_factory=list)
+    """How long iterations took, each time that they were watched behind this boundary."""
 
     def __post_init__(self) -> None:
         """Watch where a share of the samples can be found."""
         is_asked = self.settings.gate != "open" and self.num_batches is not None
         self.repeats = RepeatedContents(self.num_batches or 1) if is_asked else None
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether batches are still to be looked at for inputs that come again."""
+        return self.repeats is not None and not self.repeats.is_over
 
     @property
     def is_idle(self) -> bool:
@@ -125,7 +132,7 @@ class MemoryCache:
                 self._record("computed", "nothing is frozen any more")
             return
         self._number += 1
-        self._num_watches = 0
+        self._watched_s = []
         reason = self.refusal or self.find_refusal() or self._foresee() or self._ask_repeats() or self._recall()
         if reason:
             self._record("computed", reason)
@@ -175,7 +182,7 @@ class MemoryCache:
 
     def refuse(self, reason: str) -> None:
         """Store nothing any more, for a reason that the journal gets where something is frozen."""
-        self.refusal = reason
+        self.refusal, self.repeats = reason, None
         if not self.is_idle:
             self._compute(reason, {})
 
@@ -202,7 +209,7 @@ class MemoryCache:
 
     def _ask_repeats(self) -> str:
         """Return that inputs do not come again, as far as that was watched; empty where they do or nobody knows."""
-        found = self.repeats.share() if self.repeats is not None else None
+        found = self.repeats.share(self._outlook.num_hosts) if self.repeats is not None else None
         if found is None:
             return ""
         self.repeats, (share, words) = None, found
@@ -242,11 +249,8 @@ class MemoryCache:
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
         numbers: dict[str, float] = {}
-        if reason := self._unsettled(timed):
-            if self._num_watches < MOST_WATCHES:
-                self._switch_to(self._timed_forward())
-            else:
-                self._compute(reason, {})
+        if not self._is_settled(timed):
+            self._switch_to(self._timed_forward())
             return
         try:
             check_runs_once()
@@ -258,18 +262,15 @@ class MemoryCache:
         self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _timed_forward(self) -> TimedForward:
-        self._num_watches += 1
         roots = [self.model.get_submodule(name) for module in self._modules for name in module.submodules]
         return TimedForward(roots, 0 if self.settings.gate == "open" else WATCHED_FORWARDS)
 
-    def _unsettled(self, timed: TimedForward) -> str:
-        """Return that iterations take longer than before anything was frozen; empty where they do not."""
-        if timed.iteration_s <= UNSETTLED * self._outlook.iteration_s or not self._outlook.iteration_s:
-            return ""
-        return (
-            f"an iteration takes {1e3 * timed.iteration_s:.1f} ms, and took {1e3 * self._outlook.iteration_s:.1f} ms "
-            f"with nothing frozen, so that what storing would save is not known"
-        )
+    def _is_settled(self, timed: TimedForward) -> bool:
+        """Return whether iterations are no longer much shorter than when they were watched before."""
+        before, self._watched_s = self._watched_s, [*self._watched_s, timed.iteration_s]
+        if self.settings.gate == "open" or len(self._watched_s) >= MOST_WATCHES:
+            return True
+        return bool(before) and timed.iteration_s >= SETTLED * before[-1]
 
     def _try_to_store(self, batch: Batch, num_rows: int, timed: TimedForward) -> tuple[str, dict[str, float]]:
         """Store from here on where it pays; return why not, or an empty reason, and the numbers that decided."""
@@ -312,10 +313,19 @@ class MemoryCache:
             verify_batches=self.settings.verify_batches,
             rollback=Rollback(self.model),
             epoch_batches=self.num_batches or UNKNOWN_EPOCH,
-            expected_share=prospects.stored_share * (self._repeated_share or 1 / self._outlook.num_hosts),
+            expected_share=prospects.stored_share * prospects.repeated_share / self._outlook.num_hosts,
             least_rows=min(LEAST_ROWS, self._most_rows),
-            review=None if self.settings.gate == "open" else Review(prospects, self.num_batches or UNKNOWN_EPOCH),
+            review=None if self.settings.gate == "open" else Review(prospects, self._review_from),
         )
+
+    @property
+    def _review_from(self) -> float:
+        """Batches after which an iteration must be shorter, since most samples must be known by then.
+
+        Where each may come to another process in each epoch they get known one by one.
+        """
+        is_known = self.num_batches is not None and self._outlook.num_hosts == 1
+        return 2.0 * self.num_batches if is_known and self.num_batches is not None else math.inf
 
     def _ask_gate(self, prospects: Prospects) -> str:
         """Return why storing does not pay; empty where it does."""

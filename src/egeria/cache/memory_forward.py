@@ -38,38 +38,55 @@ LEAST_SHARE = 0.05
 """Share of the samples that must be found from the third epoch on, or looking for them is given up."""
 
 
+SERVED_SHARE = 0.9
+"""Share of the samples of a window that must be known, or it says nothing of what serving brings."""
+
+
 @dataclass(slots=True)
 class Review:
-    """Whether storing pays in fact: how long iterations take, beside those before it."""
+    """Whether storing pays in fact: how long iterations take, beside those before it, in windows of some batches.
+
+    Where nearly all samples of a window were known an iteration must be shorter. In others it may be longer, by no more
+    than the epochs ahead will win back, until most samples must be known. Two windows in a row that fail end it: one
+    may be a busy machine.
+    """
 
     prospects: Prospects
     """What it was to bring and cost."""
-    epoch_batches: int
-    """Batches in which every sample should have come again."""
+    served_from: float
+    """Batches after which each window must be of shorter iterations; infinite where nobody knows."""
     _num_batches: int = 0
     _last: float | None = None
     _durations: list[float] = field(default_factory=list)
+    _known: list[bool] = field(default_factory=list)
+    """Of the samples of the window."""
+    _is_warned: bool = False
 
-    def note(self) -> None:
-        """Note a forward that begins, and is served or stored."""
+    def note(self, known: Mask) -> None:
+        """Note a forward that begins, and which of its samples are known [B]."""
         now = time.perf_counter()
         if self._last is not None:
             self._durations.append(now - self._last)
         self._last, self._num_batches = now, self._num_batches + 1
+        self._known += known.tolist()
 
     def complaint(self) -> str:
-        """Return, once in so many batches, that it does not pay; empty where it does."""
+        """Return, once in two windows at the most, that it does not pay; empty where it does."""
         if len(self._durations) < WINDOW_BATCHES:
             return ""
-        found_s, self._durations = statistics.median(self._durations), []
-        usual_s, prospects = self.prospects.iteration_s, self.prospects
-        pace = f"takes {1e3 * found_s:.1f} ms, and took {1e3 * usual_s:.1f} ms with computed ones"
-        if self._num_batches > self.epoch_batches + WINDOW_BATCHES:
-            return "" if found_s < usual_s else f"an iteration with stored activations {pace}"
-        later_s = replace(prospects, fill_s=0.0).total_gain_s
-        if found_s - usual_s <= later_s:
+        found_s, known_share = statistics.median(self._durations), statistics.fmean(self._known)
+        self._durations, self._known = [], []
+        usual_s, allowed_s, why = self.prospects.iteration_s, 0.0, ""
+        if known_share < SERVED_SHARE and self._num_batches <= self.served_from:
+            allowed_s = replace(self.prospects, fill_s=0.0).total_gain_s
+            why = ", more than the epochs ahead would win back"
+        was_warned, self._is_warned = self._is_warned, found_s - usual_s >= allowed_s
+        if not (was_warned and self._is_warned):
             return ""
-        return f"an iteration that stores activations {pace}, more than the epochs ahead would win back"
+        return (
+            f"an iteration in which {known_share:.0%} of the samples were stored before takes {1e3 * found_s:.1f} ms, "
+            f"and took {1e3 * usual_s:.1f} ms with computed ones{why}"
+        )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -121,9 +138,9 @@ class MemoryForward:
         if keys is None or (lengths is None and self.memory.has_length):
             return call(plain=True)
         self.use.batches += 1
-        if self.review is not None:
-            self.review.note()
         known = self.memory.knows(keys)
+        if self.review is not None:
+            self.review.note(known)
         is_served = bool(known.any()) and (bool(known.all()) or self.prefix.can_split) and self.prefix.knows(batch)
         rows = self._rows(batch, keys, known, lengths) if is_served else None
         if rows is None:

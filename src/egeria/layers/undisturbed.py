@@ -48,7 +48,7 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
     _own_passes.depth = getattr(_own_passes, "depth", 0) + 1
     try:
         torch.backends.mha.set_fastpath_enabled(fused and keeps_modes)
-        if torch.backends.cuda.math_sdp_enabled():  # it takes what the others do not
+        if _has_other_attention():
             torch.backends.cuda.enable_cudnn_sdp(False)
         for module in modules:
             module.__dict__["training"] = module.training and keeps_modes
@@ -131,6 +131,12 @@ def _generators(model: nn.Module) -> list[torch.Generator]:
 def _learning_buffers(modules: list[nn.Module]) -> set[int]:
     """Return the buffers of modules in training mode: batch normalisation moves its own without counting versions."""
     return {id(buffer) for module in modules if module.training for buffer in module._buffers.values()}
+
+
+def _has_other_attention() -> bool:
+    """Return whether there is another than that of cuDNN, as thrifty, and one that takes what that does not."""
+    cuda = torch.backends.cuda
+    return cuda.math_sdp_enabled() and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled())
 
 
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:

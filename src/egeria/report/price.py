@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from egeria.events import IntervalMeasured
-from egeria.policy.worth import FADING, SETTLED_SHARE
+from egeria.policy.worth import SETTLED_SHARE
 from egeria.report.freezing import depth_points
 from egeria.report.history import History
 
 POINTS = 5.0
-"""Points of accuracy that all of what steps bring is worth, at a training loss of 1. Source: records 0031 and 0033 of
-the bench, by nine fine-tunings; of single ones 1 to 5.5."""
+"""Points that all of what steps bring is worth where shares of right answers are judged, at a training loss of 1.
+Source: records 0031 and 0033 of the bench, by eight fine-tunings; of single ones 1 to 9."""
 LATE_SHARE = 0.1
 """Share of the training at its end whose mean loss counts."""
 
@@ -45,7 +44,8 @@ def given_up(history: History) -> GivenUp | None:
     losses = [loss for loss in late if loss is not None]
     if not losses or statistics.fmean(losses) < 0:
         return None
-    return GivenUp(share=part_of(shares, learning_rates(intervals), begins), loss=statistics.fmean(losses))
+    share = math.fsum(shares[module] * still_to_come(intervals, at) for module, at in begins.items())
+    return GivenUp(share=share, loss=statistics.fmean(losses))
 
 
 def worth_shares(intervals: Sequence[IntervalMeasured]) -> list[float] | None:
@@ -64,13 +64,6 @@ def worth_shares(intervals: Sequence[IntervalMeasured]) -> list[float] | None:
     return [part / total for part in sums] if total > 0 else None
 
 
-def learning_rates(intervals: Sequence[IntervalMeasured]) -> list[tuple[float, float]]:
-    """Return the learning rates, as shares of the largest, each after the share of the training at which it was."""
-    last = max(event.step for event in intervals)
-    largest = max(event.learning_rate for event in intervals) or 1.0
-    return [(event.step / last, event.learning_rate / largest) for event in intervals]
-
-
 def freezes(history: History) -> dict[int, float]:
     """Return at which share of the training each layer module froze that is frozen at its end."""
     last, found = max(1, history.last_step), dict[int, float]()
@@ -80,27 +73,14 @@ def freezes(history: History) -> dict[int, float]:
     return found
 
 
-def part_of(
-    shares: Sequence[float],
-    rates: Sequence[tuple[float, float]],
-    begins: Mapping[int, float],
-    power: float = FADING + 1,
-) -> float:
-    """Return the share of what steps bring that freezes give up.
+def still_to_come(intervals: Sequence[IntervalMeasured], at: float) -> float:
+    """Return what steps bring from a share of the training on, as a share of what all would bring at the largest rate.
 
-    Args:
-        shares: of what each layer module brings.
-        rates: as `learning_rates` returns them.
-        begins: for each layer module that freezes the share of the training at which it does.
-        power: of the learning rate, with which what steps bring fades.
+    The learning rate then, or on average from then on where that is more, times what is left of the training. For a
+    rate that falls on a straight line it is the square of that rate, as in record 0031.
     """
-    return math.fsum(shares[module] * _rate_at(at, rates) ** power for module, at in begins.items())
-
-
-def _rate_at(at: float, rates: Sequence[tuple[float, float]]) -> float:
-    """Return the learning rate at a share of the training, on a straight line between the two known beside it."""
-    place = bisect.bisect_left([time for time, _ in rates], at)
-    if place in (0, len(rates)):
-        return rates[min(place, len(rates) - 1)][1]
-    (before, first), (after, second) = rates[place - 1 : place + 1]
-    return first + (second - first) * (at - before) / (after - before)
+    last, largest = intervals[-1].step, max(event.learning_rate for event in intervals)
+    rates = [event.learning_rate for event in intervals if event.step >= at * last]
+    if not rates or not largest > 0:
+        return 0.0
+    return max(rates[0], statistics.fmean(rates)) / largest * (1 - at)

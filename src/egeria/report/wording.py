@@ -217,9 +217,10 @@ def foretold(summary: Summary) -> list[str]:
     if cost is None:
         return []
     return [
-        f"Freezing gave up {percent(cost.share)} of what the steps of the front bring, by their worth, at a training "
-        f"loss of {number(cost.loss)}: fine-tunings that are judged by accuracy lost {cost.points:.2f} points for as "
-        f"much, on average. With a loss that is no cross-entropy it means nothing. A run without egeria measures it."
+        f"Freezing gave up {percent(cost.share)} of what the steps of all but the last layer module bring, by their "
+        f"worth, at a training loss of {number(cost.loss)}: fine-tunings that are judged by accuracy lost about "
+        f"{cost.points:.1f} points for as much, single ones more or less by some tenths. With a loss that is no "
+        f"cross-entropy it means nothing. A run without egeria measures it."
     ]
 
 

@@ -73,7 +73,7 @@ class Session:
         self.timer, self.clock = IterationTimer(training.total_steps), IntervalClock(interval_steps=interval_steps)
         self.compiling = Compiling(training.hooks, self.recorder)
         self.budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
-        self.skipping = begin_skipping(training, loader, self.timer) if cut else None
+        self.skipping = begin_skipping(training, loader, self.timer.take_out) if cut else None
         """Skips the frozen forward pass; None leaves it as it is."""
         self._maker = PartsMaker(
             training, make_policy, make_controller, self.compiling, self.budget, self.timer, lambda: self.clock

@@ -32,7 +32,7 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import Foreseeing, Policy
 from egeria.session.following import Training
 from egeria.session.ranks import Ranks, Subject
-from egeria.session.timing import IntervalClock, IterationTimer
+from egeria.session.timing import IntervalClock
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SUBDIRECTORY = "cache"
@@ -51,13 +51,9 @@ class Skipping:
     """Stands between the session and the cache: informs it when the boundary moves, and what is ahead."""
 
     def __init__(
-        self,
-        training: Training,
-        cache: ActivationCache | MemoryCache,
-        make_outlook: Callable[..., Outlook],
-        timer: IterationTimer,
+        self, training: Training, cache: ActivationCache | MemoryCache, make_outlook: Callable[..., Outlook]
     ) -> None:
-        self._training, self._timer = training, timer
+        self._training = training
         self._cache = cache
         self._make_outlook = make_outlook
         self._depth = 0
@@ -73,6 +69,8 @@ class Skipping:
         """Move the boundary of the cache if layers were frozen or thawed since the last call."""
         if self._begin is None:
             self._begin = clock.step, self._training.hooks.num_calls
+        if isinstance(self._cache, MemoryCache) and not self._cache.is_watching:
+            self._training.hooks.watch_with(None, None)
         if self._is_refused:
             return
         if len(frozen) == self._depth:
@@ -112,12 +110,10 @@ class Skipping:
         total_steps, soonest = self._training.total_steps, _steady_steps(policy, clock)
         step, num_calls = self._begin or (0, 0)
         forwards = self._training.hooks.num_calls - num_calls
-        per_step = forwards / (clock.step - step) if clock.step > step else 1.0
         limits = [soonest, None if total_steps is None else max(0.0, total_steps - clock.step)]
         return self._make_outlook(
             steps_ahead=min((limit for limit in limits if limit is not None), default=None),
-            forwards_per_step=per_step,
-            iteration_s=self._timer.iteration_s / max(1.0, per_step),
+            forwards_per_step=forwards / (clock.step - step) if clock.step > step else 1.0,
         )
 
 
@@ -128,14 +124,14 @@ def _steady_steps(policy: Policy, clock: IntervalClock) -> float | None:
     return None if policy.monitored is None else float((2 * policy.window - 1) * clock.interval_steps)
 
 
-def begin_skipping(training: Training, loader: Any, timer: IterationTimer) -> Skipping | None:
+def begin_skipping(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping | None:
     """Return what skips the frozen forward pass of a run; None where nothing does. All processes of a job call this."""
     config, recorder = training.config, training.recorder
     host, reason = (None, "") if training.ranks.is_alone else share_directory(training.ranks, config, recorder)
     if config.cache.enabled is False:
         return None
     if not config.cache.is_on_disk:
-        return _begin_in_memory(training, loader, timer)
+        return _begin_in_memory(training, loader, spend)
     reason = reason or _refusal(training)
     if reason:
         recorder.decline(WHAT, reason)
@@ -149,7 +145,7 @@ def begin_skipping(training: Training, loader: Any, timer: IterationTimer) -> Sk
         make_directory=lambda: _make_directory(config, place_of(config, recorder)) if host is None else host.directory,
         settings=config.cache,
         recorder=recorder,
-        spend=timer.take_out,
+        spend=spend,
         refusal=reason,
         share=Share(is_alone=host is None, leads=host is None or host.leads),
     )
@@ -157,11 +153,10 @@ def begin_skipping(training: Training, loader: Any, timer: IterationTimer) -> Sk
         cache.place()  # so that it is left with the cache, also where nothing was stored
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     num_hosts = 1 if host is None or is_dealt_once else host.num_hosts  # that a sample may come to
-    make_outlook = partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts)
-    return Skipping(training, cache, make_outlook, timer)
+    return Skipping(training, cache, partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts))
 
 
-def _begin_in_memory(training: Training, loader: Any, timer: IterationTimer) -> Skipping:
+def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping:
     """Return what skips the frozen forward pass out of the memory of this process, and never touches the loader."""
     num_batches = None
     with suppress(Exception):  # loaders without a length raise various things
@@ -170,14 +165,13 @@ def _begin_in_memory(training: Training, loader: Any, timer: IterationTimer) -> 
         model=training.model,
         settings=training.config.cache,
         recorder=training.recorder,
-        spend=timer.take_out,
+        spend=spend,
         num_batches=num_batches,
         find_refusal=partial(_refusal, training),
         num_local=_num_local(training),
     )
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
-    num_hosts = 1 if is_dealt_once else training.parallel.num_ranks
-    return Skipping(training, cache, partial(Outlook, num_hosts=num_hosts), timer)
+    return Skipping(training, cache, partial(Outlook, num_hosts=1 if is_dealt_once else training.parallel.num_ranks))
 
 
 def _num_local(training: Training) -> int:
