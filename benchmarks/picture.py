@@ -64,7 +64,8 @@ def draw(
         y += ROW
     y += 22
     seeds = len(default.seeds)
-    lines.append(_text(LEFT, y, f"CPU time, mean of {seeds} seeds", colours["text"], size=13, weight=600))
+    of_what = f"CPU time, mean of {seeds} seeds" if seeds > 1 else "CPU time and accuracy of this run"
+    lines.append(_text(LEFT, y, of_what, colours["text"], size=13, weight=600))
     y += 12
     scale = plain.seconds["cpu"].mean
     for policy, what in ((plain, "plain"), (default, "egeria")):
