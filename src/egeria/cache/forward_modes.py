@@ -171,7 +171,7 @@ class TimedForward(PlainForward):
 
     def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
         """Call the model, and time the frozen front in it."""
-        moments: list[Moment] = []
+        moments = _Moments()
         note = partial(_note_time, moments, _one_accelerator(self.roots))
         handles = [root.register_forward_pre_hook(note) for root in self.roots]
         handles += [root.register_forward_hook(note) for root in self.roots]
@@ -213,8 +213,15 @@ class PaybackCheck:
         )
 
 
-def _note_time(moments: list[Moment], accelerator: torch.device | None, *_: Any) -> None:
-    """Note when a hook is called. No closure: some models copy themselves, hooks and all, in their forward pass."""
+class _Moments(list[Moment]):
+    """Moments of one forward pass. Some models copy themselves, hooks and all, in it; an event cannot be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Moments:
+        return self
+
+
+def _note_time(moments: _Moments, accelerator: torch.device | None, *_: Any) -> None:
+    """Note when a hook is called. No closure, which could not be copied."""
     moments.append(_now(accelerator))
 
 
