@@ -32,8 +32,8 @@ NUM_COMPARED = 3
 """Frozen weights that are compared by value before every forward."""
 
 
-Moment = float | torch.cuda.Event
-"""By the clock of the process, or in the queue of an accelerator."""
+Moment = Any
+"""Seconds by the clock of the process, or a `torch.cuda.Event` in the queue of an accelerator."""
 
 
 class StaleError(EgeriaError):
@@ -236,7 +236,7 @@ def _now(accelerator: torch.device | None) -> Moment:
     """Return the time; of an accelerator that at which it comes to this place of its queue, which is not waited for."""
     if accelerator is None:
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(accelerator))
     return event
 
@@ -246,8 +246,8 @@ def _median_s(pairs: Sequence[tuple[Moment, Moment]]) -> float:
     return statistics.median(_seconds(*pair) for pair in pairs) if pairs else 0.0
 
 
-def _seconds(begin: Moment, end: Moment) -> float:
-    if isinstance(begin, float) and isinstance(end, float):
-        return end - begin
-    end.synchronize()  # type: ignore[union-attr]
-    return begin.elapsed_time(end) / 1e3  # type: ignore[union-attr]
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -44,12 +44,13 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
     learning = _learning_buffers(modules) if keeps_modes else set()
     fused = torch.backends.mha.get_fastpath_enabled()
-    plans = torch.backends.cuda.cudnn_sdp_enabled()
+    attention: Any = torch.backends.cuda
+    plans = attention.cudnn_sdp_enabled()
     _own_passes.depth = getattr(_own_passes, "depth", 0) + 1
     try:
         torch.backends.mha.set_fastpath_enabled(fused and keeps_modes)
         if _has_other_attention():
-            torch.backends.cuda.enable_cudnn_sdp(False)
+            attention.enable_cudnn_sdp(False)
         for module in modules:
             module.__dict__["training"] = module.training and keeps_modes
             module.__dict__["_forward_hooks"] = OrderedDict()
@@ -60,7 +61,7 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
     finally:
         _own_passes.depth -= 1
         torch.backends.mha.set_fastpath_enabled(fused)
-        torch.backends.cuda.enable_cudnn_sdp(plans)
+        attention.enable_cudnn_sdp(plans)
         for module, before, own_buffers in attributes:
             _restore(vars(module), before)
             _restore(module._buffers, own_buffers)
@@ -135,8 +136,8 @@ def _learning_buffers(modules: list[nn.Module]) -> set[int]:
 
 def _has_other_attention() -> bool:
     """Return whether there is another than that of cuDNN, as thrifty, and one that takes what that does not."""
-    cuda = torch.backends.cuda
-    return cuda.math_sdp_enabled() and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled())
+    cuda: Any = torch.backends.cuda
+    return bool(cuda.math_sdp_enabled() and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()))
 
 
 def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
