@@ -587,7 +587,7 @@ def test_what_saves_time_is_stored_and_served(tmp_path):
     loop = PatientLoop(tmp_path).finish()
     stored = next(event for event in loop.journal(CacheDecided) if event.mode == "stored")
     assert stored.numbers["repeated_share"] == 1.0
-    assert loop.journal(CacheUsed)[-1].hits > 200
+    assert loop.journal(CacheUsed)[-1].hits > 50
     assert loop.reasons == []
 
 
