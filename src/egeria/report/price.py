@@ -66,10 +66,11 @@ def worth_shares(intervals: Sequence[IntervalMeasured]) -> list[float] | None:
 
 def freezes(history: History) -> dict[int, float]:
     """Return at which share of the training each layer module froze that is frozen at its end."""
-    last, found = max(1, history.last_step), dict[int, float]()
+    last = max([1, *(event.step for event in history.of(IntervalMeasured))])  # rates are told up to there
+    found = dict[int, float]()
     for point in depth_points(history):
-        begins = dict.fromkeys(range(point.frozen), point.step / last)
-        found = {module: found.get(module, at) for module, at in begins.items()}
+        at = min(1.0, point.step / last)
+        found = {module: found.get(module, at) for module in range(point.frozen)}
     return found
 
 
