@@ -6,7 +6,8 @@
 Times are left out: such runs may be made many at a time, on an accelerator that they share (`--device cuda --jobs 15`).
 The page from a record: `--results RECORD --out RECORD`. With `--replays RECORD` it has what the default would freeze
 now on the evidence of other runs of it, such as those of record 0015. With `--rivals` the other policies stand beside
-the schedules, by what they froze.
+the schedules, by what they froze; with `--limits 0.03,0.06` the page tells what the default would take, and lose as far
+as foretold, at these values of `policy.worth_limit`.
 """
 
 from __future__ import annotations
@@ -114,6 +115,19 @@ class Replayed:
     compute: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limited:
+    """What the default takes at a value of `policy.worth_limit`, by replays: mean over workloads."""
+
+    limit: float
+    compute: float
+    """Per cent of a run."""
+    by_loss: float
+    """The part given up times the root of the loss, of workloads that are judged in points."""
+    by_loss_relative: float | None
+    """The same of those that are judged in per cent; None for none."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read runs, print what was found, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
     parser.add_argument("--replays", type=Path, help="runs of the default, or a record with some")
     parser.add_argument("--rivals", action="store_true", help="other policies beside the schedules")
+    parser.add_argument("--limits", type=_numbers, default=[], metavar="A,B", help="values of policy.worth_limit")
     parser.add_argument("--tier", default="cpu")
     options = parser.parse_args(arguments)
     with archive.opened(options.results) as results:
@@ -136,14 +151,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             and any(policy.outcomes[0].run.policy.schedule for policy in found.policies)
             and not options.rivals
         ]
+        limited = [_limit(comparisons, known, limit) for limit in options.limits]
         options.out.mkdir(parents=True, exist_ok=True)
         keep_journals(comparisons, options.out)
     replayed: list[Replayed] = []
     if options.replays:
         with archive.opened(options.replays) as results:
             replayed = _replay(read_results(results, tier=options.tier))
-    page = describe(points, slopes, replayed)
-    parts = {"points": points, "slopes": slopes, "replayed": replayed}
+    page = describe(points, slopes, replayed, limited)
+    parts = {"points": points, "slopes": slopes, "replayed": replayed, "limited": limited}
     write_results({name: list(map(asdict, part)) for name, part in parts.items()}, options.out)
     (options.out / "README.md").write_text(page, encoding="utf-8")
     print(page)
@@ -225,33 +241,58 @@ def _slope(comparison: WorkloadComparison, known: Known, points: Sequence[Point]
     )
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _limit(comparisons: Sequence[WorkloadComparison], known: Mapping[str, Known | None], limit: float) -> Limited:
+    """Return what the default would take, at a limit, in these very runs of it."""
+    computes, parts = [], dict[bool, list[float]]({False: [], True: []})
+    for comparison in comparisons:
+        default, own = comparison.find(DEFAULT), known[comparison.workload.name]
+        if default is None or own is None:
+            continue
+        rows = [_replay_at(outcome, {"worth_limit": limit}) for outcome in default.outcomes]
+        computes.append(statistics.fmean(compute for _, compute in rows))
+        part = statistics.fmean(own.part_of(begins) for begins, _ in rows)
+        parts[comparison.workload.is_relative].append(part * math.sqrt(own.final_loss))
+    return Limited(
+        limit=limit,
+        compute=statistics.fmean(computes),
+        by_loss=statistics.fmean(parts[False]),
+        by_loss_relative=statistics.fmean(parts[True]) if parts[True] else None,
+    )
+
+
+def _replay_at(outcome: Outcome, settings: Mapping[str, float]) -> tuple[dict[int, float], float]:
+    """Return when a replay of a run freezes what is frozen at its end, and the per cent of the compute that skips."""
+    history = read_history(outcome.directory)
+    last = max(event.step for event in history.of(IntervalMeasured))
+    begins: dict[int, float] = {}
+    for decision in replay(outcome.directory, Config.from_dict({"policy": {"name": "worth", **settings}})).replayed:
+        if decision.kind == "thaw":
+            begins = {}
+        elif decision.kind == "freeze" and decision.module is not None:
+            begins[decision.module] = decision.step / last
+    shares = next(iter(history.of(ComputeProfiled))).forward_shares
+    return begins, 100 * BACKWARD_SHARE * math.fsum(shares[module] * (1 - at) for module, at in begins.items())
+
+
 def _replay(outcomes: Sequence[Outcome]) -> list[Replayed]:
     """Return what the default takes by replays; runs of earlier versions that cannot be replayed are left out."""
     found: dict[str, list[tuple[float, float]]] = {}
     for outcome in outcomes:
         if outcome.run.policy.name != DEFAULT:
             continue
-        history = read_history(outcome.directory)
-        intervals = history.of(IntervalMeasured)
+        intervals = read_history(outcome.directory).of(IntervalMeasured)
         times = next((event.time_shares for event in reversed(intervals) if event.time_shares), None)
-        profile = next(iter(history.of(ComputeProfiled)), None)
         try:
-            decisions = replay(outcome.directory, Config.from_dict({"policy": {"name": "worth"}})).replayed
+            begins, compute = _replay_at(outcome, {})
         except EgeriaError:
             continue
-        last, frozen = max(event.step for event in intervals), dict[int, float]()
-        for decision in decisions:
-            if decision.kind == "thaw":
-                frozen = {}
-            elif decision.kind == "freeze" and decision.module is not None:
-                frozen[decision.module] = 1 - decision.step / last
-        if times is not None and profile is not None:
-            own = (
-                100 * math.fsum(times[module] * rest for module, rest in frozen.items()),
-                100
-                * math.fsum(BACKWARD_SHARE * profile.forward_shares[module] * rest for module, rest in frozen.items()),
-            )
-            found.setdefault(outcome.run.workload.name, []).append(own)
+        if times is not None:
+            time = 100 * math.fsum(times[module] * (1 - at) for module, at in begins.items())
+            found.setdefault(outcome.run.workload.name, []).append((time, compute))
     return [
         Replayed(workload=name, seeds=len(rows), time=statistics.fmean(times), compute=statistics.fmean(computes))
         for name, rows in found.items()
@@ -259,7 +300,12 @@ def _replay(outcomes: Sequence[Outcome]) -> list[Replayed]:
     ]
 
 
-def describe(points: Sequence[Point], slopes: Sequence[Slope], replayed: Sequence[Replayed] = ()) -> str:
+def describe(
+    points: Sequence[Point],
+    slopes: Sequence[Slope],
+    replayed: Sequence[Replayed] = (),
+    limited: Sequence[Limited] = (),
+) -> str:
     """Return the page of the record."""
     known = [point for point in points if None not in (point.part, point.by_loss, point.skipped)]
     parts = ["# What schedules of freezing cost, and what foretold it"]
@@ -300,6 +346,14 @@ def describe(points: Sequence[Point], slopes: Sequence[Slope], replayed: Sequenc
             "What the default takes by replays of other runs:",
             markdown(["workload", "seeds", "time of iterations %", "compute %"], lines),
         ]
+    if limited:
+        numbers = [(own.limit, own.compute, own.by_loss, own.by_loss_relative) for own in limited]
+        lines = [
+            [f"{limit:g}", f"{compute:.1f}", *("" if part is None else f"{part:.4f}" for part in parts_given_up)]
+            for limit, compute, *parts_given_up in numbers
+        ]
+        header = ["policy.worth_limit", "compute %", "part given up · √loss, judged in points", "judged in per cent"]
+        parts += ["What the default would take at other limits, by replays of these runs:", markdown(header, lines)]
     return "\n\n".join(parts) + "\n"
 
 

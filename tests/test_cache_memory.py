@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import time
@@ -15,7 +16,7 @@ from torch import nn
 
 import egeria
 from cached import Pictures, assert_no_stubs, freezes_up_to, nothing_but_journals, small_resnet
-from egeria.cache import memory, memory_forward
+from egeria.cache import forward_modes, memory, memory_forward
 from egeria.cache.gate import Prospects
 from egeria.cache.memory_forward import MemoryForward
 from egeria.cache.repeats import RepeatedContents
@@ -654,6 +655,43 @@ def test_what_storing_saves_is_not_judged_by_iterations_that_still_get_shorter(t
     loop.finish()
     decided = loop.journal(CacheDecided)[0]
     assert decided.mode == "stored" and decided.numbers["iteration_s"] < 0.15
+
+
+class Queue:
+    """Stands for that of an accelerator: each event comes a second after the one before it, and is waited for once."""
+
+    device, moments, waits = torch.device("cpu"), 0, 0
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self, _):
+            Queue.moments += 1
+            self.at = Queue.moments
+
+        def synchronize(self):
+            Queue.waits += 1
+
+        def elapsed_time(self, later):
+            return 1e3 * (later.at - self.at)
+
+        def __reduce__(self):
+            raise TypeError("an event cannot be copied")
+
+
+def test_on_an_accelerator_the_front_is_timed_in_its_queue_and_nothing_waits_before_it_is_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Queue.Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(forward_modes, "_one_accelerator", lambda _: Queue.device)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    timed, inputs = forward_modes.TimedForward([model[0], model[1]], enough=3), torch.ones(2, 4)
+    for _ in range(3):
+        assert not timed.has_seen_enough(True)
+        timed.forward(forward_modes.UserForward(lambda: copy.deepcopy(model)(inputs)), batch_of(inputs), None)
+    assert timed.has_seen_enough(True) and Queue.waits == 0
+    assert (timed.iteration_s, timed.prefix_s) == (5.0, 3.0), "one event before a pass, and two for each of two layers"
+    assert Queue.waits > 0 and not any(module._forward_hooks for module in model)
 
 
 def review(monkeypatch, *windows, served_from=200.0):

@@ -106,9 +106,13 @@ def test_the_command_finds_the_cost_of_each_part_again(tmp_path, monkeypatch, ca
     assert {point["schedule"] for point in found["points"]} == {it.replace("+", " ") for it in schedules}
     skipped = [point["skipped"] for point in found["points"]]
     assert skipped == sorted(skipped, reverse=True) and skipped[-1] > 0
-    schedule_costs.main(["--results", str(results), "--rivals", "--out", str(tmp_path / "three"), "--tier", "smoke"])
+    more = ["--rivals", "--limits", "0.001,0.06,1", "--out", str(tmp_path / "three"), "--tier", "smoke"]
+    schedule_costs.main(["--results", str(results), *more])
     beside = json.loads((tmp_path / "three" / "results.json").read_text())
     parts = {point["schedule"]: point["part"] for point in beside["points"]}
+    strict, usual, lax = (own_limit["compute"] for own_limit in beside["limited"])
+    assert 0 <= strict < usual < lax and usual == pytest.approx(replayed["compute"])
+    assert beside["limited"][0]["by_loss"] < beside["limited"][1]["by_loss"] and found["limited"] == []
     assert parts.keys() == {point["schedule"] for point in found["points"]} | {"default", "head-only"}
     assert parts["head-only"] is None and parts["default"] == own.part_of(freezes(read_history(default.directory)))
     static = next(outcome for outcome in read_results(results) if outcome.run.policy.schedule == schedules[1])

@@ -324,8 +324,9 @@ class MemoryCache:
 
         Where each may come to another process in each epoch they get known one by one.
         """
-        is_known = self.num_batches is not None and self._outlook.num_hosts == 1
-        return 2.0 * self.num_batches if is_known and self.num_batches is not None else math.inf
+        if self.num_batches is None or self._outlook.num_hosts > 1:
+            return math.inf
+        return 2.0 * self.num_batches
 
     def _ask_gate(self, prospects: Prospects) -> str:
         """Return why storing does not pay; empty where it does."""

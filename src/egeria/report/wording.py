@@ -216,10 +216,11 @@ def foretold(summary: Summary) -> list[str]:
     cost = summary.given_up
     if cost is None:
         return []
+    points = f"about {cost.points:.1f}" if cost.points >= 0.05 else "less than 0.1"
     return [
         f"Freezing gave up {percent(cost.share)} of what the steps of all but the last layer module bring, by their "
-        f"worth, at a training loss of {number(cost.loss)}: fine-tunings that are judged by accuracy lost about "
-        f"{cost.points:.1f} points for as much, single ones more or less by some tenths. With a loss that is no "
+        f"worth, at a training loss of {number(cost.loss)}: fine-tunings that are judged by accuracy lost "
+        f"{points} points for as much, single ones more or less by some tenths. With a loss that is no "
         f"cross-entropy it means nothing. A run without egeria measures it."
     ]
 
