@@ -182,15 +182,15 @@ def noise(_age):
     return 4e-5
 
 
-def forecast(num_modules=3, trainable=None, total_steps=10_000, step_noise=0.0149, **settings):
+def forecast(num_modules=3, trainable=None, total_steps=10_000, **settings):
     config = Config.from_dict(
         {"policy": {"name": "forecast", "limit": 3e-5, "loss_limit": 0.015, "watched_share": 1.0, **settings}}
     )
     policy = find_policy("forecast")(
         config, trainable=trainable or [True] * num_modules, rule=find_rule("step"), total_steps=total_steps
     )
-    assert policy.observe_interval(interval(1, step_noise=step_noise)) == ()
-    (ended, *_) = policy.observe_interval(interval(2, loss=1.01, step_noise=step_noise))
+    assert policy.observe_interval(interval(1, loss=2.0, step_noise=None)) == ()
+    (ended, *_) = policy.observe_interval(interval(2, loss=2.0, step_noise=None))
     assert isinstance(ended, EndBootstrapping)
     return policy
 
@@ -313,7 +313,7 @@ def test_a_run_that_ends_in_the_midst_of_learning_has_a_tenth_of_the_limit(last_
 )
 def test_a_module_whose_steps_hardly_bear_on_the_loss_may_change_by_more(rate, step_noise, ease):
     for way, freezes in ((9.5, True), (10.5, False)):  # of a rate of 0.1
-        policy = forecast(step_noise=step_noise)
+        policy = forecast()
         found = readings(
             policy,
             5,
@@ -327,7 +327,7 @@ def test_a_module_whose_steps_hardly_bear_on_the_loss_may_change_by_more(rate, s
 
 def test_what_is_frozen_counts_in_what_bears_on_the_loss():
     for remaining, frozen in ((3.7, 2), (3.8, 1)):  # with the first, the noise of the second is 1 % of the loss
-        policy = forecast(num_modules=4, step_noise=0.005)
+        policy = forecast(num_modules=4)
         readings(policy, 17, rate=0.025, remaining=remaining, step_noise=0.005)
         assert policy.frozen == frozen
 
@@ -339,11 +339,14 @@ def still(_age):
 @pytest.mark.parametrize(
     ("plasticity", "settings", "freezes"),
     [
-        (still, {"step_noise": 0.014}, True),  # 1.4 % of a loss of 1, all of which the falling rate would take away
+        (still, {"step_noise": 0.014}, True),  # 1.4 % of a fall from 2 to 1, all of which a lower rate would take away
         (still, {"step_noise": 0.016}, False),
-        (still, {"step_noise": 0.016, "loss": 2.0}, True),
-        (still, {"step_noise": 0.013, "loss": 0.1}, True),  # 13 % of what is left, 1.4 % of the fall from 1.01
-        (still, {"step_noise": 0.014, "loss": 0.1}, False),
+        (still, {"step_noise": 0.016, "loss": 0.9}, True),
+        (still, {"step_noise": 0.007, "loss": 1.5}, True),  # 0.5 % of the loss, 1.4 % of what was learned
+        (still, {"step_noise": 0.008, "loss": 1.5}, False),
+        (still, {"step_noise": 0.0029, "loss": 1.95}, True),  # a fall of 0.05 counts for a tenth of the loss
+        (still, {"step_noise": 0.0030, "loss": 1.95}, False),
+        (still, {"step_noise": 0.0, "loss": 2.5}, True),
         (still, {"step_noise": 0.029, "last_rate": 0.05}, True),  # the rate falls by half only
         (still, {"step_noise": 0.031, "last_rate": 0.05}, False),
         (still, {"step_noise": 10.0, "last_rate": 0.1}, True),
@@ -363,7 +366,7 @@ def test_what_is_frozen_keeps_no_more_of_the_loss_than_the_limit_in_all():
 
 @pytest.mark.parametrize(("remaining", "freezes"), [(2.4, True), (2.6, False)])
 def test_where_noise_cannot_be_measured_the_limit_is_a_quarter(remaining, freezes):
-    assert any(readings(forecast(step_noise=None), 8, remaining=remaining, step_noise=None)) == freezes
+    assert any(readings(forecast(), 8, remaining=remaining, step_noise=None)) == freezes
 
 
 def test_readings_against_another_snapshot_are_not_mixed_in():

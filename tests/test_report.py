@@ -469,7 +469,7 @@ WHY = {
         reading(30, change_ahead=0.07, loss_ahead=0.01),
         reading(40, change_ahead=0.05, loss_ahead=0.03),
     ],
-    "kept 0.01 of the loss": [
+    "kept 0.01 of the fall of the loss": [
         started(config=FORECAST),
         interval(20),
         stage(20),

@@ -35,6 +35,9 @@ NUM_ERRORS = 4.0
 LEAST_SHARE = 0.01
 """Share of the loss that it must be above its trend: less is no reason to thaw, however certain."""
 NOISE_INTERVALS = 5  # of which the median of the noise is taken: a single step shows little
+LEAST_FALL = 0.1
+"""Share of the loss that its fall since the critical period counts for at least: that ends where the loss hardly falls
+any more between two intervals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,17 +259,17 @@ class NoiseHistory:
         return NoiseHistory(parts=parts[-NOISE_INTERVALS:], losses=losses[-NOISE_INTERVALS:])
 
     def share(self, module: int, settled_loss: float | None) -> float | None:
-        """Return the share of the loss that is the noise of a layer module; None while that is unknown.
+        """Return the noise of a layer module as a share of what was learned; None while that is unknown.
 
-        Where the loss has fallen by more than is left of it, as where all samples are learned in the end, it is the
-        share of its fall since `settled_loss`, the one at the end of the critical period.
+        What was learned is the fall of the loss since `settled_loss`, the one at the end of the critical period, and
+        at least `LEAST_FALL` of the loss.
         """
         known = [value for part in self.parts if (value := part[module]) is not None]
         if not known or not self.losses:
             return None
         loss = statistics.fmean(self.losses)
-        measure = max(abs(loss), 0.0 if settled_loss is None else settled_loss - loss)
-        return max(0.0, statistics.median(known)) / measure if measure else None
+        learned = max(LEAST_FALL * abs(loss), abs(loss) if settled_loss is None else settled_loss - loss)
+        return max(0.0, statistics.median(known)) / learned if learned else None
 
 
 def _end_of_trend(values: Sequence[float]) -> tuple[float, float]:

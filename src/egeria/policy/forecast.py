@@ -51,7 +51,7 @@ class Forecast(BootstrappedPolicy):
 
     Where a module only fluctuates around its place, the noise of its steps keeps the loss up, and a rate that falls
     would let it down: from a frozen module it cannot. That part of the loss is measured too, and all that is
-    frozen may keep no more than `policy.loss_limit` of the loss, or of its fall so far where that is more.
+    frozen may keep no more than `policy.loss_limit` of what was learned: of the fall of the loss so far.
 
     Nothing freezes while the rate to come is unknown. Everything thaws when the training loss leaves its trend after a
     freeze, and when the rate to come turns out far larger than was foreseen.
@@ -81,7 +81,7 @@ class Forecast(BootstrappedPolicy):
         self._movement = Movement()
         self._laws: tuple[tuple[PowerLaw, float], ...] = ()  # of the frozen modules, with the limits they froze under
         self._noise = NoiseHistory()
-        self._frozen_loss_share = 0.0  # of the loss, what the frozen modules keep up
+        self._frozen_loss_share = 0.0  # of the fall of the loss, what the frozen modules keep up
         self._frozen_noise_share = 0.0  # what their noise made
         self._num_under = 0
         self._pause = EvaluationPause()
@@ -157,7 +157,7 @@ class Forecast(BootstrappedPolicy):
         is_still = num_under >= self._config.policy.patience and self._guard.is_ready
         if law is not None and change is not None and is_still:
             reason = f"to the end of the run its plasticity would come to {change:.1e} at most, under {limit:.1e}"
-            reason += "" if loss is None else f", and all that is frozen keeps up {loss:.2%} of the loss or of its fall"
+            reason += "" if loss is None else f", and all that is frozen keeps up {loss:.2%} of the fall of the loss"
             decisions = self._freeze(law, limit, reason)
         return Judgement(
             smoothed=reading.value,
@@ -199,11 +199,11 @@ class Forecast(BootstrappedPolicy):
         return limit if self._rates.ends_low else STILL_LEARNING * limit
 
     def _noise_share(self) -> float | None:
-        """Return the share of the loss that is the noise of the next module to freeze."""
+        """Return the noise of the next module to freeze, as a share of the fall of the loss."""
         return self._noise.share(self._frozen, self._bootstrap.previous_loss)
 
     def _loss_ahead(self, law: PowerLaw) -> float | None:
-        """Return the share of the loss that freezing the monitored module too would keep up."""
+        """Return the share of the fall of the loss that freezing the monitored module too would keep up."""
         own = self._noise_share()
         stationarity = min(1.0, 2 * (1 - law.exponent))  # 1 where it only fluctuates around its place
         return None if own is None else self._frozen_loss_share + own * stationarity * self._rates.remaining_fall

@@ -138,7 +138,7 @@ class Judgement:
     change_ahead: float | None = None
     """Plasticity against now that the module is predicted to reach by the end of the run, where the policy predicts."""
     loss_ahead: float | None = None
-    """Share of the training loss, or of its fall so far where that is more, that freezing would keep it up by."""
+    """Share of the fall of the training loss so far that freezing would keep it up by."""
     decisions: tuple[Decision, ...] = ()
 
 

@@ -117,4 +117,4 @@ def _forecast_reason(readings: list[events.PlasticityRead], start: events.RunSta
     if not losses:
         return f"{said}."
     limit = setting(start, "policy", "loss_limit")
-    return f"{said}, and kept {min(losses):.2g} of the loss, or of its fall so far, at least (limit: {limit})."
+    return f"{said}, and kept {min(losses):.2g} of the fall of the loss at least (limit: {limit})."
