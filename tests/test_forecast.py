@@ -18,6 +18,7 @@ from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
 from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
 from egeria.policy.evidence import LearningRateHistory
 from egeria.report.replay import replay
+from egeria.session.checks import unwrap_scheduler
 from egeria.session.foreseeing import Foresight
 from egeria.testing import ScriptedController
 
@@ -140,6 +141,63 @@ def test_the_last_rate_is_foreseen():
         scheduler.step()
         ahead = foresight.ahead(step, 0.2)
     assert ahead.last_rate == pytest.approx(0.002)
+
+
+def test_one_call_at_the_end_of_an_epoch_is_enough():
+    optimizer = sgd()
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    foresight = Foresight(scheduler, 300)
+    optimizer.step()
+    assert foresight.ahead(50, 0.2) is None
+    scheduler.step()
+    ahead = foresight.ahead(100, 0.1)
+    assert (ahead.way, ahead.last_rate) == (pytest.approx(10 + 5), pytest.approx(0.05))
+    resumed = Foresight(scheduler, 300)
+    resumed.load_state_dict(foresight.state_dict())
+    assert resumed.ahead(100, 0.1) == ahead
+
+
+def test_calls_of_a_state_that_is_loaded_after_attach_are_none():
+    optimizer = sgd()
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    foresight = Foresight(scheduler, 1000)
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 12})
+    optimizer.step()
+    assert foresight.ahead(10, 0.2) is None and foresight.ahead(50, 0.2) is None
+    for step in (100, 200):
+        scheduler.step()
+        ahead = foresight.ahead(step, optimizer.param_groups[0]["lr"])
+        assert (ahead is None) == (step == 100)
+
+
+@pytest.mark.parametrize(
+    ("make", "steps", "why"),
+    [
+        (lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=50), 200, "played forward to total_steps=200"),
+        (lambda optimizer: schedulers.ConstantLR(optimizer, 1.0), 10_000_000, "too many to be played forward"),
+    ],
+)
+def test_why_the_rate_to_come_is_unknown_is_told(make, steps, why):
+    optimizer = sgd()
+    scheduler = make(optimizer)
+    foresight = Foresight(scheduler, steps)
+    for step in range(1, 4):
+        optimizer.step()
+        scheduler.step()
+        assert foresight.ahead(step, optimizer.param_groups[0]["lr"]) is None
+        assert why in foresight.unknown
+
+
+def test_of_several_schedulers_the_one_with_the_largest_rate_counts():
+    slow, fast = sgd(0.001), sgd(0.02)
+    both = [schedulers.LinearLR(slow, 0.1), schedulers.LinearLR(fast, 0.001)]
+    assert unwrap_scheduler(both) is both[1] and unwrap_scheduler(()) is None
+    foresight = Foresight(both[0], 10)
+    for step in (1, 2):
+        slow.step()
+        both[0].step()
+        assert foresight.ahead(step, 0.02) is None
+    assert "pass all, in a list" in foresight.unknown
 
 
 def test_without_a_scheduler_the_worst_is_foreseen():

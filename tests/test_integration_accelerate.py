@@ -170,6 +170,30 @@ def test_a_step_skipped_for_an_overflow_is_not_counted():
     assert read_journal("run").of(RunClosed)[0].step == 19
 
 
+def test_a_step_that_another_model_skipped_is_counted():
+    """As of a discriminator that is stepped more rarely: until then it tells of its last step."""
+    loop = Loop({"config": WATCH}, fp16=True)
+    other = loop.accelerator.prepare(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+    other._is_overflow = True
+    assert loop.accelerator.optimizer_step_was_skipped
+    loop.epochs()
+    loop.run.close()
+    assert read_journal("run").of(RunClosed)[0].step == 20
+
+
+def test_a_second_run_takes_the_place_of_the_first_in_checkpoints(tmp_path):
+    loop = Loop({"config": FREEZE, "directory": tmp_path / "first"}).epochs(2)
+    loop.accelerator.save_state(tmp_path / "state")
+    with loop.run:
+        pass
+    loop.run = attach(
+        loop.accelerator, loop.model, loop.optimizer, loop.loader, loop.schedule, total_steps=loop.steps, config=FREEZE
+    )
+    loop.accelerator.load_state(tmp_path / "state")
+    assert loop.run.summary().step == 10 and loop.run.frozen == 1
+    loop.run.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["plain", "bf16"])
 def test_a_loaded_state_goes_on_as_if_never_stopped_bit_for_bit(options, tmp_path):
     whole = Loop({"config": FREEZE, "directory": tmp_path / "whole"}, **options).epochs().end()

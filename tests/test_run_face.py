@@ -311,6 +311,35 @@ def test_a_model_whose_run_was_closed_or_dropped_can_be_attached_again(tmp_path)
     assert run.modules and not run.summary().closed
 
 
+def test_a_run_that_an_interrupted_cell_of_a_notebook_left_is_gone_at_the_second_try(tmp_path):
+    model, optimizer = fresh()
+
+    def cell(number):
+        run = egeria.attach(model, optimizer, config=FAST, directory=tmp_path / str(number))
+        raise KeyboardInterrupt(run.directory.name)
+
+    kept = []  # stands for `sys.last_value`, which keeps the frames of the newest error
+    for number, kind in enumerate((KeyboardInterrupt, ConfigError, KeyboardInterrupt)):
+        with pytest.raises(kind) as error:
+            cell(number)
+        kept[:] = [error.value]
+        del error
+
+
+def test_copies_that_data_parallel_makes_are_recognised(tmp_path):
+    model, optimizer = fresh()
+    run = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
+    replica = model._replicate_for_data_parallel()
+    replica.forward = model.forward
+    with pytest.warns(EgeriaWarning, match="DataParallel copies the model anew in every forward"):
+        replica(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        run.step(1.0)
+    before = outside(model)
+    run.close()
+    assert outside(model) == before
+
+
 def test_a_model_around_a_watched_one_is_refused_too(tmp_path):
     loop = loop_in(tmp_path)
     around = nn.Sequential(loop.model)

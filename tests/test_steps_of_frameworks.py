@@ -183,7 +183,7 @@ def test_the_loader_of_accelerate_is_the_users_own_in_it(tmp_path):
         (lambda optimizer: lambda step: 0.1, "function"),
         (lambda optimizer: optimizer, "SGD"),
         (lambda optimizer: schedulers.CosineAnnealingLR, "the class CosineAnnealingLR"),
-        (lambda optimizer: [schedulers.StepLR(optimizer, 1)], "list"),
+        (lambda optimizer: [schedulers.StepLR(optimizer, 1), optimizer], "SGD"),
     ],
 )
 def test_what_is_no_scheduler_is_refused(make, found, tmp_path):
@@ -564,6 +564,22 @@ def accumulate(directory, num_batches=STEPS, *, watch="micro", before=False, res
             run.load_state_dict(torch.load(io.BytesIO(state.getvalue()), weights_only=True))
     run.close()
     return run.directory
+
+
+def test_a_step_that_is_called_at_some_steps_only_is_told(tmp_path):
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    run = attach(model, optimizer, tmp_path, total_steps=400)
+    with pytest.warns(egeria.EgeriaWarning, match="called 19 times while 76 steps of the optimizer") as found:
+        for index, batch in enumerate(batches(100)):
+            loss = loss_of(run.model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if index % 4 == 3:
+                run.step(loss)
+    run.close()
+    assert len(found) == 1
 
 
 def losses_of(directory):

@@ -73,17 +73,24 @@ def attach(
         policy=policy,
         log_to=_trackers(accelerator) if log else None,
     )
-    accelerated = AcceleratedRun(run, accelerator)
-    accelerator.register_for_checkpointing(accelerated)
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    accelerated = AcceleratedRun(run, accelerator, several)
+    registered = getattr(accelerator, "_custom_objects", [])
+    closed = next((at for at, entry in enumerate(registered) if isinstance(entry, AcceleratedRun) and entry.closed), None)
+    if closed is None:
+        accelerator.register_for_checkpointing(accelerated)
+    else:  # checkpoints have as many states as the accelerator knows objects: a second run takes the first one's place
+        registered[closed] = accelerated
     return accelerated
 
 
 class AcceleratedRun(WrappedRun):
     """An `egeria.Run` that knows from the accelerator which iterations end with an optimizer step."""
 
-    def __init__(self, run: Run, accelerator: Accelerator) -> None:
+    def __init__(self, run: Run, accelerator: Accelerator, optimizers: Sequence[Any]) -> None:
         super().__init__(run)
         self._accelerator = accelerator
+        self._optimizers = [optimizer for optimizer in optimizers if hasattr(optimizer, "step_was_skipped")]
         self._losses: list[Any] = []
         """Those of the iterations since the last optimizer step."""
         self._last_state: dict[str, Any] | None = None
@@ -102,9 +109,21 @@ class AcceleratedRun(WrappedRun):
         if not self._accelerator.sync_gradients:
             return
         losses, self._losses = self._losses, []
-        if self._accelerator.optimizer_step_was_skipped:
+        if self._was_skipped:
             return
         self._run.step(_mean(losses))
+
+    @property
+    def _was_skipped(self) -> bool:
+        """Whether no optimizer of this run stepped; another's of the accelerator may still tell of an earlier step."""
+        if not self._optimizers:  # given as they were before `prepare`
+            return self._accelerator.optimizer_step_was_skipped
+        return all(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run has ended."""
+        return self._last_state is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run; of a closed one that before it was closed."""

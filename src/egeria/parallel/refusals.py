@@ -20,6 +20,12 @@ COMPILED_SHARDS = (
 )
 
 
+COPIES = (
+    "DataParallel copies the model anew in every forward, and layers cannot be watched in copies. "
+    "Use DistributedDataParallel, one process for each device"
+)
+
+
 def refuse_wrapper(model: nn.Module) -> str | None:
     """Return why a model in such a wrapper cannot be frozen; None if it is in none of these."""
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
@@ -33,12 +39,7 @@ def refuse_wrapper(model: nn.Module) -> str | None:
             "DeepSpeed (ZeRO) sorts parameters into partitions once, by what trains when it begins, and never trains "
             f"one that thaws later. {_FSDP2}"
         )
-    if isinstance(model, nn.DataParallel):
-        return (
-            "DataParallel copies the model anew in every forward, and layers cannot be watched in copies. "
-            "Use DistributedDataParallel, one process for each device"
-        )
-    return None
+    return COPIES if isinstance(model, nn.DataParallel) else None
 
 
 def refuse_model(model: nn.Module) -> str | None:

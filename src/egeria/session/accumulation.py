@@ -17,6 +17,8 @@ from egeria.session.timing import Stopwatch
 MOST_MICRO_BATCHES = 1024
 """More calls without an optimizer step in between are no accumulation: the steps are made in some way unseen."""
 WHAT = "counting each call of run.step"
+CHECKED_CALLS = 20
+"""Calls after which it is looked at whether the optimizers have made more steps."""
 
 
 class Call(Enum):
@@ -76,10 +78,12 @@ class StepCounter:
         self._handles: list[Any] = []
         self.num_unheard_steps = 0
         """Steps of the optimizers before the first call."""
-        self._was_called = False
+        self._num_calls = 0
+        self._num_steps = [0] * len(self.training.optimizers)
+        """By optimizer, steps since the first call, up to the last call that is looked at."""
         try:
-            for optimizer in self.training.optimizers:
-                self._handles.append(optimizer.register_step_post_hook(self._note_step))
+            for index, optimizer in enumerate(self.training.optimizers):
+                self._handles.append(optimizer.register_step_post_hook(partial(self._note_step, index)))
         except AttributeError:
             self.close()
 
@@ -93,7 +97,9 @@ class StepCounter:
             ConfigError: the loss is neither a number nor a tensor of one element.
         """
         watch, value = Stopwatch(), self.meter.read(loss)
-        self._was_called, self.num_unheard_steps = True, 0
+        self._num_calls, self.num_unheard_steps = self._num_calls + 1, 0
+        if self._num_calls == CHECKED_CALLS:
+            self._check_calls()
         call = self._judge()
         if call is Call.COUNTS:
             self._check_length()
@@ -129,12 +135,13 @@ class StepCounter:
         if self._look is not None:
             self._watch(self._look)
 
-    def _note_step(self, *_: Any) -> None:
+    def _note_step(self, index: int, *_: Any) -> None:
         look = self._look
         if not self._has_stepped and look is not None and look.parameter is not None:
             self._is_added_to = self._has_added if look.parameter.grad is look.gradient else False
         self._has_stepped = True
-        self.num_unheard_steps += not self._was_called
+        self.num_unheard_steps += not self._num_calls
+        self._num_steps[index] += 0 < self._num_calls < CHECKED_CALLS
 
     def _note_gradient(self, parameter: Any, *_: Any) -> None:
         """Note a gradient that arrives: whether it is added to one that is there; None where that cannot be seen."""
@@ -211,6 +218,13 @@ class StepCounter:
         self._accumulates = self._is_ahead = True
         self.training.recorder.decline(WHAT, _RECOGNISED)
 
+    def _check_calls(self) -> None:
+        """Say so once where each optimizer makes several steps between two calls."""
+        made, between = min(self._num_steps, default=0), CHECKED_CALLS - 1
+        if made >= 2 * between:
+            reason = f"it was called {between} times while {made} steps of the optimizer were made. {_TOO_RARE}"
+            self.training.recorder.decline(WHAT, reason)
+
     def _check_length(self) -> None:
         """Say so once where there are more steps than the run was to have."""
         total_steps, recorder = self.training.total_steps, self.training.recorder
@@ -224,7 +238,12 @@ class StepCounter:
 
 _RECOGNISED = (
     "it was called again with no optimizer step in between, while gradients add up: these are micro-batches. They "
-    "count once for each optimizer step, with their mean loss. Better call run.step behind optimizer.step() only"
+    "count once for each optimizer step, with their mean loss, which is to be the loss before it is divided by their "
+    "number. Better call run.step behind optimizer.step() only"
+)
+_TOO_RARE = (
+    "Each call counts as one step, so the training seems shorter than total_steps, and what is still to come longer. "
+    "Call run.step after each step of the optimizer"
 )
 _UNSEEN = (
     f"more than {MOST_MICRO_BATCHES} calls of run.step had no optimizer step in between. Each call counts from here "

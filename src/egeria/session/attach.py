@@ -72,7 +72,8 @@ def attach(
         model: the model in training; the loop goes on calling it, or the wrapper that it is in.
         optimizer: the optimizer, or all of them; never changed.
         loader: the training loader, to count its steps and workers; with `cache.enabled` its samples are followed.
-        scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw; never stepped.
+        scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw; never stepped. A list
+            where several optimizers have one each: the one with the largest rate counts.
         total_steps: optimizer steps of the whole run; without it the default policy freezes nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a URL that fsspec
@@ -177,8 +178,8 @@ class Run:
         Called for each micro-batch of accumulated gradients, it counts once for each optimizer step, with a warning.
 
         Args:
-            loss: training loss of the step, a number or a 0-d tensor. The device is asked for its
-                value once every `n` steps, not now.
+            loss: training loss of the step, a number or a 0-d tensor; with gradient accumulation before it is divided
+                by the number of micro-batches. The device is asked for its value once every `n` steps, not now.
 
         Raises:
             ConfigError: the loss is neither a number nor a tensor of one element.
@@ -315,10 +316,11 @@ def _check_unwatched(model: nn.Module) -> None:
 
     if others():
         gc.collect()  # one that was dropped in a cycle, such as that of a traceback, is released by this
-    if found := others():
+    if found := [repr(run) for run in others()]:  # the error must not keep the run
         raise ConfigError(
-            f"attach takes a model that no open run watches, in whole or in part, found one that {found[0]!r} watches. "
-            f"Call run.close() of that run first, or go on with it."
+            f"attach takes a model that no open run watches, in whole or in part, found one that {found[0]} watches. "
+            f"Call run.close() of that run first, or go on with it. Where an interrupted cell of a notebook left no "
+            f"name for it, run the cell again: the error that kept it is gone then."
         )
 
 

@@ -118,9 +118,14 @@ def _describe(found: Any) -> str:
 def unwrap_scheduler(scheduler: Any) -> Any:
     """Return the user's own scheduler, without the wrappers of frameworks; None where there is none.
 
+    Of several, each of an optimizer of its own, it is the one with the largest learning rate.
+
     Raises:
         ConfigError: it is no scheduler.
     """
+    if isinstance(scheduler, (list, tuple)):
+        several = [found for found in map(unwrap_scheduler, scheduler) if found is not None]
+        return max(several, key=_largest_rate, default=None)
     scheduler = _unwrap(scheduler, INNER_SCHEDULERS)
     if scheduler is None:
         return None
@@ -128,10 +133,17 @@ def unwrap_scheduler(scheduler: Any) -> Any:
     if isinstance(scheduler, type) or is_optimizer or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(
             f"scheduler is a learning-rate scheduler, an object like those of torch.optim.lr_scheduler, found "
-            f"{_describe(scheduler)}. Pass the one that your loop calls .step() on (of several, chain them with "
-            f"SequentialLR or ChainedScheduler), or leave it out."
+            f"{_describe(scheduler)}. Pass the one that your loop calls .step() on (where several optimizers have one "
+            f"each, a list of them; of several for one, chain them with SequentialLR or ChainedScheduler), or leave it "
+            f"out."
         )
     return scheduler
+
+
+def _largest_rate(scheduler: Any) -> float:
+    """Return the largest learning rate of the groups that a scheduler sets, before any warmup."""
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    return max((float(group.get("initial_lr") or group.get("lr") or 0.0) for group in groups), default=0.0)
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any, *, is_refused: bool) -> list[Optimizer]:
@@ -249,7 +261,7 @@ def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     try:
         steps_per_epoch = len(loader)
-    except TypeError:
+    except Exception:  # what has no length raises various things
         steps_per_epoch = None
     return {
         "model": type(model).__name__,

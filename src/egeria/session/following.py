@@ -26,6 +26,7 @@ from egeria.layers.pretrained import count_pretrained, is_mostly_trained, settin
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
 from egeria.parallel import ParallelStrategy
+from egeria.parallel.refusals import COPIES
 from egeria.session.ranks import Ranks
 from egeria.session.showing import outermost
 
@@ -123,7 +124,7 @@ class ModelHooks:
         return self._skip(call, batch)
 
     @run_uncompiled
-    def _before_forward(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See a call of the model; the function itself is never compiled."""
         if torch.compiler.is_compiling() or is_own_pass():
             return
@@ -131,6 +132,8 @@ class ModelHooks:
         disable: Any = torch.compiler.disable
         prepare = disable(self._prepare) if is_called_compiled else self._prepare
         try:
+            if getattr(model, "_is_replica", False):  # `DataParallel` was put around the model after `attach`
+                raise HarmfulFreezeError(COPIES)
             prepare(args, kwargs, is_called_compiled)
         except Exception as error:
             self._batch, self.failure, self.needs_check = None, error.with_traceback(None), True

@@ -60,8 +60,12 @@ class Foresight:
         self._scheduler, self._total_steps, self._warn = scheduler, total_steps, warn
         self.refusal = None if scheduler is None else why_unforeseeable(scheduler)
         """Why the schedule cannot be foreseen as it is now; None where it can."""
-        self._calls: int | None = None
+        self.unknown: str | None = None
+        """Why the rate to come was not known when it was last asked for, where waiting does not help."""
+        self._calls = _count_calls(scheduler)
         """Calls of the scheduler, as it counts them, when it was last looked at."""
+        self._beginning: tuple[int, int] | None = None if self._calls is None else (0, self._calls)
+        """Step and calls when the run began, from which the first change is reckoned; None where that says nothing."""
         self._changes: list[tuple[int, int]] = []
         """Step and calls at the first and the newest change of that number."""
         self._played: list[float] = []
@@ -78,16 +82,18 @@ class Foresight:
 
         Returns:
             None where it is unknown: no `total_steps` or more steps than that, a schedule that depends on the training
-            (plateaus) or differs each time it is played, one that has come to zero, or not enough calls seen yet.
+            (plateaus) or differs each time it is played, one that has come to zero, or no call seen yet.
         """
         self._observe(step)
+        self.unknown = None
         if self._total_steps is None or step > self._total_steps or self.refusal == ERRATIC:
             return None
         if self._scheduler is None:
             return Ahead(rate * max(0, self._total_steps - step), 0.0)
-        if len(self._changes) < 2 or rate <= 0:
+        known = self._changes if len(self._changes) > 1 else [self._beginning, *self._changes]
+        if len(known) < 2 or known[0] is None or rate <= 0:
             return None
-        (first_step, first_calls), (last_step, last_calls) = self._changes
+        (first_step, first_calls), (last_step, last_calls) = known
         period = (last_step - first_step) / (last_calls - first_calls)
         left = max(0, self._total_steps - step)
         until_next = min(left, max(0.0, last_step + period - step))
@@ -100,19 +106,24 @@ class Foresight:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen of the scheduler."""
-        return {"calls": self._calls, "changes": [list(change) for change in self._changes]}
+        beginning = None if self._beginning is None else list(self._beginning)
+        return {"calls": self._calls, "changes": [list(change) for change in self._changes], "beginning": beginning}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self._calls = state.get("calls")
         self._changes = [(step, calls) for step, calls in state.get("changes", [])]
+        beginning = state.get("beginning")  # states of earlier versions have none
+        self._beginning = None if beginning is None else (beginning[0], beginning[1])
 
     def _observe(self, step: int) -> None:
         calls = _count_calls(self._scheduler)
         if calls is None or calls == self._calls:
             return
-        if self._calls is not None and calls < self._calls:  # it was restarted
-            self._changes, self._played, self._calls = [], [], None
+        is_first = self._beginning is not None and not self._changes
+        if self._calls is not None and (calls < self._calls or (is_first and calls - self._calls > step)):
+            # It was restarted, its own state was loaded, or it is called several times in a step.
+            self._changes, self._played, self._calls, self._beginning = [], [], None, None
         if self._calls is not None:
             self._changes = [*self._changes[:1], (step, calls)]
         self._calls = calls
@@ -124,11 +135,13 @@ class Foresight:
         """
         assert self._calls is not None
         if num_calls > MOST_CALLS:
+            self.unknown = f"{num_calls:,} calls of the scheduler are still to come, too many to be played forward"
             return None
         try:
             groups = self._scheduler.optimizer.param_groups
             fitting = [index for index, group in enumerate(groups) if abs(float(group["lr"]) - rate) <= SAME * rate]
             if not fitting:
+                self.unknown = OF_ANOTHER.format(rate=rate)
                 return None
             known = self._played[self._calls - self._played_from :] if self._calls >= self._played_from else []
             is_true = bool(known) and abs(known[0] - rate) <= SAME * rate
@@ -137,11 +150,22 @@ class Foresight:
             if not is_true or fitting != self._played_groups or len(known) <= num_calls:
                 self._played = known = [rate, *play(self._scheduler, num_calls, fitting)]
                 self._played_from, self._played_groups = self._calls, fitting
-        except Exception:  # whatever a scheduler of the user's own makes of being copied: it cannot be foreseen then
+        except Exception as error:  # whatever a scheduler of the user's own makes of being copied and stepped
+            if self.refusal is None:  # else it was told when the run began
+                self.unknown = NOT_TO_THE_END.format(steps=self._total_steps, error=f"{type(error).__name__}: {error}")
             return None
         return [later / rate for later in known[1 : num_calls + 1]]
 
 
+OF_ANOTHER = (
+    "no group of the scheduler's optimizer has the learning rate {rate:.3g}, the largest of what may freeze, so what is "
+    "still to come of it is unknown and nothing freezes meanwhile. Of several schedulers pass all, in a list"
+)
+NOT_TO_THE_END = (
+    "the scheduler cannot be played forward to total_steps={steps} ({error}), so the rate to come is unknown and nothing "
+    "freezes meanwhile. total_steps are the optimizer steps of the whole run: with gradient accumulation these are "
+    "fewer than batches"
+)
 ERRATIC = "it gives other rates each time it is played forward"
 WRONG = (
     "egeria: after {calls} calls of the scheduler the learning rate is {found:.3g}, and {foreseen:.3g} was foreseen: "

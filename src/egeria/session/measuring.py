@@ -68,7 +68,10 @@ class Measures:
                 own = _as_frozen(self.training, modules) if name in (NOISE, WORTH) else modules
                 values = self._parts[name].take(own)
                 found[field_name] = [None if index < num_frozen else value for index, value in enumerate(values)]
-        ahead = self._parts[FORESIGHT].ahead(step, rate) if FORESIGHT in self._parts else None
+        foresight = self._parts.get(FORESIGHT)
+        ahead = None if foresight is None else foresight.ahead(step, rate)
+        if foresight is not None and foresight.unknown is not None:
+            self.training.recorder.decline("looking ahead", foresight.unknown)
         way, last_rate = (None, None) if ahead is None else ahead
         return {**found, "way_ahead": way, "last_rate": last_rate}
 
