@@ -173,7 +173,7 @@ def test_calls_of_a_state_that_is_loaded_after_attach_are_none():
 @pytest.mark.parametrize(
     ("make", "steps", "why"),
     [
-        (lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=50), 200, "played forward to total_steps=200"),
+        (lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=50), 200, "forward to total_steps=200"),
         (lambda optimizer: schedulers.ConstantLR(optimizer, 1.0), 10_000_000, "too many to be played forward"),
     ],
 )

@@ -36,6 +36,12 @@ class ControllerError(EgeriaError):
     """No controller process can be started; evaluations are made in the training process."""
 
 
+def without_frames(error: Exception) -> Exception:
+    """Return an error without the frames it was raised in, its causes' too: they hold on to activations and graphs."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
 def brief(error: BaseException) -> str:
     """Return an error on one line of at most 500 characters, for a message or the journal."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

@@ -28,7 +28,7 @@ from egeria.cache.samples import BatchIndices, NoSamplesError
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
 from egeria.config import CacheConfig
-from egeria.errors import UncacheableError
+from egeria.errors import UncacheableError, without_frames
 from egeria.events import CacheDecided
 from egeria.journal import Recorder
 from egeria.layers.batch import Batch
@@ -125,7 +125,7 @@ class ActivationCache:
         except Exception as error:
             if user_forward.was_plain:
                 raise  # the user's own forward failed, with nothing of ours in it
-            failure = error.with_traceback(None)  # its frames hold on to activations
+            failure = without_frames(error)
         if user_forward.was_called and self._rollback is not None:
             self._rollback.restore()
         output = call()  # if that fails too it is not our fault, and nothing has to be given up

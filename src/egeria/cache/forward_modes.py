@@ -18,7 +18,7 @@ from egeria.cache.samples import BatchIndices
 from egeria.errors import EgeriaError, UncacheableError
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import FrozenTensors
-from egeria.layers.undisturbed import RandomState, generators_of_accelerators
+from egeria.layers.undisturbed import RandomState, generators_of_accelerators, restore_table
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.probe import has_nan
 
@@ -98,12 +98,18 @@ def is_users_own(failure: Exception, output: Any) -> bool:
 class Rollback:
     """What a forward pass changes beside what it returns: random states, and buffers of layers in training mode.
 
+    Also attributes of modules that are not of torch, whose own set none in a forward pass.
+
     Args:
         model: the model in training.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [module for module in model.modules() if module._buffers]
+        modules = list(model.modules())
+        self._modules = [module for module in modules if module._buffers]
+        self._own = [module for module in modules if not type(module).__module__.startswith("torch.")]
+        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._random: RandomState | None = None
         self._generators = generators_of_accelerators(model)
@@ -113,7 +119,9 @@ class Rollback:
         """Save them before a pass."""
         self._random = RandomState.current()
         self._drawn = [generator.get_state() for generator in self._generators]  # kept on the CPU: nothing waits
+        self._attributes = [(module, dict(vars(module))) for module in self._own]
         tables = [module._buffers for module in self._modules if module.training]
+        self._tables = [(table, dict(table)) for table in tables]  # a pass may put another tensor there
         buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
@@ -123,6 +131,10 @@ class Rollback:
             self._random.set()
         for generator, state in zip(self._generators, self._drawn, strict=False):
             generator.set_state(state)
+        for module, attributes in self._attributes:
+            restore_table(vars(module), attributes)
+        for table, entries in self._tables:
+            restore_table(table, entries)
         for buffer, before in self._buffers:
             buffer.data.copy_(before)
 

@@ -8,7 +8,6 @@ that nothing does, and ends it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from egeria.cache.memory_forward import MemoryForward, Review, count_rows
 from egeria.cache.repeats import RepeatedContents
 from egeria.cache.store.memory import RowMemory, free_memory_bytes, row_keys
 from egeria.config import CacheConfig
-from egeria.errors import EgeriaError, UncacheableError
+from egeria.errors import EgeriaError, UncacheableError, without_frames
 from egeria.events import CacheDecided
 from egeria.journal import Recorder
 from egeria.layers.batch import Batch
@@ -168,7 +167,7 @@ class MemoryCache:
         except Exception as error:
             if user_forward.was_plain:
                 raise  # the user's own forward failed, with nothing of ours in it
-            failure = error.with_traceback(None)  # its frames hold on to activations
+            failure = without_frames(error)
         if user_forward.was_called and isinstance(self.mode, MemoryForward):
             self.mode.rollback.restore()
         output = call()  # if that fails too it is not our fault, and nothing has to be given up
@@ -292,7 +291,7 @@ class MemoryCache:
         prefix = Prefix.find(self.model, self._modules, batch, num_rows)
         rows = prefix.compute(batch, None)
         memory = RowMemory([leaf.length_axis for leaf in prefix.row_leaves], self._limit_bytes)
-        prospects = _time_memory(prospects, memory, batch, rows, self.num_batches)
+        prospects = _time_memory(prospects, memory, batch, rows, (self.num_batches or 1) * self._outlook.num_hosts)
         if reason := self._ask_gate(prospects):
             return reason, prospects.to_dict()
         self._switch_to(self._memory_forward(prefix, memory, prospects))
@@ -315,18 +314,8 @@ class MemoryCache:
             epoch_batches=self.num_batches or UNKNOWN_EPOCH,
             expected_share=prospects.stored_share * prospects.repeated_share / self._outlook.num_hosts,
             least_rows=min(LEAST_ROWS, self._most_rows),
-            review=None if self.settings.gate == "open" else Review(prospects, self._review_from),
+            review=None if self.settings.gate == "open" else Review.of(prospects, self.num_batches, self._outlook),
         )
-
-    @property
-    def _review_from(self) -> float:
-        """Batches after which an iteration must be shorter, since most samples must be known by then.
-
-        Where each may come to another process in each epoch they get known one by one.
-        """
-        if self.num_batches is None or self._outlook.num_hosts > 1:
-            return math.inf
-        return 2.0 * self.num_batches
 
     def _ask_gate(self, prospects: Prospects) -> str:
         """Return why storing does not pay; empty where it does."""
@@ -370,9 +359,13 @@ class MemoryCache:
 
 
 def _time_memory(
-    prospects: Prospects, memory: RowMemory, batch: Batch, rows: Sequence[Tensor], num_batches: int | None
+    prospects: Prospects, memory: RowMemory, batch: Batch, rows: Sequence[Tensor], num_batches: int
 ) -> Prospects:
-    """Write a batch into memory and read it back; add what that takes, and leave the memory empty."""
+    """Write a batch into memory and read it back; add what that takes, and leave the memory empty.
+
+    `num_batches` come to this process until all samples are known.
+    """
+    rows[0].flatten()[:1].cpu()  # so that an accelerator's queue is empty, and only what follows is timed
     keys = [str(row).encode() for row in range(len(rows[0]))]
     lengths = true_lengths(batch.kwargs, len(keys)) if memory.has_length else None
     begin = time.perf_counter()
@@ -391,6 +384,6 @@ def _time_memory(
         serve_s=prospects.serve_s + read_s,
         fill_s=prospects.fill_s + written - begin,
         batch_bytes=batch_bytes,
-        needed_bytes=batch_bytes * (num_batches or 1),
+        needed_bytes=batch_bytes * num_batches,
         room_bytes=room_bytes,
     )

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from egeria import tree
+from egeria.cache.decision import Outlook
 from egeria.cache.forward_modes import Rollback, StaleError, Unchanged, UserForward
 from egeria.cache.gate import Prospects
 from egeria.cache.generation import LEAST_ROWS, Use, take_rows
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.memory import RowMemory, row_keys
 from egeria.cache.store.rows import Integers, Mask
+from egeria.errors import without_frames
 from egeria.events import CacheUsed
 from egeria.layers.batch import Batch
 from egeria.skipping.crossing import check_runs_once
@@ -36,7 +38,13 @@ WINDOW_BATCHES = 32
 """Batches between two looks at how many samples were found."""
 LEAST_SHARE = 0.05
 """Share of the samples that must be found from the third epoch on, or looking for them is given up."""
-
+UNKNOWN_ITERATIONS = 50
+UNKNOWN_SHARE = 0.01
+"""Iterations whose time filling may take where nobody knows how long an epoch is, or the run: so many, or this share of
+those ahead."""
+HARMLESS = 8
+"""Passes in a row before which an attribute around the frozen layers was set otherwise, and stored rows were right all
+the same, after which that is no reason to check them: it may be a counter of steps."""
 
 SERVED_SHARE = 0.9
 """Share of the samples of a window that must be known, or it says nothing of what serving brings."""
@@ -47,20 +55,43 @@ class Review:
     """Whether storing pays in fact: how long iterations take, beside those before it, in windows of some batches.
 
     Where nearly all samples of a window were known an iteration must be shorter. In others it may be longer, by no more
-    than the epochs ahead will win back, until most samples must be known. Two windows in a row that fail end it: one
-    may be a busy machine.
+    than the epochs ahead will win back, until most samples must be known, nor by more than `budget_s` in all. Two
+    windows in a row that fail end it: one may be a busy machine.
     """
 
     prospects: Prospects
     """What it was to bring and cost."""
     served_from: float
     """Batches after which each window must be of shorter iterations; infinite where nobody knows."""
+    budget_s: float
+    """Seconds that filling may take in all, less what was saved meanwhile."""
+    _spent_s: float = 0.0
     _num_batches: int = 0
     _last: float | None = None
     _durations: list[float] = field(default_factory=list)
     _known: list[bool] = field(default_factory=list)
     """Of the samples of the window."""
     _is_warned: bool = False
+
+    @classmethod
+    def of(cls, prospects: Prospects, num_batches: int | None, outlook: Outlook) -> Review:
+        """Return what asks again.
+
+        Where each sample may come to another process in each epoch they get known one by one. Filling may take what the
+        epochs ahead win back; where nobody knows how long an epoch is, or the run, a share of the time ahead.
+
+        Args:
+            prospects: what storing was to bring and cost.
+            num_batches: of an epoch; None where nobody knows.
+            outlook: the time to come.
+        """
+        served_from = math.inf if num_batches is None or outlook.num_hosts > 1 else 2.0 * num_batches
+        if num_batches is None or outlook.steps_ahead is None:
+            ahead = 0.0 if outlook.steps_ahead is None else outlook.steps_ahead * outlook.forwards_per_step
+            budget_s = max(UNKNOWN_ITERATIONS, UNKNOWN_SHARE * ahead) * prospects.iteration_s
+        else:
+            budget_s = num_batches * replace(prospects, fill_s=0.0).total_gain_s
+        return cls(prospects, served_from, budget_s)
 
     def note(self, known: Mask) -> None:
         """Note a forward that begins, and which of its samples are known [B]."""
@@ -70,6 +101,10 @@ class Review:
         self._last, self._num_batches = now, self._num_batches + 1
         self._known += known.tolist()
 
+    def note_cost(self, seconds: float) -> None:
+        """Note what trying out a kind of batch took, which the median of iterations does not show."""
+        self._spent_s += seconds
+
     def complaint(self) -> str:
         """Return, once in two windows at the most, that it does not pay; empty where it does."""
         if len(self._durations) < WINDOW_BATCHES:
@@ -77,12 +112,16 @@ class Review:
         found_s, known_share = statistics.median(self._durations), statistics.fmean(self._known)
         self._durations, self._known = [], []
         usual_s, allowed_s, why = self.prospects.iteration_s, 0.0, ""
+        self._spent_s += WINDOW_BATCHES * (found_s - usual_s)
         if known_share < SERVED_SHARE and self._num_batches <= self.served_from:
             allowed_s = replace(self.prospects, fill_s=0.0).total_gain_s
             why = ", more than the epochs ahead would win back"
-        was_warned, self._is_warned = self._is_warned, found_s - usual_s >= allowed_s
+        is_spent = self._spent_s >= self.budget_s
+        was_warned, self._is_warned = self._is_warned, is_spent or found_s - usual_s >= allowed_s
         if not (was_warned and self._is_warned):
             return ""
+        if is_spent:
+            return f"filling took {self._spent_s:.1f} s so far, more than the {self.budget_s:.1f} s that it may"
         return (
             f"an iteration in which {known_share:.0%} of the samples were stored before takes {1e3 * found_s:.1f} ms, "
             f"and took {1e3 * usual_s:.1f} ms with computed ones{why}"
@@ -119,6 +158,10 @@ class MemoryForward:
         self._front = Unchanged(self.prefix)
         self._failure: Exception | None = None
         self._until_check = 0
+        self._is_set_otherwise = False
+        """Whether an attribute around the frozen layers was, before this pass."""
+        self._num_agreed = 0
+        """Checks for that, pass by pass, in which nothing differed."""
         self._windows = deque([(0, 0)], maxlen=2 + math.ceil(self.epoch_batches / WINDOW_BATCHES))
 
     def forward(self, call: UserForward, batch: Batch, _: BatchIndices | None = None) -> Any:
@@ -132,6 +175,12 @@ class MemoryForward:
             EgeriaError: nothing stored can be used any more. What the call itself raises passes through.
         """
         self._check()
+        if self._num_agreed < HARMLESS:
+            self._is_set_otherwise = self.prefix.is_set_otherwise_around()
+            if self._is_set_otherwise:
+                self._until_check = 0
+            else:
+                self._num_agreed = 0
         num_rows = count_rows(batch)
         lengths = true_lengths(batch.kwargs, num_rows) if self.memory.has_length else None
         keys = row_keys(batch, num_rows, self.prefix.shared_arguments) if num_rows >= self.least_rows else None
@@ -213,6 +262,11 @@ class MemoryForward:
         self.use.misses += len(keys)
         if self.memory.is_full and self.prefix.knows(batch):
             return call(plain=True)
+        if self.prefix.is_to_be_tried(batch):  # now, while no graph of the user's waits for its backward pass
+            begin = time.perf_counter()
+            self.prefix.learn(batch)
+            if self.review is not None:
+                self.review.note_cost(time.perf_counter() - begin)
         with self.prefix.recording() as trial:
             output = call(plain=True)
         try:
@@ -224,7 +278,7 @@ class MemoryForward:
                 rows = rows if len(new) == len(keys) else take_rows(rows, new)
                 self.memory.write([keys[row] for row in new.tolist()], rows, None if lengths is None else lengths[new])
         except Exception as error:  # the forward is done and right; the next one will not be recorded
-            self._failure = error
+            self._failure = without_frames(error)
         return output
 
     def lack_of_hits(self) -> str:
@@ -260,6 +314,7 @@ class MemoryForward:
         limit = tolerance(batch, self._device)
         if not error <= limit:
             raise StaleError(f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}")
+        self._num_agreed += self._is_set_otherwise
 
     def _check(self) -> None:
         """Raise what has failed behind a recorded forward, or what has changed since the last one."""

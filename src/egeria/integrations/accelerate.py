@@ -76,11 +76,11 @@ def attach(
     several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     accelerated = AcceleratedRun(run, accelerator, several)
     registered = getattr(accelerator, "_custom_objects", [])
-    closed = next((at for at, entry in enumerate(registered) if isinstance(entry, AcceleratedRun) and entry.closed), None)
-    if closed is None:
+    closed = [at for at, entry in enumerate(registered) if isinstance(entry, AcceleratedRun) and entry.closed]
+    if closed:  # checkpoints have as many states as the accelerator knows objects: a second run takes the first's place
+        registered[closed[0]] = accelerated
+    else:
         accelerator.register_for_checkpointing(accelerated)
-    else:  # checkpoints have as many states as the accelerator knows objects: a second run takes the first one's place
-        registered[closed] = accelerated
     return accelerated
 
 
@@ -117,7 +117,7 @@ class AcceleratedRun(WrappedRun):
     def _was_skipped(self) -> bool:
         """Whether no optimizer of this run stepped; another's of the accelerator may still tell of an earlier step."""
         if not self._optimizers:  # given as they were before `prepare`
-            return self._accelerator.optimizer_step_was_skipped
+            return bool(self._accelerator.optimizer_step_was_skipped)
         return all(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property

@@ -63,8 +63,8 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
         torch.backends.mha.set_fastpath_enabled(fused)
         attention.enable_cudnn_sdp(plans)
         for module, before, own_buffers in attributes:
-            _restore(vars(module), before)
-            _restore(module._buffers, own_buffers)
+            restore_table(vars(module), before)
+            restore_table(module._buffers, own_buffers)
         with torch.no_grad():
             for buffer, version, saved in buffers:
                 if id(buffer) in learning:
@@ -140,7 +140,8 @@ def _has_other_attention() -> bool:
     return bool(cuda.math_sdp_enabled() and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()))
 
 
-def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
+def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give a table the entries that it had before."""
     for name in table.keys() - before.keys():
         del table[name]
     table.update(before)

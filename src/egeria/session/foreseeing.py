@@ -90,8 +90,10 @@ class Foresight:
             return None
         if self._scheduler is None:
             return Ahead(rate * max(0, self._total_steps - step), 0.0)
-        known = self._changes if len(self._changes) > 1 else [self._beginning, *self._changes]
-        if len(known) < 2 or known[0] is None or rate <= 0:
+        known = self._changes
+        if len(known) == 1 and self._beginning is not None:
+            known = [self._beginning, *known]
+        if len(known) < 2 or rate <= 0:
             return None
         (first_step, first_calls), (last_step, last_calls) = known
         period = (last_step - first_step) / (last_calls - first_calls)
@@ -158,13 +160,13 @@ class Foresight:
 
 
 OF_ANOTHER = (
-    "no group of the scheduler's optimizer has the learning rate {rate:.3g}, the largest of what may freeze, so what is "
-    "still to come of it is unknown and nothing freezes meanwhile. Of several schedulers pass all, in a list"
+    "no group of the scheduler's optimizer has the learning rate {rate:.3g}, the largest of what may freeze, so what "
+    "is still to come of it is unknown and nothing freezes meanwhile. Of several schedulers pass all, in a list"
 )
 NOT_TO_THE_END = (
-    "the scheduler cannot be played forward to total_steps={steps} ({error}), so the rate to come is unknown and nothing "
-    "freezes meanwhile. total_steps are the optimizer steps of the whole run: with gradient accumulation these are "
-    "fewer than batches"
+    "the scheduler cannot be played forward to total_steps={steps} ({error}), so the rate to come is unknown and "
+    "nothing freezes meanwhile. total_steps are the optimizer steps of the whole run: with gradient accumulation these "
+    "are fewer than batches"
 )
 ERRATIC = "it gives other rates each time it is played forward"
 WRONG = (

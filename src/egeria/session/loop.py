@@ -193,6 +193,8 @@ class Session:
             self._order = watch_order(self.training, self.modules, again=self._is_cut_to_order)
         self.budget.load_state_dict(budget)
         self.clock, self.recorder.step = clock, clock.step
+        if self.skipping is not None:
+            self.skipping.count_from(clock.step)
         self.meter.load_state_dict(measured)
         self.steps.load_state_dict(state.get("accumulation", {}))
         if self._rates is not None:

@@ -65,6 +65,10 @@ class Skipping:
         elif cache.repeats is not None and not cache.find_refusal():
             training.hooks.watch_with(cache.repeats.wants_next, cache.observe)
 
+    def count_from(self, step: int) -> None:
+        """Count training calls from a step that the run was taken to."""
+        self._begin = step, self._training.hooks.num_calls
+
     def follow(self, frozen: Sequence[LayerModule], policy: Policy, clock: IntervalClock) -> None:
         """Move the boundary of the cache if layers were frozen or thawed since the last call."""
         if self._begin is None:

@@ -250,9 +250,8 @@ def _tell(error: Exception | None) -> str:
 
 
 def _hooks(model: nn.Module, roots: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield the forward hooks on what is frozen whole: the roots, what is in them, and containers of nothing else."""
+    """Yield the forward hooks on frozen layers, and on containers of some, but not on the model itself."""
     inside = {module for root in roots for module in root.modules()}
     for name, module in model.named_modules():
-        parts = [part for part in module.modules() if not any(True for _ in part.children())]
-        if all(part in inside for part in parts):
+        if module is not model and any(part in inside for part in module.modules()):
             yield from ((name, hook) for hook in module._forward_hooks.values() if not is_ours(hook))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
@@ -73,6 +73,11 @@ class Prefix:
         self._loose = [(owner, name) for owner, name in owners if owner not in inside]
         """Parameters of frozen layer modules that no submodule of theirs holds, such as those of the model itself."""
         self._attributes = PlainAttributes(self._modules)
+        self._around = [module for module in self.model.modules() if _contains(module, inside)]
+        """The model, and containers of frozen layers and others."""
+        self._attributes_around = PlainAttributes(self._around)
+        self._odd: set[Kind] = set()
+        """Kinds of batches that turned out in a pass of the user's to be tried out first."""
 
     @classmethod
     def find(cls, model: nn.Module, modules: Sequence[LayerModule], batch: Batch, num_rows: int) -> Prefix:
@@ -126,9 +131,20 @@ class Prefix:
         """Return whether a plain attribute of a frozen layer, such as a scale or a switch, has another value now."""
         return self._attributes.have_changed
 
+    def is_set_otherwise_around(self) -> bool:
+        """Return, once, whether a plain attribute around the frozen layers, on which they may depend, was set anew."""
+        has_changed = self._attributes_around.have_changed
+        if has_changed:
+            self._attributes_around = PlainAttributes(self._around)
+        return has_changed
+
     def is_hooked(self) -> bool:
-        """Return whether a forward hook was put on a frozen layer since, which replaying would leave out."""
-        hooks = (hook for module in self._modules for hook in without_torch(module._forward_hooks).values())
+        """Return whether a forward hook was put since on a frozen layer, or on a container of some.
+
+        Replaying would leave out that of a layer, and a container's might read what stands in for others.
+        """
+        modules = (*self._modules, *(module for module in self._around if module is not self.model))
+        hooks = (hook for module in modules for hook in without_torch(module._forward_hooks).values())
         return any(not is_ours(hook) for hook in hooks)
 
     def fits(self, batch: Batch, rows: Sequence[Tensor]) -> bool:
@@ -175,33 +191,40 @@ class Prefix:
             self._remember(batch, template)
             self._num_tried += 1
 
-    def learn_from(self, trial: Trial, batch: Batch) -> None:
-        """Learn a kind of batch from a recorded pass of it; try it out where few kinds were, or more is to be seen.
+    def is_to_be_tried(self, batch: Batch) -> bool:
+        """Return whether a batch of this kind is to be tried out by `learn`, ahead of the user's pass with it."""
+        if self.knows(batch):
+            return False
+        return self._num_tried < KINDS_TRIED or not self._is_plain(self._latest) or self._kind(batch) in self._odd
 
-        Once some kinds were tried out, another that gives the same tensors in other sizes, none of them without a NaN
-        or the same for every sample, is like those. A replay refuses it still where a frozen layer is not called once.
+    def learn_from(self, trial: Trial, batch: Batch) -> None:
+        """Learn a kind of batch from a pass of the user's with it, where it is like those that were tried out.
+
+        That is one that gives the same tensors in other sizes, none of them without a NaN or the same for every sample.
+        A replay refuses it still where a frozen layer is not called once. What is not like them is to be tried out.
         """
         template, known = trial.template, self._latest
-        is_plain = len(self.leaves) == len(self.row_leaves) and all(
-            form.can_be_poisoned for form in template.forms.values()
-        )
         if (
-            self._num_tried < KINDS_TRIED
-            or not is_plain
+            not self._is_plain(template)
             or template.roots != known.roots
             or template.forms.keys() != known.forms.keys()
             or not all(_is_like(leaf, template, self._arguments.count(batch)) for leaf in self.leaves)
         ):
-            self.learn(batch)
+            self._odd.add(self._kind(batch))
             return
         template.materialised = known.materialised
         self._remember(batch, template)
+
+    def _is_plain(self, template: Template) -> bool:
+        """Return whether only rows of samples cross, and only what can be NaN."""
+        can_be_poisoned = all(form.can_be_poisoned for form in template.forms.values())
+        return can_be_poisoned and len(self.leaves) == len(self.row_leaves)
 
     @contextmanager
     def recording(self) -> Iterator[Trial]:
         """Watch the user's own forward pass in the block, also of another kind than those tried out."""
         trial = Trial([leaf.place for leaf in self.row_leaves])
-        handles = trial.watch({root: self._probe.roots[root] for root in self._latest.roots})
+        handles = trial.watch({root: self._probe.roots[root] for root in self._latest.roots}, guarded=True)
         try:
             yield trial
         finally:
@@ -212,8 +235,9 @@ class Prefix:
         """Return what crossed in a recorded pass, one tensor [B, ...] for each of `row_leaves`.
 
         Raises:
-            UncacheableError: the frozen layers did not run as they did when they were tried out.
+            UncacheableError: the frozen layers did not run as when they were tried out, or what crossed was not kept.
         """
+        require(trial.error is None, f"what the frozen layers gave could not be kept ({trial.error})")
         for root in self._latest.roots:
             number = trial.calls.get(root, 0)
             require(number == 1, f"{root} was called {number} times in a forward pass, and once when it was tried out")
@@ -336,6 +360,11 @@ class Prefix:
             or sum(known.kept_bytes for known in self._templates.values()) > MOST_KEPT_BYTES
         ):
             self._templates.popitem(last=False)
+
+
+def _contains(module: nn.Module, inside: Collection[nn.Module]) -> bool:
+    """Return whether a module that is not frozen whole has some frozen layers in it."""
+    return module not in inside and any(part in inside for part in module.modules())
 
 
 def _check_batch(batch: Batch) -> None:

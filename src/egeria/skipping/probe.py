@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
+from egeria.errors import without_frames
 from egeria.layers.batch import Batch
 from egeria.layers.taps import TapReachedError
 from egeria.layers.undisturbed import random_fingerprint, seed_random_state, undisturbed
@@ -141,9 +142,10 @@ class Trial:
         number = self.calls.get(root, 0)
         return f"{root} is called {number} times in a forward pass" if number else f"{root} is not called"
 
-    def watch(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-        """Put a hook on each module."""
-        return [module.register_forward_hook(partial(_note, self, name)) for name, module in modules.items()]
+    def watch(self, modules: Mapping[str, nn.Module], *, guarded: bool = False) -> list[RemovableHandle]:
+        """Put a hook on each module; one that is `guarded` raises nothing, and leaves `error`."""
+        note = _note_guarded if guarded else _note
+        return [module.register_forward_hook(partial(note, self, name)) for name, module in modules.items()]
 
 
 class Probe:
@@ -193,7 +195,7 @@ class Probe:
                 with stubs, batch.autocast.context():
                     self._run(trial, batch, gradients)
             except Exception as error:  # whatever a model raises, poisoned or not
-                trial.outcome, trial.error = None, error
+                trial.outcome, trial.error = None, without_frames(error)
         return trial
 
     def outputs(self, batch: Batch, places: Collection[Place], *, seed: int | None = None) -> Trial:
@@ -210,7 +212,7 @@ class Probe:
         except TapReachedError:
             pass
         except Exception as failure:  # whatever a model raises on some of the rows
-            trial.error = failure
+            trial.error = without_frames(failure)
         finally:
             for handle in handles:
                 handle.remove()
@@ -316,6 +318,13 @@ def _note(trial: Trial, name: str, module: nn.Module, _args: Any, output: Any) -
         trial.values |= {(name, index): t.detach().clone() for index, t in tensors if (name, index) in trial.keeps}
     if trial.stops and trial.keeps and all(root in trial.calls for root, _ in trial.keeps):
         raise TapReachedError
+
+
+def _note_guarded(trial: Trial, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    try:
+        _note(trial, name, module, args, output)
+    except Exception as error:  # such as no memory for a copy, in a pass that is the user's
+        trial.error = trial.error or without_frames(error)
 
 
 def _is_opaque(output: Any) -> bool:

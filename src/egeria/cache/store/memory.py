@@ -204,7 +204,7 @@ class RowMemory:
     def _packed(rows: Tensor, axis: int | None, lengths: Integers | None) -> Tensor:
         """Return a copy of rows [b, ...] in the memory of the processor: without padding [positions, ...]."""
         if axis is None or lengths is None:
-            return torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
+            return torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)  # whatever the default is
         own = rows.movedim(axis + 1, 1)
-        is_own = torch.arange(own.shape[1]) < torch.from_numpy(lengths)[:, None]
+        is_own = torch.arange(own.shape[1], device="cpu") < torch.from_numpy(lengths)[:, None]
         return own[is_own.to(own.device)].cpu()
