@@ -291,6 +291,17 @@ def test_a_user_rule_is_any_object_that_judges():
     assert isinstance(thaw, Thaw)
 
 
+def test_a_user_rule_may_thaw_where_only_modules_without_anything_to_train_are_frozen():
+    class ThawAlways:
+        def judge(self, moment):
+            return UnfreezeAction.THAW if moment.frozen else UnfreezeAction.GO
+
+    policy = past_bootstrapping(make_policy(rule=ThawAlways(), trainable=[False, True, True]))
+    assert policy.frozen == 1
+    (thaw, *_) = policy.observe_interval(interval(3))
+    assert isinstance(thaw, Thaw) and thaw.reason == "the learning rate has fallen since the first freeze"
+
+
 @pytest.mark.parametrize(
     ("names", "rule"),
     [

@@ -303,7 +303,7 @@ def fine_tuning(*between, loss=0.25):
     """Steps of the stem brought a third of what those of the body did; the rate falls on a straight line."""
     steps = [
         dataclasses.replace(
-            interval(step, loss=loss, rate=1 - step / 100), worth=[1.0, 3.0, 9.0] if step < 30 else None
+            interval(step, loss=loss, rate=1 - step / 100), worth=[1.0, 3.0, 9.0] if step < 60 else None
         )
         for step in range(10, 101, 10)
     ]

@@ -488,6 +488,16 @@ def measured(made, shares=SHARES, count=10, scatter=0.0, **more):
     return found
 
 
+@pytest.mark.parametrize("fresh", [0.01, 10.0])
+def test_layers_that_began_untrained_do_not_count_in_the_measure(fresh):
+    """As those of a decoder behind a trained encoder: the first two freeze as if there were nothing else."""
+    shares = (0.04, 0.06, 0.2)
+    made = policy(num_modules=5)
+    measured(made, (*shares, fresh, 0.7), num_pretrained=3, time_shares=(*TIMES, 0.1))
+    (first,) = made.observe_interval(interval(11))
+    assert first.module == 0 and "13.3%" in first.reason
+
+
 def test_the_front_that_brings_little_freezes_once_it_is_measured_and_the_rest_as_the_rate_falls():
     made = policy()
     assert all(isinstance(decision, EndBootstrapping) for decision in measured(made))
@@ -715,9 +725,10 @@ def test_an_interval_that_lacks_a_module_is_left_out():
 
 def test_what_did_not_come_trained_and_what_could_not_be_measured_stays_in_training():
     made = policy()
-    measured(made, num_pretrained=1)
+    measured(made, num_pretrained=2)
     made.observe_interval(interval(11))
-    assert made.observe_interval(interval(12, rate=1e-4)) == () and made.frozen == 1
+    made.observe_interval(interval(12, rate=1e-4))
+    assert made.observe_interval(interval(13, rate=1e-4)) == () and made.frozen == 2
     made = policy()
     measured(made, shares=(0.04, None, 0.2, 0.7))
     made.observe_interval(interval(11))
@@ -792,11 +803,12 @@ def test_a_loss_that_leaves_its_trend_thaws_and_the_limit_is_stricter_then():
 def with_an_alarm(made, evaluations=range(1, 70)):
     """Give intervals in which the loss rises three intervals behind a freeze, and comes back; return what was decided.
 
-    Only the first module came trained, and the rate falls to a half at interval 50.
+    Only the first module takes any time, and the rate falls to a half at interval 50.
     """
     found = {}
     for evaluation in evaluations:
-        measures = {"worth": tuple(0.01 * share for share in SHARES), "num_pretrained": 1} if evaluation <= 10 else {}
+        measures = {"worth": tuple(0.01 * share for share in SHARES), "time_shares": (0.2, 0.0, 0.0, 0.0)}
+        measures = measures if evaluation <= 10 else {}
         loss, rate = 0.5 if made.frozen and 14 <= evaluation < 40 else 0.25, 1.0 if evaluation < 50 else 0.5
         for decision in made.observe_interval(interval(evaluation, rate=rate, loss=loss, **measures)):
             found.setdefault(type(decision), []).append(evaluation)

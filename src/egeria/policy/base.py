@@ -25,15 +25,13 @@ from egeria.policy.schedules import UnfreezeRule
 
 SAVED_AS = {
     "pause": "rest",
-    "frozen_loss_share": "loss_given",
-    "frozen_noise_share": "bearing_given",
     "rates": "course",
     "rate_sum": "way",
     "rate_sums": "ways",
     "remaining_rate_sum": "way_ahead",
 }
 """Keys in saved states that differ from the names of attributes and fields."""
-ADDED_LATER = frozenset({"periods", "loss", "rate_at_freeze"})
+ADDED_LATER = frozenset({"periods", "loss", "rate_at_freeze", "frozen_loss", "frozen_noise"})
 """Keys that states of earlier versions do not have."""
 NOT_SAVED = {"memory", "total_steps"}  # fields that the settings and the call of `attach` give
 

@@ -258,18 +258,20 @@ class NoiseHistory:
         parts, losses = (*self.parts, tuple(part)), (*self.losses, loss)
         return NoiseHistory(parts=parts[-NOISE_INTERVALS:], losses=losses[-NOISE_INTERVALS:])
 
-    def share(self, module: int, settled_loss: float | None) -> float | None:
-        """Return the noise of a layer module as a share of what was learned; None while that is unknown.
-
-        What was learned is the fall of the loss since `settled_loss`, the one at the end of the critical period, and
-        at least `LEAST_FALL` of the loss.
-        """
+    def of(self, module: int) -> float | None:
+        """Return by how much the noise of a layer module raises the loss; None while that is unknown."""
         known = [value for part in self.parts if (value := part[module]) is not None]
-        if not known or not self.losses:
-            return None
-        loss = statistics.fmean(self.losses)
-        learned = max(LEAST_FALL * abs(loss), abs(loss) if settled_loss is None else settled_loss - loss)
-        return max(0.0, statistics.median(known)) / learned if learned else None
+        return max(0.0, statistics.median(known)) if known and self.losses else None
+
+    def share_of_learned(self, loss: float, settled_loss: float | None) -> float:
+        """Return what is a difference in the loss as a share of what was learned, so far.
+
+        That is the fall of the loss since `settled_loss`, the one at the end of the critical period, and at least
+        `LEAST_FALL` of the loss.
+        """
+        mean = statistics.fmean(self.losses) if self.losses else 0.0
+        learned = max(LEAST_FALL * abs(mean), abs(mean) if settled_loss is None else settled_loss - mean)
+        return loss / (learned or 1.0)
 
 
 def _end_of_trend(values: Sequence[float]) -> tuple[float, float]:

@@ -61,7 +61,7 @@ class Forecast(BootstrappedPolicy):
 
     needs: frozenset[str] = frozenset({PLASTICITY, NOISE, FORESIGHT})
     _own = ("guard", "movement", "noise", "pause", "strictness", "snapshot", "num_under")
-    _saved = (*BootstrappedPolicy._saved, *_own, "frozen_loss_share", "frozen_noise_share", "laws", "rates")
+    _saved = (*BootstrappedPolicy._saved, *_own, "frozen_loss", "frozen_noise", "laws", "rates")
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -81,8 +81,8 @@ class Forecast(BootstrappedPolicy):
         self._movement = Movement()
         self._laws: tuple[tuple[PowerLaw, float], ...] = ()  # of the frozen modules, with the limits they froze under
         self._noise = NoiseHistory()
-        self._frozen_loss_share = 0.0  # of the fall of the loss, what the frozen modules keep up
-        self._frozen_noise_share = 0.0  # what their noise made
+        self._frozen_loss = 0.0  # what the frozen modules keep up of the loss
+        self._frozen_noise = 0.0  # what their noise made of it
         self._num_under = 0
         self._pause = EvaluationPause()
 
@@ -146,7 +146,8 @@ class Forecast(BootstrappedPolicy):
         self._movement = Movement(samples=(*self._movement.samples, (rate_sum, reading.value)))
         law, limit = self._movement.law(), self._limit_for(reading)
         change = self._rates.change_ahead(law)
-        loss = None if law is None else self._loss_ahead(law)
+        ahead = None if law is None else self._loss_ahead(law)
+        loss = None if ahead is None else self._share_of_learned(ahead)
         if change is not None:
             is_little = change < limit and (loss or 0.0) < self._config.policy.loss_limit
             self._num_under = self._num_under + 1 if is_little else 0
@@ -180,17 +181,21 @@ class Forecast(BootstrappedPolicy):
         if "past_rate_sum" not in state["course"]:  # of an earlier version
             self._rates.past_rate_sum = None
         self.needs = self._needed()
+        if "frozen_loss" not in state:  # earlier versions kept shares of the loss, or of its fall where that is more
+            loss, settled = sum(self._noise.losses) / max(1, len(self._noise.losses)), self._bootstrap.previous_loss
+            measure = max(abs(loss), 0.0 if settled is None else settled - loss)
+            self._frozen_loss, self._frozen_noise = measure * state["loss_given"], measure * state["bearing_given"]
         laws = [(dict(law), limit) for law, limit in state["laws"]]
         self._laws = tuple((PowerLaw(rate_sum=law.pop("way"), **law), limit) for law, limit in laws)
 
     def _limit_for(self, reading: Reading) -> float:
         """Return the plasticity that the module of a reading may still reach, and yet freeze."""
-        limit, own = self._config.policy.limit * self._strictness, self._noise_share()
+        limit, own = self._config.policy.limit * self._strictness, self._noise.of(self._frozen)
         if reading.work_share is not None:
             # A module with more work than the average saves more by the same change. One with less has no stricter
             # limit, since it also keeps those after it from freezing.
             limit *= min(LARGEST_WEIGHT, max(1.0, reading.work_share * len(self._trainable)))
-        noise_share = None if own is None else self._frozen_noise_share + own
+        noise_share = None if own is None else self._share_of_learned(self._frozen_noise + own)
         has_fallen = self._rates.rate * ERA_FALL <= self._rates.largest_rate
         if noise_share is None:
             limit *= STRICTER
@@ -198,15 +203,14 @@ class Forecast(BootstrappedPolicy):
             limit *= min(LARGEST_EASE, max(1.0, self._config.policy.loss_limit / noise_share))
         return limit if self._rates.ends_low else STILL_LEARNING * limit
 
-    def _noise_share(self) -> float | None:
-        """Return the noise of the next module to freeze, as a share of the fall of the loss."""
-        return self._noise.share(self._frozen, self._bootstrap.previous_loss)
+    def _share_of_learned(self, loss: float) -> float:
+        return self._noise.share_of_learned(loss, self._bootstrap.previous_loss)
 
     def _loss_ahead(self, law: PowerLaw) -> float | None:
-        """Return the share of the fall of the loss that freezing the monitored module too would keep up."""
-        own = self._noise_share()
+        """Return what freezing the monitored module too would keep up of the loss."""
+        own = self._noise.of(self._frozen)
         stationarity = min(1.0, 2 * (1 - law.exponent))  # 1 where it only fluctuates around its place
-        return None if own is None else self._frozen_loss_share + own * stationarity * self._rates.remaining_fall
+        return None if own is None else self._frozen_loss + own * stationarity * self._rates.remaining_fall
 
     def _reason_to_thaw(self) -> str | None:
         if not self._frozen:
@@ -220,21 +224,21 @@ class Forecast(BootstrappedPolicy):
         return None
 
     def _thaw(self, reason: str) -> tuple[Decision, ...]:
-        self._guard, self._laws, self._frozen_loss_share, self._frozen_noise_share = LossGuard(), (), 0.0, 0.0
+        self._guard, self._laws, self._frozen_loss, self._frozen_noise = LossGuard(), (), 0.0, 0.0
         # Settling: a snapshot from before would not show what moves again.
         self._rates.settling, self._rates.rate_sums = SETTLING, {}
         self._restart_readings()
         return (*self._move_to(0, reason), *self._pass_over_untrainable())
 
     def _freeze(self, law: PowerLaw, limit: float, reason: str) -> tuple[Decision, ...]:
-        loss, own = self._loss_ahead(law), self._noise_share()
+        loss, own = self._loss_ahead(law), self._noise.of(self._frozen)
         self._restart_readings()
         decisions = (*self._move_to(self._frozen + 1, reason), *self._pass_over_untrainable())
         if decisions:
             self._guard = replace(self._guard, since=())
             self._laws = (*self._laws, (law, limit))
-            self._frozen_loss_share = self._frozen_loss_share if loss is None else loss
-            self._frozen_noise_share += 0.0 if own is None else own
+            self._frozen_loss = self._frozen_loss if loss is None else loss
+            self._frozen_noise += 0.0 if own is None else own
         return decisions
 
     def _restart_readings(self) -> None:

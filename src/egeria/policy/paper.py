@@ -90,7 +90,9 @@ class EgeriaPolicy(BootstrappedPolicy):
             replace(history, readings=(), smoothed=(), slope=None, stationary=0) for history in self._histories
         )
         moved = "risen" if restart else "fallen"
-        reason = f"the learning rate has {moved} from {before:g} to {interval.learning_rate:g} since the first freeze"
+        # A rule of the user's own may thaw where nothing but modules without anything to train were frozen.
+        rates = "" if before is None else f" from {before:g} to {interval.learning_rate:g}"
+        reason = f"the learning rate has {moved}{rates} since the first freeze"
         return (Thaw(reason=reason, window=self._window),)
 
 

@@ -164,14 +164,14 @@ class Worth(Forecast):
             self._decide_by(NOTHING)
             if self._is_within(FIRST_LOOK_SHARE, interval.step):
                 return
-        rows = _complete(self._worths)
+        rows = complete(self._worths)
         is_possible = bool(rows and self._times and self._num_pretrained)
         # Nothing of this interval was given to `super()` yet: its step is that of the one before.
         num_errors = 0.0 if self._is_within(FIRST_LOOK_SHARE, self._rates.step) else LATER_ERRORS
         shares: tuple[float | None, ...] = ()
-        if is_possible and _helped(rows, num_errors):
-            settled = _complete(self._worths[self._num_unsettled :])
-            shares = self._find_shares(settled if _helped(settled) else rows)
+        if is_possible and self._helped(rows, num_errors):
+            settled = complete(self._worths[self._num_unsettled :])
+            shares = self._find_shares(settled if self._helped(settled) else rows)
         # Where the front has not trained yet, as one whose own rate begins at 0, it may still show what it is worth.
         if shares and (shares[0] is not None or interval.worth is None):
             self._shares = shares
@@ -190,17 +190,25 @@ class Worth(Forecast):
         return self._total_steps is not None and step <= share * self._total_steps
 
     def _find_shares(self, rows: Sequence[Sequence[float | None]]) -> tuple[float | None, ...]:
-        """Return each layer module's share of what all but the last brought, as much as it may be.
+        """Return each layer module's share of what all that came trained but the last brought, as much as it may be.
 
         Empty where they brought nothing.
         """
         columns = list(zip(*rows, strict=True))
-        total = math.fsum(max(0.0, _sum(column)) for column in columns[:-1])
+        total = math.fsum(max(0.0, _sum(column)) for column in columns[: self._num_measured])
         if not total > 0:
             return ()
         found = [None if None in column else max(0.0, _upper_end(column)) for column in columns]
         is_trained = zip(found, self._trainable, strict=True)
         return tuple((None if part is None else part / total) if trains else 0.0 for part, trains in is_trained)
+
+    def _helped(self, rows: Sequence[Sequence[float | None]], num_errors: float = 0.0) -> bool:
+        return helped(rows, self._num_measured, num_errors)
+
+    @property
+    def _num_measured(self) -> int:
+        """Layer modules by which worth is measured: of those that came trained all but the last."""
+        return min(self._num_pretrained, len(self._trainable) - 1)
 
     def _decide_by(self, what: str) -> None:
         self._decides = what
@@ -352,15 +360,21 @@ def _sum(parts: Sequence[float | None]) -> float:
     return math.fsum(part for part in parts if part is not None)
 
 
-def _complete(worths: Sequence[Sequence[float | None]]) -> list[Sequence[float | None]]:
+def complete(worths: Sequence[Sequence[float | None]]) -> list[Sequence[float | None]]:
     """Return the intervals that lack no layer module which others know, as one with an infinite gradient does."""
     known = [any(part is not None for part in column) for column in zip(*worths, strict=True)]
     return [row for row in worths if known == [part is not None for part in row]]
 
 
-def _helped(rows: Sequence[Sequence[float | None]], num_errors: float = 0.0) -> bool:
-    """Return whether the steps of what may freeze brought something, and those of all together did not harm."""
-    fronts = [_sum(row[:-1]) for row in rows]
+def helped(rows: Sequence[Sequence[float | None]], num_measured: int, num_errors: float = 0.0) -> bool:
+    """Return whether the steps of what may freeze brought something, and those of all together did not harm.
+
+    Args:
+        rows: by interval, what each layer module brought.
+        num_measured: of the first layer modules, by which worth is measured.
+        num_errors: standard errors that it must be above nothing.
+    """
+    fronts = [_sum(row[:num_measured]) for row in rows]
     if len(fronts) < LEAST_INTERVALS:
         return False
     return math.fsum(fronts) > num_errors * _error(fronts) and math.fsum(map(_sum, rows)) > 0

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from egeria.events import IntervalMeasured
-from egeria.policy.worth import SETTLED_SHARE
+from egeria.events import IntervalMeasured, RunStarted
+from egeria.policy.worth import SETTLED_SHARE, complete, helped
 from egeria.report.freezing import depth_points
 from egeria.report.history import History
 
@@ -35,9 +35,12 @@ class GivenUp:
 
 
 def given_up(history: History) -> GivenUp | None:
-    """Return it; None where nothing froze, or worth was not measured, or the loss is none of that kind."""
-    intervals, begins = history.of(IntervalMeasured), freezes(history)
-    shares = worth_shares(intervals)
+    """Return it; None where nothing froze, worth did not tell, the loss is none of that kind, or the run goes on."""
+    intervals, begins, started = history.of(IntervalMeasured), freezes(history), history.last(RunStarted)
+    total_steps = None if started is None else started.total_steps
+    if not history.closed and history.last_step < (total_steps or 0):
+        return None
+    shares = worth_shares(intervals, total_steps)
     if shares is None or not begins or max(begins) >= len(shares):
         return None
     late = [event.loss for event in intervals if event.step >= (1 - LATE_SHARE) * intervals[-1].step]
@@ -48,20 +51,27 @@ def given_up(history: History) -> GivenUp | None:
     return GivenUp(share=share, loss=statistics.fmean(losses))
 
 
-def worth_shares(intervals: Sequence[IntervalMeasured]) -> list[float] | None:
-    """Return each layer module's share of what all but the last brought while that was measured, front to back.
+def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None = None) -> list[float] | None:
+    """Return each layer module's share of what all that came trained but the last brought while that was measured.
 
-    The first steps, in which a fresh head learns, are left out. None where nothing was measured, or brought.
+    Front to back. The first steps, in which a fresh head learns, are left out. None where nothing was measured, or
+    brought, by the same test as in the policy.
+
+    Args:
+        intervals: of the run.
+        total_steps: of the whole run; None takes what was made so far for it.
     """
-    last = max((event.step for event in intervals), default=0)
-    rows = [
-        event.worth[:-1]
-        for event in intervals
-        if event.worth and event.step > SETTLED_SHARE * last and any(part is not None for part in event.worth)
-    ]
+    last = total_steps or max((event.step for event in intervals), default=0)
+    measured = [event for event in intervals if event.worth and any(part is not None for part in event.worth)]
+    if not measured:
+        return None
+    rows = complete([event.worth for event in measured if event.worth and event.step > SETTLED_SHARE * last])
+    count = min(measured[-1].num_pretrained or len(measured[-1].worth or ()), len(measured[-1].worth or ()) - 1)
+    if not rows or not helped(rows, count):
+        return None
     sums = [max(0.0, math.fsum(part or 0.0 for part in column)) for column in zip(*rows, strict=True)]
-    total = math.fsum(sums)
-    return [part / total for part in sums] if total > 0 else None
+    total = math.fsum(sums[:count])
+    return [part / total for part in sums[:count]] if total > 0 else None
 
 
 def freezes(history: History) -> dict[int, float]:

@@ -260,6 +260,7 @@ class Evaluation:
             "needs_whole_batch": self._needs_whole_batch,
             "most_samples": [*self._most_samples, dist.world_size()],
             "num_failures": self._num_failures,
+            "work_shares": self._work_shares,
             "controller": {} if self.training.is_sharded else self.controller.state_dict(),
         }
 
@@ -271,6 +272,8 @@ class Evaluation:
         # One that had given up gets another chance: it may be on another machine now.
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)
         self._refreshed_at = state.get("refreshed_at")
+        if (shares := state.get("work_shares")) and len(shares) == len(self.modules):  # not of another batch
+            self._work_shares, self._is_profiled = list(shares), True
         # A sharded model cannot be gathered by one process alone: its reference is rebuilt.
         can_go_on = not self.training.is_sharded and self.controller.refresh(
             self._refreshed_at or 0, self.training.model, None, state["controller"]

@@ -86,6 +86,8 @@ class Measures:
         hooks = self._hooks.get(NOISE)
         if hooks is not None and NOISE in needs:
             hooks.wake()
+        elif hooks is not None:  # they are open in a new process
+            hooks.rest()
         worth = self._parts.get(WORTH)
         if worth is not None and (WORTH not in needs or worth.ends_before(step + 1)):
             self._close_worth()

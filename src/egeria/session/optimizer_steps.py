@@ -259,7 +259,7 @@ class StepNoise(ByParameter):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         super().load_state_dict(state)
-        self._is_complete = bool(state)
+        self._done, self._is_complete = set(), bool(state)
 
 
 def total_of(numbers: Sequence[float]) -> float | None:
