@@ -32,9 +32,9 @@ from benchmarks.proving.tables import markdown
 from egeria.config import Config
 from egeria.config.checks import read_timetable
 from egeria.errors import EgeriaError
-from egeria.events import ComputeProfiled, IntervalMeasured, MetricLogged
+from egeria.events import IntervalMeasured, MetricLogged
 from egeria.policy.worth import FADING
-from egeria.report.freezing import BACKWARD_SHARE
+from egeria.report.freezing import backward_shares_of
 from egeria.report.history import read_history
 from egeria.report.price import freezes, worth_shares
 from egeria.report.replay import replay
@@ -79,8 +79,8 @@ class Point:
     seeds: int
     lost: float
     """Mean over the seeds: points, or per cent where the workload is judged so."""
-    scatter: float
-    """Standard deviation over the seeds; 0 for one."""
+    scatter: float | None
+    """Standard deviation over the seeds; None for one."""
     is_within: bool
     """Whether it lost no more than counts as none."""
     skipped: float | None
@@ -122,7 +122,7 @@ class Limited:
     limit: float
     compute: float
     """Per cent of a run."""
-    by_loss: float
+    by_loss: float | None
     """The part given up times the root of the loss, of workloads that are judged in points."""
     by_loss_relative: float | None
     """The same of those that are judged in per cent; None for none."""
@@ -212,7 +212,7 @@ def _points(comparison: WorkloadComparison, known: Known | None, rivals: bool) -
                 schedule=own.schedule or own.text,
                 seeds=policy.difference.count,
                 lost=policy.lost,
-                scatter=policy.difference.sd or 0.0,
+                scatter=policy.difference.sd,
                 is_within=comparison.is_within(policy),
                 skipped=policy.skipped.mean if policy.skipped else None,
                 part=part,
@@ -246,11 +246,11 @@ def _numbers(text: str) -> list[float]:
 
 
 def _limit(comparisons: Sequence[WorkloadComparison], known: Mapping[str, Known | None], limit: float) -> Limited:
-    """Return what the default would take, at a limit, in these very runs of it."""
+    """Return what the default would take, at a limit, in these very runs of it; what is held out does not count."""
     computes, parts = [], dict[bool, list[float]]({False: [], True: []})
     for comparison in comparisons:
         default, own = comparison.find(DEFAULT), known[comparison.workload.name]
-        if default is None or own is None:
+        if default is None or own is None or comparison.workload.is_held_out:
             continue
         rows = [_replay_at(outcome, {"worth_limit": limit}) for outcome in default.outcomes]
         computes.append(statistics.fmean(compute for _, compute in rows))
@@ -258,8 +258,8 @@ def _limit(comparisons: Sequence[WorkloadComparison], known: Mapping[str, Known 
         parts[comparison.workload.is_relative].append(part * math.sqrt(own.final_loss))
     return Limited(
         limit=limit,
-        compute=statistics.fmean(computes),
-        by_loss=statistics.fmean(parts[False]),
+        compute=statistics.fmean(computes) if computes else math.nan,
+        by_loss=statistics.fmean(parts[False]) if parts[False] else None,
         by_loss_relative=statistics.fmean(parts[True]) if parts[True] else None,
     )
 
@@ -274,8 +274,8 @@ def _replay_at(outcome: Outcome, settings: Mapping[str, float]) -> tuple[dict[in
             begins = {}
         elif decision.kind == "freeze" and decision.module is not None:
             begins[decision.module] = decision.step / last
-    shares = next(iter(history.of(ComputeProfiled))).forward_shares
-    return begins, 100 * BACKWARD_SHARE * math.fsum(shares[module] * (1 - at) for module, at in begins.items())
+    shares = backward_shares_of(history) or ()
+    return begins, 100 * math.fsum(shares[module] * (1 - at) for module, at in begins.items())
 
 
 def _replay(outcomes: Sequence[Outcome]) -> list[Replayed]:
@@ -364,7 +364,7 @@ def _slope_line(slope: Slope) -> list[str]:
 
 
 def _line(point: Point) -> list[str]:
-    lost = f"{point.lost:+.2f} ± {point.scatter:.2f}"
+    lost = f"{point.lost:+.2f}" + ("" if point.scatter is None else f" ± {point.scatter:.2f}")
     part, by_loss = ("" if value is None else f"{value:.3f}" for value in (point.part, point.by_loss))
     skipped = "" if point.skipped is None else f"{point.skipped:.1f}"
     told = "yes" if point.is_within else "no"

@@ -37,6 +37,8 @@ def outcome(policy: str, seed: int, values: list[float], *, epoch_s: float = 10.
         seed=seed,
         policy=parse_policy(policy),
         device="cpu",
+        purpose=changes.pop("purpose", "comparison"),
+        made_with=changes.pop("made_with", {}),
         recipe={"num_epochs": len(values), "lr": changes.pop("lr", 0.1)},
     )
     evaluations = tuple(
@@ -160,12 +162,30 @@ def test_with_a_judge_loss_is_what_the_judge_found():
     assert not comparison.is_within(comparison.find("default"))
 
 
+def test_times_of_two_machines_are_not_compared():
+    here, there = {"processor": "a", "torch": "2.13.0"}, {"processor": "b", "torch": "2.13.0"}
+    runs = [outcome("none", 0, [90.0], made_with=here), outcome("egeria", 0, [89.0], epoch_s=5.0, made_with=here)]
+    assert compare(runs, "none")[0].find("egeria").saved["cpu"].mean == pytest.approx(50)
+    runs[1] = outcome("egeria", 0, [89.0], epoch_s=5.0, made_with=there)
+    found = compare(runs, "none")[0].find("egeria")
+    assert found.saved == {"wall": None, "cpu": None} and found.difference.mean == pytest.approx(-1)
+
+
+def test_runs_of_one_name_and_other_settings_are_not_averaged():
+    runs = [outcome("none", 0, [90.0]), outcome("egeria", 0, [89.0]), outcome("egeria", 1, [89.0])]
+    policy = replace(runs[2].run.policy, settings={"policy": {"limit": 0.5}})
+    runs[2] = replace(runs[2], run=replace(runs[2].run, policy=policy))
+    with pytest.raises(RefusedError, match="Runs of one policy have the same settings"):
+        compare(runs, "none")
+
+
 def test_oracle_is_the_lossless_schedule_that_skips_most():
     runs = [
         outcome("none", 0, [90.0]),
-        outcome("static:schedule=0.5:1", 0, [89.9], skipped=0.2),
-        outcome("static:schedule=0.25:1", 0, [89.8], skipped=0.4),
-        outcome("static:schedule=0.25:3", 0, [80.0], skipped=0.6),
+        outcome("static:schedule=0.5:1", 0, [89.9], skipped=0.2, purpose="oracle"),
+        outcome("static:schedule=0.25:1", 0, [89.8], skipped=0.4, purpose="oracle"),
+        outcome("static:schedule=0.25:3", 0, [80.0], skipped=0.6, purpose="oracle"),
+        outcome("static:schedule=0.5:2", 0, [89.9], skipped=0.5),  # a rival that nobody searched for
         outcome("egeria", 0, [89.9], skipped=0.3),
     ]
     (comparison,) = compare(runs, "none")

@@ -17,6 +17,7 @@ from egeria.config import Config
 from egeria.errors import JournalError
 from egeria.journal import Recorder
 from egeria.report import FreezeMark, report
+from egeria.report.freezing import backward_shares
 from egeria.report.history import read_history
 from egeria.report.summary import list_formats, summarize
 from egeria.report.wording import foretold
@@ -188,6 +189,13 @@ def test_pace_at_each_depth(tmp_path):
     paces = summary_of(tmp_path, run_of_75_steps()).paces
     assert [(pace.frozen, pace.num_steps) for pace in paces] == [(0, 40), (1, 20), (2, 10)]
     assert [pace.wall_ratio for pace in paces] == pytest.approx([1.0, 0.08 / 0.105, 0.05 / 0.105])
+
+
+def test_weights_that_do_not_train_have_no_gradient_to_skip():
+    """As beside LoRA: half of the forward pass, whose backward pass is for the inputs alone."""
+    assert backward_shares([0.5, 0.5], [None, 1.0]) == pytest.approx([1 / 3, 1 / 3])
+    assert backward_shares([0.5, 0.5], [1.0, 0.0]) == pytest.approx([0.4, 0.2])
+    assert backward_shares([0.5, 0.5], [0.0, 0.0]) == pytest.approx([0.25, 0.25])
 
 
 def test_frozen_and_skipped_shares(tmp_path):

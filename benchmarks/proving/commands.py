@@ -340,9 +340,9 @@ def _recipe(workload: Workload, options: argparse.Namespace) -> dict[str, Any] |
         return None
     now = recipe.describe(_build(workload, options))
     for directory, found in finished:
-        changed = sorted(name for name in now if now[name] != found.recipe.get(name))
+        changed = sorted(name for name in {**now, **found.recipe} if now.get(name) != found.recipe.get(name))
         if changed:
-            told = "; ".join(f"{name} was {found.recipe.get(name)!r}, now {now[name]!r}" for name in changed)
+            told = "; ".join(f"{name} was {found.recipe.get(name)!r}, now {now.get(name)!r}" for name in changed)
             raise RefusedError(
                 f"{found.name} is finished in {directory}, but was made by another recipe: {told}. Runs of both "
                 f"cannot be compared. Give another --results, or make all runs of the workload again with --again."

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.proving.accuracy_time import CLOCKS, TARGETS, AccuracyTime, accuracy_time, value_at
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import DEFAULT
 from benchmarks.proving.results import Outcome
-from benchmarks.proving.runfile import WorkloadFacts
+from benchmarks.proving.runfile import ORACLE, WorkloadFacts
 from benchmarks.proving.statistics import Spread, spread
 
 POINTS, PER_CENT = 0.3, 1.0
@@ -73,7 +74,12 @@ class WorkloadComparison:
     @property
     def clock(self) -> str:
         """The clock that says more: CPU time on shared processors, wall clock where an accelerator works."""
-        return clock_of(self.tier)
+        return clock_of(self.device)
+
+    @property
+    def device(self) -> str:
+        """What all of its runs were made on."""
+        return self.policies[0].outcomes[0].run.device
 
     def find(self, policy: str) -> PolicyComparison | None:
         """Return a policy by its text."""
@@ -90,7 +96,7 @@ class WorkloadComparison:
         candidates = [
             policy
             for policy in self.policies
-            if policy.outcomes[0].run.policy.name == "static" and policy.skipped is not None
+            if policy.purpose == ORACLE and policy.skipped is not None
             if base is not None and set(policy.seeds) >= set(base.seeds) and self.is_within(policy)
         ]
         return max(candidates, key=lambda policy: policy.skipped.mean if policy.skipped else 0.0, default=None)
@@ -103,9 +109,9 @@ class WorkloadComparison:
         return 100 * policy.skipped.mean / oracle.skipped.mean
 
 
-def clock_of(tier: str) -> str:
-    """Return the clock that says more in a tier, 'wall' or 'cpu'."""
-    return "wall" if tier == "gpu" else "cpu"
+def clock_of(device: str) -> str:
+    """Return the clock that says more on a device, 'wall' or 'cpu'."""
+    return "cpu" if device == "cpu" else "wall"
 
 
 def compare(outcomes: Sequence[Outcome], base: str) -> list[WorkloadComparison]:
@@ -129,7 +135,15 @@ def _compare_workload(outcomes: list[Outcome], base: str) -> WorkloadComparison:
                 f"{outcome.directory}, {first.directory}. Make one of them again, or compare them apart."
             )
     by_policy: dict[str, dict[int, Outcome]] = {}
+    settings: dict[str, Outcome] = {}
     for outcome in outcomes:
+        same = settings.setdefault(outcome.run.policy.text, outcome)
+        if same.run.policy != outcome.run.policy:
+            raise RefusedError(
+                f"Runs of one policy have the same settings; {outcome.run.name} has {outcome.run.policy.settings}, and "
+                f"{same.run.name} {same.run.policy.settings}: {outcome.directory}, {same.directory}. Make one of them "
+                f"again, or compare them apart."
+            )
         seeds = by_policy.setdefault(outcome.run.policy.text, {})
         if seeds.setdefault(outcome.run.seed, outcome) is not outcome:
             raise RefusedError(f"{outcome.run.name} is there twice. Compare the directories apart.")
@@ -163,10 +177,7 @@ def _compare_policy(
         final=final,
         difference=spread(differences),
         lost=lost,
-        saved={
-            clock: spread([100 * (1 - _total_s(found, clock) / _total_s(base, clock)) for base, found in pairs])
-            for clock in CLOCKS
-        },
+        saved={clock: _saved(pairs, clock) for clock in CLOCKS},
         seconds={clock: found for clock in CLOCKS if (found := spread([_total_s(run, clock) for run in outcomes]))},
         at_equal_time=_at_equal_time(outcomes, default),
         accuracy_times={target: {clock: accuracy_time(pairs, target, clock) for clock in CLOCKS} for target in TARGETS}
@@ -177,9 +188,20 @@ def _compare_policy(
     )
 
 
+def _saved(pairs: Sequence[tuple[Outcome, Outcome]], clock: str) -> Spread | None:
+    """Return the per cent of the time that was saved; None where one pair was made on two kinds of machine."""
+    if any(_machine(base) != _machine(found) for base, found in pairs):
+        return None
+    return spread([100 * (1 - _total_s(found, clock) / _total_s(base, clock)) for base, found in pairs])
+
+
+def _machine(outcome: Outcome) -> tuple[Any, ...]:
+    return tuple(outcome.run.made_with.get(name) for name in ("processor", "cores", "accelerator", "torch"))
+
+
 def _at_equal_time(outcomes: Sequence[Outcome], default: dict[int, Outcome]) -> Spread | None:
     """Return what runs had reached when the default's run of their seed ended; None where one is not known."""
-    clock = clock_of(outcomes[0].run.tier)
+    clock = clock_of(outcomes[0].run.device)
     found = [
         value_at(outcome.evaluations, _total_s(default[outcome.run.seed], clock), clock)
         for outcome in outcomes

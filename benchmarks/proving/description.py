@@ -34,7 +34,8 @@ HOW_TARGETS = f"""\
 HOW_COMPUTE = """\
 - Compute skipped is the share of the run's floating-point work that was not done: backward passes of frozen layer
   modules, and of those updated at some steps only, at the others; and forward passes for the samples that stored
-  activations served; one part of the work is forward, two are backward."""
+  activations served. Backward is as much work as forward, and as much again for the gradients of weights, as far as
+  they train. What measuring takes is not taken off: it is in the times."""
 HOW_LOSS = f"""\
 - 'Without loss' means a mean loss of at most {POINTS} points, or {PER_CENT:g} % where the metric is judged relatively.
   The oracle is the schedule, given in advance, that skips most without loss among those that were tried."""
@@ -126,15 +127,21 @@ def _oracle_command(comparison: WorkloadComparison) -> list[str]:
         more += "".join(f" --setting {setting}" for setting in settings)
         lines.append(
             f"python -m benchmarks oracle {comparison.workload.name} --seeds {','.join(map(str, searched))}{more} "
-            f"--tier {comparison.tier} --data DIR --results RESULTS"
+            f"--tier {comparison.tier}{_device(comparison)} --data DIR --results RESULTS"
         )
     return lines
 
 
 def _command(comparison: WorkloadComparison) -> str:
     policies: Any = [policy for policy in comparison.policies if policy.purpose != ORACLE]
-    seeds = sorted({seed for policy in comparison.policies for seed in policy.seeds})
+    seeds = ",".join(map(str, sorted({seed for policy in comparison.policies for seed in policy.seeds})))
     return (
         f"python -m benchmarks run {comparison.workload.name} --policy {','.join(p.policy for p in policies)} "
-        f"--seeds {','.join(map(str, seeds))} --tier {comparison.tier} --data DIR --results RESULTS"
+        f"--seeds {seeds} --tier {comparison.tier}{_device(comparison)} --data DIR --results RESULTS"
     )
+
+
+def _device(comparison: WorkloadComparison) -> str:
+    """Return the option that names the device, where it is not the one of the tier."""
+    usual = "cuda" if comparison.tier == "gpu" else "cpu"
+    return "" if comparison.device == usual else f" --device {comparison.device}"

@@ -20,7 +20,7 @@ from benchmarks.proving.schedules import Found, Schedule, Search, Verdict, to_te
 from benchmarks.workloads.workload import Training
 from egeria.config import FreezingConfig
 from egeria.events import ComputeProfiled, ModulesOrdered, RunStarted
-from egeria.report.freezing import BACKWARD_SHARE
+from egeria.report.freezing import backward_shares
 
 Make = Callable[[Sequence[RunFile]], None]
 """Makes those of the runs that are not finished; raises where one fails."""
@@ -187,9 +187,10 @@ def survey(training: Training, settings: Sequence[str] = ()) -> Survey:
     profile = journal.first(ComputeProfiled)
     sizes = [float(module["num_parameters"]) for module in cut.modules]
     shares = profile.forward_shares if profile else [size / sum(sizes) for size in sizes]
+    trained = [module.get("num_trainable", size) / size for module, size in zip(cut.modules, sizes, strict=True)]
     weights = [
-        BACKWARD_SHARE * share if trains else 0.0  # what has nothing to train has no backward pass of its own
-        for share, trains in zip(shares[: cut.deepest_freeze], cut.trainable, strict=False)
+        share if trains else 0.0  # what has nothing to train has no backward pass of its own
+        for share, trains in zip(backward_shares(shares, trained)[: cut.deepest_freeze], cut.trainable, strict=False)
     ]
     return Survey(weights=weights, is_in_order=not ordered, falls=_find_falls(training), modules=list(cut.modules))
 

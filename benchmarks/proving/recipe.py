@@ -68,7 +68,9 @@ def describe_circumstances(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit the numbers belong to."""
+    """Return the commit the numbers belong to; EGERIA_COMMIT names it where the code is a copy without its history."""
+    if named := os.environ.get("EGERIA_COMMIT"):
+        return named
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 
 import torch
 from torch import nn
 
 from benchmarks.proving.policies import HEAD_ONLY, Policy
+from egeria.config import ModulesConfig
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
+from egeria.layers.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 
 
 class Resting:
     """Lets layer modules rest, those that egeria would cut; the last one always trains.
 
     'head-only' freezes all others from the start, as egeria freezes: they also stay in inference mode. 'hft' lets a
-    random half of them rest in each epoch, wherever they are (Hui et al., 2024, Half Fine-Tuning, with layer modules
-    for their matrices); they only keep their weights.
+    random half of them rest in each epoch, wherever they are: like Half Fine-Tuning (Hui et al., 2024), with layer
+    modules and epochs for their matrices and rounds; they only keep their weights.
 
     Args:
         model: at its start.
@@ -25,7 +28,8 @@ class Resting:
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
-        self._modules = parse_modules(model)
+        is_pretrained = is_mostly_trained(find_trained_norms(model))
+        self._modules = parse_modules(model, **settings_of_cut(asdict(ModulesConfig()), is_pretrained=is_pretrained))
         self._freezer = Freezer(model, self._modules)
         self._is_head_only = policy.name == HEAD_ONLY
         self._parameters = [

@@ -76,13 +76,14 @@ def sort_out(wanted: Sequence[RunFile], results: Path, recipes: dict[str, dict[s
 
 
 def _check_same(found: RunFile, run: RunFile, recipe: dict[str, Any] | None, results: Path) -> None:
+    known = [] if recipe is None else [recipe]
     differences = [
         f"{what} was {before!r}, now {now!r}"
         for what, before, now in (
             ("the policy", found.policy.name, run.policy.name),
             ("its settings", found.policy.settings, run.policy.settings),
             ("the device", found.device, run.device),
-            *((name, found.recipe.get(name), value) for name, value in (recipe or {}).items()),
+            *((name, found.recipe.get(name), now.get(name)) for now in known for name in {**now, **found.recipe}),
         )
         if before != now
     ]

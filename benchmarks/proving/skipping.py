@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass
 
 from egeria.events import ComputeProfiled
-from egeria.report.freezing import BACKWARD_SHARE, depth_points, mean_over_steps
+from egeria.report.freezing import backward_shares_of, depth_points, mean_over_steps
 from egeria.report.history import History
 from egeria.report.summary import list_uses
-
-FORWARD_SHARE = 1 - BACKWARD_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """Shares of the floating-point work of the whole run, counting one part forward and two backward."""
+    """Shares of the floating-point work of the whole run: forward, backward, and the gradients of what trains."""
 
     backward: float | None
     """Backward passes of frozen layer modules, and of those that rest between updates, at the steps at which they do;
@@ -78,7 +77,8 @@ def _served_share(history: History) -> float | None:
         depth = points[max(0, bisect.bisect_right(steps, use.decided.step) - 1)].frozen
         num_steps = max(0, min(end, _thaw_step(history, use.decided.step)) - use.decided.step)
         served += (use.hit_share or 0.0) * sum(profile.forward_shares[:depth]) * num_steps
-    return FORWARD_SHARE * served / last_step
+    forward_share = 1 - math.fsum(backward_shares_of(history) or ())
+    return forward_share * served / last_step
 
 
 def _thaw_step(history: History, step: int) -> int:

@@ -19,7 +19,7 @@ from benchmarks.workloads.vision.tasks import TASKS
 from benchmarks.workloads.workload import Workload
 
 
-def _workload(task: Task, schedule: Schedule, *, ending: str = "", is_held_out: bool = False) -> Workload:
+def _workload(task: Task, schedule: Schedule, *, ending: str = "") -> Workload:
     return Workload(
         name=task.name + ending,
         metric=task.measures[0],
@@ -27,7 +27,6 @@ def _workload(task: Task, schedule: Schedule, *, ending: str = "", is_held_out: 
         is_relative=False,
         # What the paper reports, it reports for a step schedule.
         paper="" if ending else task.paper,
-        is_held_out=is_held_out,
         tiers=tuple(task.recipes),
         build=partial(build, task, schedule),
     )
@@ -37,7 +36,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *(_workload(task, schedule, ending=ending) for task in TASKS for ending, schedule in SCHEDULES.items()),
     *(_workload(task, warm_cosine_schedule) for task in MODERN),
     _workload(transfer.CLASSES, cosine_schedule),
-    _workload(transfer.SMALLER, linear_schedule, is_held_out=True),
+    _workload(transfer.SMALLER, linear_schedule),
     _workload(transfer.SCENES, linear_schedule),
 )
 

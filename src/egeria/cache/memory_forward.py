@@ -116,11 +116,11 @@ class Review:
         if known_share < SERVED_SHARE and self._num_batches <= self.served_from:
             allowed_s = replace(self.prospects, fill_s=0.0).total_gain_s
             why = ", more than the epochs ahead would win back"
-        is_spent = self._spent_s >= self.budget_s
-        was_warned, self._is_warned = self._is_warned, is_spent or found_s - usual_s >= allowed_s
+        is_longer = found_s - usual_s >= allowed_s
+        was_warned, self._is_warned = self._is_warned, is_longer or self._spent_s >= self.budget_s
         if not (was_warned and self._is_warned):
             return ""
-        if is_spent:
+        if not is_longer:
             return f"filling took {self._spent_s:.1f} s so far, more than the {self.budget_s:.1f} s that it may"
         return (
             f"an iteration in which {known_share:.0%} of the samples were stored before takes {1e3 * found_s:.1f} ms, "

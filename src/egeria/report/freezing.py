@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from egeria.events import (
@@ -21,9 +21,6 @@ from egeria.events import (
     Thawed,
 )
 from egeria.report.history import History
-
-BACKWARD_SHARE = 2 / 3
-"""An iteration is one part forward and two parts backward (inputs and weights)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,14 +224,49 @@ def _parameter_shares(history: History, modules: list[Module]) -> dict[int, floa
     return {0: 0.0} | shares | {depth: share for depth, share in measured.items() if math.isfinite(share)}
 
 
+def backward_shares(forward: Sequence[float], trained: Sequence[float | None]) -> list[float]:
+    """Return the share of an iteration's operations that goes with the backward pass of each layer module.
+
+    Backward there is one part for each of the forward pass for the inputs, and another for the weights, as far as they
+    train: of a layer with LoRA hardly any do.
+
+    Args:
+        forward: each one's share of the forward pass.
+        trained: share of its parameters that train; None counts as all.
+    """
+    backward = [share * (2.0 if part is None else 1.0 + part) for share, part in zip(forward, trained, strict=True)]
+    total = math.fsum(forward) + math.fsum(backward)
+    return [part / total for part in backward] if total else backward
+
+
+def backward_shares_of(history: History) -> list[float] | None:
+    """Return the same for the layer modules of a run; None where nobody profiled them."""
+    return _backward(_cut(history))
+
+
+def _backward(modules: Sequence[Module]) -> list[float] | None:
+    forward = [module.forward_share for module in modules]
+    known = [share for share in forward if share is not None]
+    if not known or len(known) < len(forward):
+        return None
+    trained = [
+        module.num_trainable / module.num_parameters
+        if module.num_trainable is not None and module.num_parameters
+        else None
+        for module in modules
+    ]
+    return backward_shares(known, trained)
+
+
 def _skipped_share(modules: list[Module], depth: int, periods: tuple[int, ...]) -> float | None:
     """Return the share of an iteration that goes with the backward pass of what is frozen, or rests at most steps."""
     rests = [1.0] * depth + [1 - 1 / period for period in periods[depth:]]
-    shares = [module.forward_share for module in modules]
-    if any(share is None for share in shares[: len(rests)]) or (rests and not shares):
+    if not rests:
+        return 0.0
+    shares = _backward(modules)
+    if shares is None:
         return None
     # A module with nothing to train has no backward pass that freezing could take away.
-    saved = (
-        rest * (module.forward_share or 0.0) for rest, module in zip(rests, modules, strict=False) if module.trainable
+    return math.fsum(
+        rest * share for rest, share, module in zip(rests, shares, modules, strict=False) if module.trainable
     )
-    return BACKWARD_SHARE * sum(saved)

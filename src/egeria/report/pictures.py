@@ -139,7 +139,7 @@ def _frozen_picture(summary: Summary) -> Picture | None:
     return Picture(
         title="Frozen and skipped",
         caption="Share of the trainable parameters that is frozen, and of an iteration's compute that freezing skips: "
-        "the backward pass of the frozen modules, counting an iteration as one part forward and two parts backward.",
+        "the backward pass of the frozen modules, as much as the forward pass and as much again where weights train.",
         svg=draw("frozen", alt, [2.0], _span(summary), paint),
         legend=tuple((f"var(--{name})", label) for name, label, _ in curves),
     )
