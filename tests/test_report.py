@@ -484,8 +484,22 @@ WHY = {
         interval(30),
         reading(30, change_ahead=0.07, loss_ahead=0.01),
     ],
+    "was never known once the worth of steps": [
+        started(config=FORECAST),
+        dataclasses.replace(interval(10), worth=[1.0, 3.0, 9.0]),
+        interval(20),
+        interval(30),
+        stage(10),
+        closed(30),
+    ],
     "4 of the 10 evaluations": [started(), interval(20), stage(20), interval(30), reading(30, stationary=4)],
 }
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(100, False), (99, False), (60, True)])
+def test_a_run_much_shorter_than_total_steps_asks_whether_they_were_right(tmp_path, steps, is_told):
+    made = report(write(tmp_path, [started(total_steps=100), interval(10), closed(steps)]))
+    assert (f"ended after {steps} of the 100 steps of total_steps" in str(made)) == is_told
 
 
 @pytest.mark.parametrize("why", WHY)

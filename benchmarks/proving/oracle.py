@@ -66,20 +66,21 @@ class Trials:
         return Search(weights, self.judge, falls, may_land).run()
 
     def confirm(self, more_seeds: Sequence[int]) -> PolicyComparison | None:
-        """Return what skips most of all that lost nothing with the seeds of a search, and nothing with more put in.
+        """Return what skips most of all that lost nothing with the seeds of a search, and nothing with more.
 
-        The more schedules are tried with few seeds, the more of what seems to be without loss is luck. Kept trials of
-        other searches count as well.
+        The more schedules are tried with few seeds, the more of what seems to be without loss is luck, so that it must
+        hold with the new seeds alone too. Kept trials of other searches count as well.
 
         Returns:
             None where nothing holds.
         """
-        seeds = sorted({*self.seeds, *more_seeds})
+        seeds, fresh = sorted({*self.seeds, *more_seeds}), sorted({*more_seeds} - {*self.seeds})
         for policy in self._find_lossless():
             self._train(parse_policy(PLAIN), more_seeds)
             self._train(policy, more_seeds)
             comparison, compared = self.compare(policy, seeds)
-            if comparison.is_within(compared):
+            alone = self.compare(policy, fresh)[1] if fresh else compared
+            if comparison.is_within(compared) and comparison.is_within(alone):
                 return compared
         return None
 

@@ -91,7 +91,14 @@ def _own_reason(history: History, start: events.RunStarted) -> str | None:
     """Return why our own policies froze nothing; None where nothing was measured."""
     if readings := history.of(events.PlasticityRead):
         return _forecast_reason(readings, start)
-    if any(interval.worth for interval in history.of(events.IntervalMeasured)):
+    intervals = history.of(events.IntervalMeasured)
+    measured = [place for place, interval in enumerate(intervals) if interval.worth]
+    if measured:
+        if all(interval.way_ahead is None for interval in intervals[measured[-1] :]):
+            return (
+                "the learning rate still to come was never known once the worth of steps was measured. It takes "
+                "`total_steps`, and a `scheduler` that was called at least once since and can be played forward."
+            )
         limit = setting(start, "policy", "worth_limit")
         return (
             f"no layer module was worth little enough for its time (what all freezes together may cost: {limit} of "

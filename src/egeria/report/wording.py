@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from egeria.events import LandingEnded
+from egeria.events import LandingEnded, RunStarted
 from egeria.policy import ordinal
 from egeria.report.accounts import ENERGY, PEAK
 from egeria.report.history import History
@@ -153,6 +153,8 @@ def frozen_when(summary: Summary) -> str:
 
 ROUGH_STEPS = 100
 """Unfrozen steps under which their pace says little: batches differ in size, and the first ones are slow."""
+SHORT_SHARE = 0.75
+"""Share of `total_steps` that a run must have had, or the report asks whether they were right."""
 EARLY_SHARE = 0.1
 """Share of the run at its beginning in which iterations are the slow ones: memory and kernels are still to be found."""
 
@@ -183,7 +185,7 @@ def verdict(summary: Summary) -> str:
 
 def cautions(summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
-    found = _doubts(summary.history) + foretold(summary)
+    found = [*_doubts(summary.history), *_shortness(summary.history), *foretold(summary)]
     unfrozen = next((pace.num_steps for pace in summary.paces if not pace.frozen and not pace.periods), 0)
     is_estimated = summary.wall.saved_s is not None and summary.why_nothing_froze is None
     if 0 < unfrozen < ROUGH_STEPS and is_estimated:
@@ -222,6 +224,19 @@ def foretold(summary: Summary) -> list[str]:
         f"worth, at a training loss of {number(cost.loss)}: fine-tunings that are judged by accuracy lost "
         f"{points} points for as much, single ones more or less by some tenths. With a loss that is no "
         f"cross-entropy it means nothing. A run without egeria measures it."
+    ]
+
+
+def _shortness(history: History) -> list[str]:
+    """Return that a run was much shorter than was said at its beginning."""
+    started = history.last(RunStarted)
+    total_steps = (started.total_steps if started else None) or 0
+    if not history.closed or history.last_step >= SHORT_SHARE * total_steps:
+        return []
+    return [
+        f"The run ended after {count(history.last_step)} of the {count(total_steps)} steps of total_steps. Unless it "
+        f"was stopped early: total_steps takes steps of the optimizer, fewer than batches where gradients accumulate, and "
+        f"run.step is called after each. What was to come seemed more than it was."
     ]
 
 

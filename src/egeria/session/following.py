@@ -260,6 +260,12 @@ class Training:
         return max(float(group.get("lr") or 0.0) for group in fitting or groups)
 
 
+UNDONE = (
+    "the loop switched gradients of frozen layers on, as `disable_adapter` and `set_adapter` of PEFT do for all "
+    "adapters: it has the last word"
+)
+
+
 class HarmfulFreezeError(Exception):
     """A freeze would break the training, or has; it was undone."""
 

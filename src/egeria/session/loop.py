@@ -30,7 +30,7 @@ from egeria.session.applying import in_groups
 from egeria.session.checks import MakeController
 from egeria.session.compiling import Compiling
 from egeria.session.cutting import Cut, check_gradients
-from egeria.session.following import HarmfulFreezeError, Training, check_calls, watch_order
+from egeria.session.following import UNDONE, HarmfulFreezeError, Training, check_calls, watch_order
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
 from egeria.session.optimizer_steps import LayerRates, Wanted
@@ -219,7 +219,7 @@ class Session:
             return
         if parts.applier.is_undone:
             self._release()
-            self.recorder.decline("freezing", "the loop switched gradients of frozen layers on: it has the last word")
+            self.recorder.decline("freezing", UNDONE)
             return
         evaluation, decisions = parts.evaluation, parts.policy.observe_interval(interval)
         batch, rehearsed = None, (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods
