@@ -235,8 +235,8 @@ def _shortness(history: History) -> list[str]:
         return []
     return [
         f"The run ended after {count(history.last_step)} of the {count(total_steps)} steps of total_steps. Unless it "
-        f"was stopped early: total_steps takes steps of the optimizer, fewer than batches where gradients accumulate, and "
-        f"run.step is called after each. What was to come seemed more than it was."
+        f"was stopped early: total_steps takes steps of the optimizer, fewer than batches where gradients accumulate, "
+        f"and run.step is called after each. What was to come seemed more than it was."
     ]
 
 
