@@ -10,11 +10,15 @@ from benchmarks.proving.comparison import compare
 from benchmarks.proving.course import Course
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.recipe import describe
+from benchmarks.proving.resting import Resting
 from benchmarks.proving.results import read_outcome
 from benchmarks.proving.shortening import shortened
 from benchmarks.proving.training import train
+from examples.resnet import cifar_resnet
 from tests.pieces import CPU, new_training, wanted_run
+from torch import nn
 
+import egeria
 from egeria.events import MetricLogged
 from egeria.report.history import read_history
 
@@ -104,6 +108,19 @@ def test_half_fine_tuning_trains_another_half_in_each_epoch(tmp_path):
     assert len(set(map(tuple, resting))) > 1
     assert [[not rests for rests in found] + [True] for found in resting] == changed
     assert all(parameter.requires_grad for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_rests_are_the_layer_modules_that_egeria_would_freeze(is_trained, tmp_path):
+    """A network that came trained is cut finer, and half of it rests by that cut."""
+    model = cifar_resnet(20)
+    for module in model.modules():
+        if is_trained and isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight)
+    resting = Resting(model, parse_policy("hft"))
+    with egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), directory=tmp_path) as run:
+        assert [module.name for module in resting._modules] == [module.name for module in run.modules]
+    assert len(resting._modules) == (6 if is_trained else 5)
 
 
 @pytest.mark.parametrize("policy", ["head-only", "hft"])
