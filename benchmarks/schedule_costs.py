@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.proving import archive
 from benchmarks.proving.comparison import WorkloadComparison, compare
 from benchmarks.proving.course import LOSS
+from benchmarks.proving.description import circumstances
 from benchmarks.proving.policies import DEFAULT, PLAIN
 from benchmarks.proving.record import keep_journals, write_results
 from benchmarks.proving.results import Outcome, read_results
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.replays:
         with archive.opened(options.replays) as results:
             replayed = _replay(read_results(results, tier=options.tier))
-    page = describe(points, slopes, replayed, limited)
+    page = f"{describe(points, slopes, replayed, limited)}\n{circumstances(comparisons)}\n"
     parts = {"points": points, "slopes": slopes, "replayed": replayed, "limited": limited}
     write_results({name: list(map(asdict, part)) for name, part in parts.items()}, options.out)
     (options.out / "README.md").write_text(page, encoding="utf-8")
