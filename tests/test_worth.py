@@ -1083,6 +1083,22 @@ def test_a_front_whose_own_rate_begins_at_zero_is_not_judged_before_it_has_train
     assert replay(tmp_path / "0").agrees
 
 
+@pytest.mark.parametrize("back", [[1.0, 1.0, 1.0, 1.0], [0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.3, 0.4]])
+def test_a_front_whose_own_rate_still_rises_does_not_show_what_it_will_bring(back):
+    model = nn.Module()
+    model.front, model.back = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([{"params": [model.front]}, {"params": [model.back]}], lr=0.01)
+    measure, taken = StepWorth(model, 1, total_steps=1000), []
+    for front, rate in zip([0.01, 0.02, 0.03, 0.03], back, strict=True):
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.01 * front, 0.01 * rate
+        descend(model, lambda: (model.front + model.back).square().sum(), optimizer, 1, measure)
+        taken.append(measure.take([Whole("front"), Whole("back")]))
+    rises_alone = back[0] >= back[-1]
+    # What one step brought shows at the next: of the second and third nothing is taken where the front rises alone.
+    assert [front is None for front, _ in taken] == [True, False, *([rises_alone] * 2)]
+    assert all(worth is not None for _, worth in taken[1:])
+
+
 def test_what_has_a_rate_of_zero_all_along_is_worth_nothing_known():
     model = nn.Module()
     model.front, model.back = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))

@@ -54,6 +54,8 @@ class StepWorth(ByParameter):
         """What the last step made of what is looked at of each parameter; during a step, the values before it."""
         self._factors: dict[str, float] = {}
         """By how much more of each parameter counts than is looked at."""
+        self._rates: dict[str, float] = {}
+        """Of the last step, by parameter."""
         self.backward = BackwardTimes()
         self._began = 0.0
         self._optimizer_s: list[float] = []
@@ -78,7 +80,7 @@ class StepWorth(ByParameter):
         if judged:
             self._judge(judged, optimizer)
         del moved, judged  # before as much is held again
-        moving = {name for name, _, group in self._own(optimizer) if _may_move(group)}
+        moving = self._moving(optimizer)
         for name, parameter, _ in own:
             if name not in moving:
                 continue
@@ -86,6 +88,21 @@ class StepWorth(ByParameter):
             size = own_part(parameter).numel() * (2 if parameter.is_complex() else 1)
             self._factors[name] = self._counted[name] * size / max(1, part.numel())
         self._began = time.perf_counter()
+
+    def _moving(self, optimizer: Optimizer) -> set[str]:
+        """Return the parameters whose steps tell what later ones will be worth.
+
+        Steps at a rate of 0 are no steps: what rests for now, as under a schedule of its own, is not worth nothing. Nor
+        do those of a rate that still rises, while the largest of the optimizer does not, tell what it will bring.
+        """
+        rates = {name: group.get("lr") for name, _, group in self._own(optimizer)}
+        before = {name: self._rates[name] for name in rates if name in self._rates}
+        # One on a device is not asked for, but taken for one that moves.
+        now = {name: float(rate) for name, rate in rates.items() if rate is not None and not isinstance(rate, Tensor)}
+        self._rates.update(now)
+        has_risen = max(now.values(), default=0.0) > max(before.values(), default=0.0)
+        rising = set() if has_risen else {name for name, rate in now.items() if rate > before.get(name, rate)}
+        return {name for name, rate in rates.items() if now.get(name) != 0.0} - rising
 
     def _judge(self, judged: Sequence[tuple[str, Tensor, Tensor]], optimizer: Optimizer) -> None:
         """Add up gradients times what the last step made, each with the name of its parameter."""
@@ -142,6 +159,7 @@ class StepWorth(ByParameter):
         return {
             "products": super().state_dict(),
             "factors": dict(self._factors),
+            "rates": dict(self._rates),
             "moved": moved,
             "optimizer_s": list(self._optimizer_s),
             "backward": self.backward.state_dict(),
@@ -150,7 +168,7 @@ class StepWorth(ByParameter):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         super().load_state_dict(state.get("products", {}))
-        self._factors = dict(state.get("factors", {}))
+        self._factors, self._rates = dict(state.get("factors", {})), dict(state.get("rates", {}))
         at = {name: self._model.get_parameter(name).device for name in state.get("moved", {})}
         self._moved = {name: values.to(at[name], copy=True) for name, values in state.get("moved", {}).items()}
         self._optimizer_s = list(state.get("optimizer_s", ()))
@@ -164,15 +182,6 @@ class StepWorth(ByParameter):
         if id(parameter) not in self._tables:
             return some_rows(part)
         return part[:, : max(LEAST_COLUMNS, MOST_ELEMENTS // max(1, len(part)))]
-
-
-def _may_move(group: Mapping[str, Any]) -> bool:
-    """Return whether a step changes the parameters of a group; a rate on a device is not asked for, but taken for one.
-
-    Steps at a rate of 0 are no steps: what rests for now, as under a schedule of its own, is not worth nothing.
-    """
-    rate = group.get("lr")
-    return isinstance(rate, Tensor) or rate != 0
 
 
 def _subtract_from(parts: list[Tensor], before: list[Tensor]) -> None:
