@@ -106,7 +106,7 @@ def ask(options: argparse.Namespace, comparison: WorkloadComparison) -> egeria.A
 def _row(comparison: WorkloadComparison, policy: PolicyComparison, advice: egeria.Advice) -> Row:
     schedule = policy.outcomes[0].run.policy.schedule
     cpu, wall = policy.saved["cpu"], policy.saved["wall"]
-    assert schedule is not None and cpu is not None and wall is not None, "there are plain runs"
+    assert schedule is not None and cpu is not None and wall is not None, "there are plain runs, of the same machine"
     return Row(
         workload=comparison.workload.name,
         schedule=schedule,

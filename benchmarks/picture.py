@@ -53,7 +53,7 @@ def draw(
     frozen_at = {event.module: event.step / total for event in events if isinstance(event, ModuleFrozen)}
     names = [str(module["name"]) for module in started.modules]
     saved, difference = default.saved["cpu"], default.difference
-    assert saved is not None and difference is not None, "plain runs stand beside"
+    assert saved is not None and difference is not None, "plain runs stand beside, of the same machine"
     lines = [_text(LEFT, 24, title, colours["text"], size=15, weight=600)]
     lines.append(_text(LEFT, 44, "beginning of the training", colours["soft"], size=11))
     lines.append(_text(WIDTH - RIGHT, 44, "end", colours["soft"], size=11, anchor="end"))

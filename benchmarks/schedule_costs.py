@@ -55,7 +55,7 @@ class Known:
     final_loss: float
     """Of plain training, over the last stretch before an evaluation."""
 
-    def part(self, schedule: str, power: float = FADING + 1) -> float:
+    def part(self, schedule: str, power: float = FADING + 1) -> float | None:
         """Return the share of what steps bring that a schedule such as '0.3:3 0.65:6' gives up, as far as foretold."""
         begins: dict[int, float] = {}
         for at, front in read_timetable(schedule):
@@ -63,8 +63,13 @@ class Known:
                 begins.setdefault(module, at)
         return self.part_of(begins, power)
 
-    def part_of(self, begins: Mapping[int, float], power: float = FADING + 1) -> float:
-        """Return the same of freezes: for each layer module the share of the training at which it froze."""
+    def part_of(self, begins: Mapping[int, float], power: float = FADING + 1) -> float | None:
+        """Return the same of freezes: for each layer module the share of the training at which it froze.
+
+        None where one froze that did not come trained, of which worth does not tell.
+        """
+        if max(begins, default=0) >= len(self.shares):
+            return None
         times, rates = zip(*self.rates, strict=True)
         return math.fsum(self.shares[module] * np.interp(at, times, rates) ** power for module, at in begins.items())
 
@@ -203,9 +208,8 @@ def _points(comparison: WorkloadComparison, known: Known | None, rivals: bool) -
         if known and own.schedule is not None:
             part = known.part(own.schedule)
         elif known and own.is_watched:
-            part = statistics.fmean(
-                known.part_of(freezes(read_history(outcome.directory))) for outcome in policy.outcomes
-            )
+            parts = [known.part_of(freezes(read_history(outcome.directory))) for outcome in policy.outcomes]
+            part = None if None in parts else statistics.fmean(found or 0.0 for found in parts)
         points.append(
             Point(
                 workload=comparison.workload.name,
@@ -227,7 +231,7 @@ def _slope(comparison: WorkloadComparison, known: Known, points: Sequence[Point]
     costs, weights = np.array([point.lost for point in points]), np.array([point.seeds for point in points])
 
     def fit(power: float) -> tuple[float, float]:
-        parts = np.array([known.part(point.schedule, power) for point in points])
+        parts = np.array([known.part(point.schedule, power) or 0.0 for point in points])
         slope = float((weights * parts * costs).sum() / (weights * parts**2).sum())
         return slope, float((weights * (costs - slope * parts) ** 2).sum() / (weights * costs**2).sum())
 
@@ -255,7 +259,7 @@ def _limit(comparisons: Sequence[WorkloadComparison], known: Mapping[str, Known 
             continue
         rows = [_replay_at(outcome, {"worth_limit": limit}) for outcome in default.outcomes]
         computes.append(statistics.fmean(compute for _, compute in rows))
-        part = statistics.fmean(own.part_of(begins) for begins, _ in rows)
+        part = statistics.fmean(own.part_of(begins) or 0.0 for begins, _ in rows)
         parts[comparison.workload.is_relative].append(part * math.sqrt(own.final_loss))
     return Limited(
         limit=limit,

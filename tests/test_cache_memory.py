@@ -358,9 +358,13 @@ def test_what_changes_under_it_ends_it_and_training_is_the_same(tmp_path, change
     assert loop.journal(Declined) == [] and loop.journal(FaultCaught) == []
 
 
-def test_a_counter_that_the_loop_keeps_in_the_model_ends_nothing(tmp_path):
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_counter_that_the_loop_keeps_in_the_model_ends_nothing(tmp_path, every):
+    calls = []
+
     def call(model, images, _):
-        model.counter = getattr(model, "counter", 0) + 1
+        calls.append(model)
+        model.counter = len(calls) // every
         return model(images)[0]
 
     loop = Loop(tmp_path, build=Chain, depth=2, call=call).finish()
@@ -433,6 +437,8 @@ def test_a_pass_made_again_begins_as_the_first_did():
     first = model(x)
     rollback.save()
     second = model(x)
+    rollback.restore()
+    rollback.forget()
     rollback.restore()
     assert torch.equal(model(x), second) and not torch.equal(first, second) and model.num_calls == 2
 

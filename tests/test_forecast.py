@@ -19,7 +19,7 @@ from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, fin
 from egeria.policy.evidence import LearningRateHistory
 from egeria.report.replay import replay
 from egeria.session.checks import unwrap_scheduler
-from egeria.session.foreseeing import Foresight
+from egeria.session.foreseeing import Foresight, Foresights
 from egeria.testing import ScriptedController
 
 STEPS_PER_EPOCH, NUM_EPOCHS = 50, 20
@@ -158,19 +158,6 @@ def test_one_call_at_the_end_of_an_epoch_is_enough():
     assert resumed.ahead(100, 0.1) == ahead
 
 
-def test_calls_of_a_state_that_is_loaded_after_attach_are_none():
-    optimizer = sgd()
-    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
-    foresight = Foresight(scheduler, 1000)
-    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 12})
-    optimizer.step()
-    assert foresight.ahead(10, 0.2) is None and foresight.ahead(50, 0.2) is None
-    for step in (100, 200):
-        scheduler.step()
-        ahead = foresight.ahead(step, optimizer.param_groups[0]["lr"])
-        assert (ahead is None) == (step == 100)
-
-
 @pytest.mark.parametrize(
     ("make", "steps", "why"),
     [
@@ -189,16 +176,49 @@ def test_why_the_rate_to_come_is_unknown_is_told(make, steps, why):
         assert why in foresight.unknown
 
 
-def test_of_several_schedulers_the_one_with_the_largest_rate_counts():
-    slow, fast = sgd(0.001), sgd(0.02)
-    both = [schedulers.LinearLR(slow, 0.1), schedulers.LinearLR(fast, 0.001)]
-    assert unwrap_scheduler(both) is both[1] and unwrap_scheduler(()) is None
-    foresight = Foresight(both[0], 10)
-    for step in (1, 2):
-        slow.step()
-        both[0].step()
-        assert foresight.ahead(step, 0.02) is None
-    assert "pass all, in a list" in foresight.unknown
+@pytest.mark.parametrize("reverse", [False, True])
+def test_of_several_schedulers_that_with_the_rate_in_question_counts(reverse):
+    """A head may have a larger rate than what may freeze."""
+    front, head = sgd(0.001), sgd(0.02)
+    both = [schedulers.LinearLR(front, 1.0, 0.1, total_iters=100), schedulers.ConstantLR(head, 1.0)]
+    foresights = Foresights([Foresight(part, 100) for part in (both[::-1] if reverse else both)])
+    assert unwrap_scheduler(both) == both and unwrap_scheduler([both[0], None]) is both[0]
+    assert unwrap_scheduler(()) is None and foresights.refusal is None
+    alone = Foresight(both[0], 100)
+    for step in range(1, 11):
+        for optimizer, scheduler in zip((front, head), both, strict=True):
+            optimizer.step()
+            scheduler.step()
+        rate = front.param_groups[0]["lr"]
+        assert foresights.ahead(step, rate) == alone.ahead(step, rate) and foresights.unknown is None
+        if step == 5:
+            state = foresights.state_dict()
+            foresights = Foresights([Foresight(part, 100) for part in (both[::-1] if reverse else both)])
+            foresights.load_state_dict(state)
+    assert foresights.ahead(10, 0.5) is None and "pass all, in a list" in foresights.unknown
+
+
+@pytest.mark.parametrize("loaded", [3, 9, 12])
+def test_calls_that_are_not_those_of_the_run_say_nothing_of_how_far_apart_they_are(loaded):
+    """Of a state that is loaded after `attach`: 3, 9 or 12 epochs, each of 100 steps."""
+    optimizer = sgd()
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    foresight = Foresight(scheduler, 1000)
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": loaded})
+    optimizer.step()
+    assert foresight.ahead(10 if loaded != 9 else 20, 0.2) is None
+    for step in (100, 200, 300):
+        scheduler.step()
+        assert (foresight.ahead(step, optimizer.param_groups[0]["lr"]) is None) == (step == 100)
+
+
+def test_a_call_at_the_beginning_of_the_first_epoch_says_nothing():
+    optimizer = sgd()
+    scheduler = schedulers.ExponentialLR(optimizer, 0.5)
+    foresight = Foresight(scheduler, 1000)
+    optimizer.step()
+    scheduler.step()
+    assert foresight.ahead(10, 0.1) is None
 
 
 def test_without_a_scheduler_the_worst_is_foreseen():

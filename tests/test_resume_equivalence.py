@@ -67,6 +67,7 @@ def test_a_resumed_run_goes_on_by_the_operations_that_were_counted_before(tmp_pa
     second.step(4)
     assert second.run._session.parts.evaluation.profile() == evaluation._work_shares
     second.run.close()
+    assert len(read_journal(tmp_path / "second").of(ComputeProfiled)) == 1
 
 
 @pytest.mark.parametrize("specimen", RESUMABLE, ids=lambda specimen: specimen.name)

@@ -113,10 +113,10 @@ def _search(module: str, workload: Workload, options: argparse.Namespace, consol
         console.print("No schedule that was tried loses nothing.")
         return
     saved, difference = best.saved["cpu"], best.difference
-    assert saved is not None and difference is not None and best.skipped is not None, "judged by these"
+    assert difference is not None and best.skipped is not None, "judged by these"
     console.print(
         f"most without loss: {best.policy}, seeds {', '.join(map(str, best.seeds))}: {best.skipped.shows(1)} % of the "
-        f"compute, {saved.shows(1)} % of CPU time, difference {difference.shows(signed=True)}",
+        f"compute, {saved.shows(1) if saved else '?'} % of CPU time, difference {difference.shows(signed=True)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -169,6 +169,7 @@ def _compare_policy(
     outcomes: list[Outcome], plain: dict[int, Outcome], default: dict[int, Outcome]
 ) -> PolicyComparison:
     pairs = [(plain[outcome.run.seed], outcome) for outcome in outcomes if outcome.run.seed in plain]
+    beside = [pair for pair in pairs if _machine(pair[0]) == _machine(pair[1])]
     workload = outcomes[0].run.workload
     differences = [difference_of(workload, base.quality, found.quality) for base, found in pairs]
     final = spread([outcome.quality for outcome in outcomes])
@@ -187,7 +188,7 @@ def _compare_policy(
         saved={clock: _saved(pairs, clock) for clock in CLOCKS},
         seconds={clock: found for clock in CLOCKS if (found := spread([_total_s(run, clock) for run in outcomes]))},
         at_equal_time=_at_equal_time(outcomes, default),
-        accuracy_times={target: {clock: accuracy_time(pairs, target, clock) for clock in CLOCKS} for target in TARGETS}
+        accuracy_times={target: {clock: accuracy_time(beside, target, clock) for clock in CLOCKS} for target in TARGETS}
         if pairs
         else {},
         skipped=_shares([outcome.skipped.total for outcome in outcomes]),
@@ -212,7 +213,7 @@ def _at_equal_time(outcomes: Sequence[Outcome], default: dict[int, Outcome]) -> 
     found = [
         value_at(outcome.evaluations, _total_s(default[outcome.run.seed], clock), clock)
         for outcome in outcomes
-        if outcome.run.seed in default
+        if outcome.run.seed in default and _machine(outcome) == _machine(default[outcome.run.seed])
     ]
     known = [value for value in found if value is not None]
     return spread(known) if len(known) == len(outcomes) else None

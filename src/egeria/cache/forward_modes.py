@@ -125,6 +125,10 @@ class Rollback:
         buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
+    def forget(self) -> None:
+        """Let go of what was saved, such as outputs that layers keep of the pass before."""
+        self._attributes, self._tables, self._buffers = [], [], []
+
     def restore(self) -> None:
         """Give them their values from before the pass, so that it can be made again."""
         if self._random is not None:

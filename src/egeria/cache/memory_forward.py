@@ -43,8 +43,8 @@ UNKNOWN_SHARE = 0.01
 """Iterations whose time filling may take where nobody knows how long an epoch is, or the run: so many, or this share of
 those ahead."""
 HARMLESS = 8
-"""Passes in a row before which an attribute around the frozen layers was set otherwise, and stored rows were right all
-the same, after which that is no reason to check them: it may be a counter of steps."""
+"""Passes before which an attribute around the frozen layers was set otherwise, and stored rows were right all the same,
+after which that is no reason to check them: it may be a counter of steps."""
 
 SERVED_SHARE = 0.9
 """Share of the samples of a window that must be known, or it says nothing of what serving brings."""
@@ -161,7 +161,7 @@ class MemoryForward:
         self._is_set_otherwise = False
         """Whether an attribute around the frozen layers was, before this pass."""
         self._num_agreed = 0
-        """Checks for that, pass by pass, in which nothing differed."""
+        """Checks for that in which nothing differed."""
         self._windows = deque([(0, 0)], maxlen=2 + math.ceil(self.epoch_batches / WINDOW_BATCHES))
 
     def forward(self, call: UserForward, batch: Batch, _: BatchIndices | None = None) -> Any:
@@ -177,10 +177,7 @@ class MemoryForward:
         self._check()
         if self._num_agreed < HARMLESS:
             self._is_set_otherwise = self.prefix.is_set_otherwise_around()
-            if self._is_set_otherwise:
-                self._until_check = 0
-            else:
-                self._num_agreed = 0
+            self._until_check = 0 if self._is_set_otherwise else self._until_check
         num_rows = count_rows(batch)
         lengths = true_lengths(batch.kwargs, num_rows) if self.memory.has_length else None
         keys = row_keys(batch, num_rows, self.prefix.shared_arguments) if num_rows >= self.least_rows else None
@@ -197,7 +194,9 @@ class MemoryForward:
         self.use.hits += int(known.sum())
         self.use.misses += int((~known).sum())
         self.rollback.save()
-        return call.replayed(self.prefix.replaying(rows, batch))
+        output = call.replayed(self.prefix.replaying(rows, batch))
+        self.rollback.forget()
+        return output
 
     def complaint(self) -> str:
         """Return that it saves no time; empty where that is not seen."""

@@ -65,9 +65,11 @@ def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None 
     measured = [event for event in intervals if event.worth and any(part is not None for part in event.worth)]
     if not measured:
         return None
-    rows = complete([event.worth for event in measured if event.worth and event.step > SETTLED_SHARE * last])
     count = min(measured[-1].num_pretrained or len(measured[-1].worth or ()), len(measured[-1].worth or ()) - 1)
-    if not rows or not helped(rows, count):
+    whole = complete([event.worth for event in measured if event.worth])
+    settled = complete([event.worth for event in measured if event.worth and event.step > SETTLED_SHARE * last])
+    rows = settled if helped(settled, count) else whole
+    if not helped(rows, count):
         return None
     sums = [max(0.0, math.fsum(part or 0.0 for part in column)) for column in zip(*rows, strict=True)]
     total = math.fsum(sums[:count])

@@ -73,7 +73,7 @@ def attach(
         optimizer: the optimizer, or all of them; never changed.
         loader: the training loader, to count its steps and workers; with `cache.enabled` its samples are followed.
         scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw; never stepped. A list
-            where several optimizers have one each: the one with the largest rate counts.
+            where several optimizers have one each: that of what may freeze counts.
         total_steps: optimizer steps of the whole run; without it the default policy freezes nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a URL that fsspec

@@ -116,16 +116,14 @@ def _describe(found: Any) -> str:
 
 
 def unwrap_scheduler(scheduler: Any) -> Any:
-    """Return the user's own scheduler, without the wrappers of frameworks; None where there is none.
-
-    Of several, each of an optimizer of its own, it is the one with the largest learning rate.
+    """Return the user's own scheduler, without the wrappers of frameworks; None for none, a list for several.
 
     Raises:
         ConfigError: it is no scheduler.
     """
     if isinstance(scheduler, (list, tuple)):
         several = [found for found in map(unwrap_scheduler, scheduler) if found is not None]
-        return max(several, key=_largest_rate, default=None)
+        return several if len(several) > 1 else next(iter(several), None)
     scheduler = _unwrap(scheduler, INNER_SCHEDULERS)
     if scheduler is None:
         return None
@@ -138,12 +136,6 @@ def unwrap_scheduler(scheduler: Any) -> Any:
             f"out."
         )
     return scheduler
-
-
-def _largest_rate(scheduler: Any) -> float:
-    """Return the largest learning rate of the groups that a scheduler sets, before any warmup."""
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
-    return max((float(group.get("initial_lr") or group.get("lr") or 0.0) for group in groups), default=0.0)
 
 
 def _check_optimizers(model: nn.Module, optimizer: Any, *, is_refused: bool) -> list[Optimizer]:
@@ -186,6 +178,8 @@ def _schedule_names(scheduler: Any) -> list[str]:
     """Return the names of a scheduler's class, of the schedules it chains and of the functions it was given."""
     if scheduler is None:
         return []
+    if isinstance(scheduler, list):
+        return [name for part in scheduler for name in _schedule_names(part)]
     names = [type(scheduler).__name__]
     for entry in getattr(scheduler, "lr_lambdas", ()):
         function = getattr(entry, "func", entry)

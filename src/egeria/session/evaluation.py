@@ -221,16 +221,14 @@ class Evaluation:
         return share * self.timer.iteration_s * max(0, total_steps - self.recorder.step)
 
     def profile(self) -> list[float] | None:
-        """Count the operations of the forward pass, once, and return the share of each layer module in them.
-
-        Where that fails the run continues without them.
-        """
+        """Count the operations of the forward pass, once, and return the share of each layer module; None: unknown."""
         if self._is_profiled or self.batch is None:
             return self._work_shares
         self._is_profiled = True
         try:
-            model, batch = outline(self.training.model, self.batch)
-            self._work_shares = forward_shares(model, self.modules, batch)
+            if self._work_shares is None:  # else they were counted before the run was stopped, of another batch
+                model, batch = outline(self.training.model, self.batch)
+                self._work_shares = forward_shares(model, self.modules, batch)
         except Exception as error:
             self.recorder.fault("counting operations", error)
         if self._work_shares is not None:
@@ -272,8 +270,7 @@ class Evaluation:
         # One that had given up gets another chance: it may be on another machine now.
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)
         self._refreshed_at = state.get("refreshed_at")
-        if (shares := state.get("work_shares")) and len(shares) == len(self.modules):  # not of another batch
-            self._work_shares, self._is_profiled = list(shares), True
+        self._work_shares = state.get("work_shares") or self._work_shares
         # A sharded model cannot be gathered by one process alone: its reference is rebuilt.
         can_go_on = not self.training.is_sharded and self.controller.refresh(
             self._refreshed_at or 0, self.training.model, None, state["controller"]

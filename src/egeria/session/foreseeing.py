@@ -64,10 +64,12 @@ class Foresight:
         """Why the schedule cannot be foreseen as it is now; None where it can."""
         self.unknown: str | None = None
         """Why the rate to come was not known when it was last asked for, where waiting does not help."""
-        self._calls = _count_calls(scheduler)
-        """Calls of the scheduler, as it counts them, when it was last looked at."""
-        self._beginning: tuple[int, int] | None = None if self._calls is None else (0, self._calls)
-        """Step and calls when the run began, from which the first change is reckoned; None where that says nothing."""
+        self._calls = None if _count_calls(scheduler) else _count_calls(scheduler)
+        """Calls of the scheduler, as it counts them, when it was last looked at; one that is new has none."""
+        self._is_new = self._calls is not None
+        """Whether the first change may be reckoned from the beginning of the run."""
+        self._has_waited = False
+        """Whether it was looked at in vain before that."""
         self._changes: list[tuple[int, int]] = []
         """Step and calls at the first and the newest change of that number."""
         self._played: list[float] = []
@@ -92,9 +94,7 @@ class Foresight:
             return None
         if self._scheduler is None:
             return Ahead(rate * max(0, self._total_steps - step), 0.0)
-        known = self._changes
-        if len(known) == 1 and self._beginning is not None:
-            known = [self._beginning, *known]
+        known = [(0, 0), *self._changes] if self._is_new and len(self._changes) == 1 else self._changes
         if len(known) < 2 or rate <= 0:
             return None
         (first_step, first_calls), (last_step, last_calls) = known
@@ -110,24 +110,28 @@ class Foresight:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen of the scheduler."""
-        beginning = None if self._beginning is None else list(self._beginning)
-        return {"calls": self._calls, "changes": [list(change) for change in self._changes], "beginning": beginning}
+        return {
+            "calls": self._calls,
+            "changes": [list(change) for change in self._changes],
+            "is_new": self._is_new,
+            "has_waited": self._has_waited,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self._calls = state.get("calls")
         self._changes = [(step, calls) for step, calls in state.get("changes", [])]
-        beginning = state.get("beginning")  # states of earlier versions have none
-        self._beginning = None if beginning is None else (beginning[0], beginning[1])
+        self._is_new, self._has_waited = bool(state.get("is_new")), bool(state.get("has_waited"))
 
     def _observe(self, step: int) -> None:
         calls = _count_calls(self._scheduler)
         if calls is None or calls == self._calls:
+            self._has_waited = True
             return
-        is_first = self._beginning is not None and not self._changes
-        if self._calls is not None and (calls < self._calls or (is_first and calls - self._calls > step)):
-            # It was restarted, its own state was loaded, or it is called several times in a step.
-            self._changes, self._played, self._calls, self._beginning = [], [], None, None
+        # Else its own state was loaded, it is called at the beginning of an epoch, or several times in a step.
+        is_told = not self._is_new or self._changes or abs(calls - step) <= 1 or (calls == 1 and self._has_waited)
+        if self._calls is not None and (calls < self._calls or not is_told):  # the first: it was restarted
+            self._changes, self._played, self._calls, self._is_new = [], [], None, False
         if self._calls is not None:
             self._changes = [*self._changes[:1], (step, calls)]
         self._calls = calls
@@ -159,6 +163,38 @@ class Foresight:
                 self.unknown = NOT_TO_THE_END.format(steps=self._total_steps, error=f"{type(error).__name__}: {error}")
             return None
         return [later / rate for later in known[1 : num_calls + 1]]
+
+
+class Foresights:
+    """Foresees where several optimizers have a scheduler each: by the one that has the rate in question.
+
+    Args:
+        parts: of the schedulers.
+    """
+
+    def __init__(self, parts: Sequence[Foresight]) -> None:
+        self._parts = parts
+        refusals = [part.refusal for part in parts]
+        self.refusal = None if None in refusals else refusals[0]
+        """Why none of the schedules can be foreseen; None where one can."""
+        self.unknown: str | None = None
+        """Why the rate to come was not known when it was last asked for, where waiting does not help."""
+
+    def ahead(self, step: int, rate: float) -> Ahead | None:
+        """Return the learning rate still to come, as `Foresight.ahead`."""
+        found = [part.ahead(step, rate) for part in self._parts]
+        reasons = [part.unknown for part in self._parts]
+        self.unknown = None if None in reasons else reasons[0]
+        return next((ahead for ahead in found if ahead is not None), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen of the schedulers."""
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        for part, own in zip(self._parts, state.get("parts", ()), strict=False):
+            part.load_state_dict(own)
 
 
 OF_ANOTHER = (

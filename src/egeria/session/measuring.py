@@ -17,7 +17,7 @@ from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, PREDICTION, WEIGHTS, WORTH
 from egeria.session.following import Training
-from egeria.session.foreseeing import Foresight
+from egeria.session.foreseeing import Foresight, Foresights
 from egeria.session.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
 from egeria.session.worth import StepWorth
 from egeria.smartfrz import NUM_SNAPSHOTS, WeightHistory, load_predictor
@@ -178,14 +178,16 @@ class Measures:
         for name, part in self._parts.items():
             part.load_state_dict(state.get(name, {}) if self._is_whole(name) else {})
 
-    def _foresee(self) -> Foresight:
+    def _foresee(self) -> Foresight | Foresights:
         """Return the foresight, and say what follows where there is none."""
         training, recorder = self.training, self.training.recorder
-        foresight = Foresight(self.scheduler, training.total_steps, recorder.warn)
+        make = partial(Foresight, total_steps=training.total_steps, warn=recorder.warn)
+        schedulers = self.scheduler if isinstance(self.scheduler, list) else [self.scheduler]
+        foresight = Foresights(list(map(make, schedulers))) if len(schedulers) > 1 else make(schedulers[0])
         if foresight.refusal and training.total_steps is not None:
             recorder.decline(
                 "freezing",
-                f"the learning rates of {type(self.scheduler).__name__} cannot be foreseen ({foresight.refusal}), and "
+                f"the learning rates of {type(schedulers[0]).__name__} cannot be foreseen ({foresight.refusal}), and "
                 f"{training.policy_name!r} freezes nothing while the rate to come is unknown. Use a scheduler that "
                 f"goes by the number of calls alone, or policy='egeria', which does not look ahead; in a loop of "
                 f"your own, attach without a scheduler also counts the rate as if it stayed",

@@ -12,6 +12,8 @@ from egeria import tree
 
 _OWN = frozenset({"training", "forward", "_parameters", "_buffers", "_modules"})
 """Tables of `nn.Module` that are looked at elsewhere, and what freezing and skipping themselves set."""
+MOST_ENTRIES = 1000
+"""Of a dictionary or list that are compared: a larger one, such as a vocabulary, is taken not to change."""
 
 
 def attributes_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any, int | None]]:
@@ -69,7 +71,7 @@ class PlainAttributes:
             pick = _picker([key for key, value in attributes if _is_constant(value)])
             self._values.append((vars(module), pick, pick(vars(module))))
             for name, value in attributes:
-                if isinstance(value, (dict, list)):
+                if isinstance(value, (dict, list)) and len(value) <= MOST_ENTRIES:
                     entries = value.items() if isinstance(value, dict) else enumerate(value)
                     pick = _picker([key for key, entry in entries if _is_constant(entry)])
                     self._inside.append((vars(module), name, len(value), pick, pick(value)))
