@@ -132,7 +132,7 @@ class ModelHooks:
         disable: Any = torch.compiler.disable
         prepare = disable(self._prepare) if is_called_compiled else self._prepare
         try:
-            if getattr(model, "_is_replica", False):  # `DataParallel` was put around the model after `attach`
+            if "_is_replica" in model.__dict__:  # `DataParallel` was put around the model after `attach`
                 raise HarmfulFreezeError(COPIES)
             prepare(args, kwargs, is_called_compiled)
         except Exception as error:
