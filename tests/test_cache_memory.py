@@ -443,6 +443,33 @@ def test_a_pass_made_again_begins_as_the_first_did():
     assert torch.equal(model(x), second) and not torch.equal(first, second) and model.num_calls == 2
 
 
+@pytest.mark.parametrize("cache", [{}, {"enabled": True}], ids=["memory", "disk"])
+def test_what_layers_keep_of_a_pass_is_not_held_behind_it(tmp_path, cache):
+    """Such as maps of attention: held until the next pass, they would add to what the backward pass needs."""
+
+    class Keeping(Chain):
+        def forward(self, images):
+            output = super().forward(images)
+            self.kept = output[0].detach().clone()
+            return output
+
+    loader = torch.utils.data.DataLoader(Pictures(), batch_size=8)
+    loop = Loop(tmp_path, build=Keeping, depth=2, call=first_output, settings=cache, loader=loader)
+    held = []
+    for _ in range(EPOCHS):
+        for images, labels in loader:
+            loop.model.train()
+            kept = weakref.ref(loop.model.kept) if hasattr(loop.model, "kept") else lambda: None
+            loss = nn.functional.cross_entropy(loop.model(images)[0], labels)
+            held.append(kept() is not None)
+            loss.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.run.step(loss)
+    loop.run.close()
+    assert loop.journal(CacheUsed)[-1].hits > 100 and not any(held)
+
+
 def test_calls_are_counted_from_where_a_run_is_resumed(tmp_path):
     loop, found = Loop(tmp_path / "first").serve(), []
     state = loop.run.state_dict()

@@ -67,7 +67,8 @@ def _served_share(history: History) -> float | None:
         return 0.0
     profile = history.last(ComputeProfiled)
     last_step = history.last_step
-    if profile is None or not last_step:
+    backward = backward_shares_of(history)
+    if profile is None or backward is None or not last_step:
         return None
     points = depth_points(history)
     steps = [point.step for point in points]
@@ -77,8 +78,7 @@ def _served_share(history: History) -> float | None:
         depth = points[max(0, bisect.bisect_right(steps, use.decided.step) - 1)].frozen
         num_steps = max(0, min(end, _thaw_step(history, use.decided.step)) - use.decided.step)
         served += (use.hit_share or 0.0) * sum(profile.forward_shares[:depth]) * num_steps
-    forward_share = 1 - math.fsum(backward_shares_of(history) or ())
-    return forward_share * served / last_step
+    return (1 - math.fsum(backward)) * served / last_step
 
 
 def _thaw_step(history: History, step: int) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from egeria.cache import length_of
 from egeria.errors import ConfigError
 
 LONGEST, DEEPEST = 100, 12
@@ -39,8 +40,7 @@ class Source:
         """Seconds that a batch took to be read, in this process."""
         self.has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
         if self._dataset is not None and not self._is_stream:
-            with suppress(TypeError, NotImplementedError):  # a data set need not know its length
-                self.num_samples = len(cast(Any, self._dataset))
+            self.num_samples = length_of(self._dataset)
 
     def take(self, count: int) -> list[Any]:
         """Return copies of the first batches."""

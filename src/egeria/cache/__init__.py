@@ -2,7 +2,7 @@
 
 from egeria.cache.cache import ActivationCache
 from egeria.cache.decision import Outlook, Share
-from egeria.cache.loader import SampleFeed
+from egeria.cache.loader import SampleFeed, length_of
 from egeria.cache.memory import MemoryCache
 from egeria.cache.sampler import ShardSampler
 from egeria.cache.samples import NoSamplesError
@@ -19,4 +19,5 @@ __all__ = [
     "ShardSampler",
     "Share",
     "StoreError",
+    "length_of",
 ]

@@ -110,18 +110,13 @@ class ActivationCache:
         try:
             indices = self._indices_of(batch)
             self._observe(batch, indices)
-            if self._is_other_loader and indices is not None:
-                self._switch_to(self._timed_forward())
-            if isinstance(self.mode, TimedForward) and self.mode.has_seen_enough(
-                indices is not None or self.feed is None
-            ):
-                decide = partial(self._decide, batch, indices, self.mode)
-                self.share.decide(self.place, self._number + 1, decide, lambda: isinstance(self.mode, Generation))
-            if isinstance(self.mode, Generation) and (reason := self.mode.payback.complaint()):
-                self._compute(reason, {})
+            self._choose_mode(batch, indices)
             if self._rollback is not None:
                 self._rollback.save()
-            return self.mode.forward(user_forward, batch, indices)
+            output = self.mode.forward(user_forward, batch, indices)
+            if self._rollback is not None:
+                self._rollback.forget()
+            return output
         except Exception as error:
             if user_forward.was_plain:
                 raise  # the user's own forward failed, with nothing of ours in it
@@ -179,6 +174,16 @@ class ActivationCache:
                 self._has_reported_damage = True
                 reason = f"{num_damaged} of them were damaged, by the disk or another program; they are computed again"
                 self.recorder.fault("reading stored activations", StoreError(reason))
+
+    def _choose_mode(self, batch: Batch, indices: BatchIndices | None) -> None:
+        """Choose how the coming forward is made, where there is something new to go by."""
+        if self._is_other_loader and indices is not None:
+            self._switch_to(self._timed_forward())
+        if isinstance(self.mode, TimedForward) and self.mode.has_seen_enough(indices is not None or self.feed is None):
+            decide = partial(self._decide, batch, indices, self.mode)
+            self.share.decide(self.place, self._number + 1, decide, lambda: isinstance(self.mode, Generation))
+        if isinstance(self.mode, Generation) and (reason := self.mode.payback.complaint()):
+            self._compute(reason, {})
 
     def _decide(self, batch: Batch, indices: BatchIndices | None, timed: TimedForward) -> None:
         """Choose how the forward pass is done from here on."""

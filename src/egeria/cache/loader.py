@@ -44,8 +44,8 @@ class SampleFeed:
                 "samples are identified by the sampler of a torch DataLoader, but the loader is a "
                 f"{type(loader).__name__}; pass the DataLoader that the batches come from"
             )
-        self.num_samples = _length(loader.dataset)
-        self.num_batches = None if isinstance(loader.dataset, IterableDataset) else _length(loader)
+        self.num_samples = length_of(loader.dataset)
+        self.num_batches = None if isinstance(loader.dataset, IterableDataset) else length_of(loader)
         self._draws_ahead = loader.num_workers == 0
         reason = f"the samples are to be identified by the column '{id_column}'" if id_column else _refusal(loader)
         self._passes = Passes(column=IdColumn(id_column), batch_kind=BatchKind(), refusal=reason)
@@ -157,10 +157,11 @@ def _refusal(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-def _length(thing: Any) -> int | None:
+def length_of(thing: Any) -> int | None:
+    """Return the length of a loader or a data set; None where it has none, for which they raise various things."""
     try:
         return len(thing)
-    except (TypeError, NotImplementedError):
+    except Exception:
         return None
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from egeria.cache import length_of
 from egeria.config import Config
 from egeria.controller import Controller, ControllerChoice, EvaluationPlan, InlineController, ProcessController, choose
 from egeria.errors import ConfigError
@@ -253,10 +254,6 @@ def agree_on_the_run(training: Training, cut: Cut | None, interval_steps: int, i
 def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
     """Return what the journal says of model, machine and versions."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    try:
-        steps_per_epoch = len(loader)
-    except Exception:  # what has no length raises various things
-        steps_per_epoch = None
     return {
         "model": type(model).__name__,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter)),
@@ -265,7 +262,7 @@ def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "steps_per_epoch": steps_per_epoch,
+        "steps_per_epoch": length_of(loader),
     }
 
 

@@ -64,7 +64,7 @@ class Foresight:
         """Why the schedule cannot be foreseen as it is now; None where it can."""
         self.unknown: str | None = None
         """Why the rate to come was not known when it was last asked for, where waiting does not help."""
-        self._calls = None if _count_calls(scheduler) else _count_calls(scheduler)
+        self._calls: int | None = 0 if _count_calls(scheduler) == 0 else None
         """Calls of the scheduler, as it counts them, when it was last looked at; one that is new has none."""
         self._is_new = self._calls is not None
         """Whether the first change may be reckoned from the beginning of the run."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from egeria.cache import (
     ShardSampler,
     Share,
     StoreError,
+    length_of,
 )
 from egeria.config import Config
 from egeria.controller import spare_cores
@@ -162,15 +162,12 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
 
 def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping:
     """Return what skips the frozen forward pass out of the memory of this process, and never touches the loader."""
-    num_batches = None
-    with suppress(Exception):  # loaders without a length raise various things
-        num_batches = len(loader) or None
     cache = MemoryCache(
         model=training.model,
         settings=training.config.cache,
         recorder=training.recorder,
         spend=spend,
-        num_batches=num_batches,
+        num_batches=length_of(loader) or None,
         find_refusal=partial(_refusal, training),
         num_local=_num_local(training),
     )
