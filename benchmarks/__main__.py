@@ -1,17 +1,4 @@
-"""The proving ground: trains workloads under rival policies and compares what came of them.
-
-python -m benchmarks list
-python -m benchmarks run WORKLOAD[,WORKLOAD] --policy P[,P] --seeds 0,1,2 [--tier cpu|gpu|smoke] [--data DIR]
-                                            [--minutes N]
-python -m benchmarks compare [WORKLOAD ...] [--out RECORD]
-python -m benchmarks table
-python -m benchmarks oracle WORKLOAD[,WORKLOAD] --seeds 0,1,2 [--confirm 3,4] [--most-runs N]
-                                            [--setting GROUP.KEY=VALUE]
-python -m benchmarks sensitivity WORKLOAD[,WORKLOAD] --sweep POLICY:key=value,value [--sweep ...] [--out RECORD]
-python -m benchmarks posthoc WORKLOAD[,WORKLOAD] --seeds 0 [--out RECORD]
-python -m benchmarks smartfrz WORKLOAD[,WORKLOAD] --seeds 0,1,2,3 --held-out 3 [--out FOLDER]
-python -m benchmarks scale [--out RECORD]
-"""
+"""The proving ground: trains workloads under rival policies and compares what came of them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,10 @@ from benchmarks.cifar10_runs import commit, run_example
 from benchmarks.proving import archive
 from egeria.events import ControllerRestarted, ModuleFrozen, PlasticityRead, ReadingDropped, Thawed
 
-CONFIG = """[controller]
+CONFIG = """[policy]
+name = "egeria"
+
+[controller]
 kind = "process"
 load_limit = 1.0
 restarts = 100000

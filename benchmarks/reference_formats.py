@@ -82,7 +82,10 @@ def train(options: argparse.Namespace, kind: str, seed: int) -> dict:
     shutil.rmtree(directory, ignore_errors=True)
     config = options.record / f"{kind}.toml"
     # Every format is to be seen at work, so it is kept whatever its error.
-    config.write_text(f'[reference]\nprecision = "{kind}"\nfidelity_share = 1.0\n\n[controller]\nkind = "inline"\n')
+    policy = '[policy]\nname = "egeria"\n\n'
+    config.write_text(
+        f'{policy}[reference]\nprecision = "{kind}"\nfidelity_share = 1.0\n\n[controller]\nkind = "inline"\n'
+    )
     result = run_example([str(part) for part in [*arguments, "--config", config, "--directory", directory]])
     journal = egeria.read_journal(directory)
     checks = [(check.error, check.plasticity) for check in journal.of(FidelityChecked)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -266,6 +267,30 @@ def test_replay_of_a_run_that_decided_otherwise_ends_with_status_1(run, command)
     status, output, _ = command("replay", run)
     assert status == 1 and "The replay disagrees." in output
     assert table(output)[-1][1:] == ["", "freeze 2"]
+
+
+def test_replay_decides_nothing_after_the_run_stopped_freezing(tmp_path, command):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"policy": {"schedule": "0.2:1 0.6:2"}, "plasticity": {"interval_steps": 2}}
+    run = attach(model, optimizer, config=config, policy="static", total_steps=20, directory=tmp_path / "run")
+    for step in range(20):
+        if step == 8:
+            model.requires_grad_(True)
+        model(torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", egeria.EgeriaWarning)
+            run.step(torch.ones(()))
+    run.close()
+    status, output, _ = command("replay", tmp_path / "run")
+    assert status == 0 and "The replay agrees." in output
+    assert table(output) == [["4", *["freeze 0"] * 2], ["10", *["the end of freezing"] * 2]]
+    settings = tmp_path / "settings.toml"
+    settings.write_text("policy.name = 'static'\npolicy.schedule = '0.6:2'\n", encoding="utf-8")
+    _, output, _ = command("replay", tmp_path / "run", "--config", settings)
+    assert table(output)[1:] == [["10", "the end of freezing", ""], ["12", "", "freeze 0, freeze 1"]]
 
 
 def test_replay_with_other_settings_says_where_the_readings_run_out(run, command, tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -22,6 +24,7 @@ from egeria.config import (
     ReferenceConfig,
     UnfreezingConfig,
 )
+from egeria.session.checks import agree_on_the_run
 
 DEFAULTS = {
     "policy": {
@@ -425,3 +428,33 @@ def test_every_group_can_be_imported_from_the_package():
     assert {name for name in egeria.config.__all__ if name != "Config"} == {
         type(getattr(Config(), group)).__name__ for group in DEFAULTS
     }
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+def metric_of(scale):
+    """A metric as each process makes its own, so that it lies at another address in each."""
+
+    def scaled(first, second, scale):
+        return scale * (first - second).abs().mean()
+
+    return functools.partial(scaled, scale=scale)
+
+
+@pytest.mark.parametrize(("theirs", "agrees"), [(2.0, True), (3.0, False)])
+def test_processes_agree_on_a_metric_wherever_it_lies_in_their_memory(theirs, agrees):
+    told = []
+
+    def attach(scale):
+        """Compare with what processes before this one told."""
+        ranks = SimpleNamespace(gather=lambda _subject, row: told.append(row) or told)
+        config = Config.from_dict({"plasticity": {"metric": metric_of(scale)}})
+        return agree_on_the_run(SimpleNamespace(config=config, total_steps=9, ranks=ranks), None, 10, False)
+
+    attach(2.0)
+    if agrees:
+        attach(theirs)
+    else:
+        with pytest.raises(ConfigError, match="attach with the same settings; rank 1 has others than rank 0"):
+            attach(theirs)

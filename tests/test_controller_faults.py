@@ -311,6 +311,31 @@ def test_a_model_that_cannot_be_rebuilt_is_evaluated_inline(tmp_path, monkeypatc
     training.finish()
 
 
+class Exits:
+    """Ends whatever process unpickles it, as a script without a guard does that reads arguments of its own."""
+
+    def __reduce__(self):
+        return sys.exit, (2,)
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def _with_an_exit():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model.arguments = Exits()
+    return model
+
+
+def test_a_model_that_exits_where_it_is_rebuilt_is_evaluated_inline(tmp_path):
+    training = _training_of(_specimen(_with_an_exit), tmp_path, controller={"restarts": 0})
+    training.until(lambda: training.told(Declined))
+    (declined,) = training.told(Declined)
+    assert "cannot be rebuilt" in declined.reason and "SystemExit: 2" in declined.reason
+    training.until_read()
+    training.finish()
+
+
 @pytest.mark.parametrize("program", ["/nowhere/python", "/bin/false"])
 def test_a_process_that_cannot_be_started_is_done_without(program, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", program)

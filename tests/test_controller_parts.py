@@ -320,6 +320,21 @@ def test_a_reference_on_an_accelerator_needs_one():
     assert choice.device == "cpu" and "the model is not on one" in choice.reason
 
 
+class Spread(nn.Linear):
+    """Says that its parameters are on devices that this machine need not have."""
+
+    def parameters(self, recurse=True):
+        return (types.SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:1", "cuda:0"))
+
+
+@pytest.mark.parametrize("setting", ["auto", "cuda"])
+def test_a_reference_on_an_accelerator_is_on_that_of_the_model(setting, monkeypatch):
+    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 1.0)
+    choice = choose("auto", setting, Spread(2, 2))
+    assert (choice.kind, choice.device) == ("inline", "cuda:1")
+    assert choose("process", "auto", Spread(2, 2)).device == "cpu"
+
+
 # --- the budget --------------------------------------------------------------------------------
 
 
@@ -416,3 +431,17 @@ def test_an_interval_that_grows_begins_where_the_last_one_ended():
     assert ends == [2, 4, 8, 12] and clock.evaluation == 4
     again = IntervalClock.from_state(asdict(clock))
     assert again == clock
+
+
+def test_a_state_kept_in_memory_stays_what_it_was_when_it_was_saved():
+    budget = Budget(0.01, 5)
+    budget.note_evaluation(2.0)
+    budget.note_refresh(1.0, 5)
+    saved = budget.state_dict()
+    budget.note_evaluation(9.0)
+    budget.note_refresh(9.0, 5)
+    assert (saved["evaluations"], saved["refreshes"]) == ([2.0], [0.2])
+    again = Budget(0.01, 5)
+    again.load_state_dict(saved)
+    again.note_evaluation(9.0)
+    assert saved["evaluations"] == [2.0]

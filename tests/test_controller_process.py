@@ -18,12 +18,15 @@ import egeria
 from egeria import read_journal
 from egeria.config import ControllerConfig
 from egeria.controller import ControllerStatus, EvaluationPlan
+from egeria.controller.child import Unusable
 from egeria.controller.process import ProcessController
 from egeria.events import (
     ControllerChosen,
     ControllerRestarted,
+    Declined,
     FaultCaught,
     FidelityChecked,
+    IntervalMeasured,
     ModuleFrozen,
     PlasticityRead,
     ReadingDropped,
@@ -319,6 +322,44 @@ def test_a_saved_state_goes_on_in_the_other_kind_of_controller(tmp_path, patient
         resumed.run.close()
         loop.run.close()
         assert len(told(tmp_path / f"{first}2", PlasticityRead)) >= 3
+
+
+class LateRefusal:
+    """A controller process that says at one of the steps that it cannot rebuild the model."""
+
+    is_ready, cpu_s, refuses_at = True, 0.0, 0
+
+    def __init__(self, *_):
+        self.num_polls = 0
+
+    def send(self, message):
+        pass
+
+    def receive(self):
+        self.num_polls += 1
+        return [Unusable("no such module")] if self.num_polls == self.refuses_at else [], ""
+
+    def end(self):
+        return "status 0"
+
+
+@pytest.mark.parametrize("refuses_at", [7, 8])
+def test_a_reference_made_inline_instead_has_the_number_of_the_evaluation_its_weights_are_of(
+    refuses_at, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("egeria.controller.process.Child", LateRefusal)
+    monkeypatch.setattr(LateRefusal, "refuses_at", refuses_at)
+    loop = Loop(SPECIMENS["residual"], {"config": settings(), "directory": tmp_path, "controller": "process"})
+    loop.step(30)
+    loop.run.close()
+    (declined,) = told(tmp_path, Declined)
+    assert "cannot be rebuilt" in declined.reason and not told(tmp_path, FaultCaught)
+    ends = {interval.evaluation: interval.step for interval in told(tmp_path, IntervalMeasured)}
+    refreshed = told(tmp_path, ReferenceRefreshed)
+    assert refreshed[0].step >= declined.step and all(ends[event.evaluation] == event.step for event in refreshed)
+    made = {event.evaluation for event in refreshed}
+    readings = told(tmp_path, PlasticityRead)
+    assert readings and all(event.evaluation - event.age in made for event in readings)
 
 
 SCRIPT = """

@@ -15,7 +15,8 @@ from torch.optim import lr_scheduler as schedulers
 import egeria
 from egeria import Config
 from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
-from egeria.policy import EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
+from egeria.policy import PLASTICITY, EndBootstrapping, Freeze, Interval, Reading, Thaw, find_policy, find_rule
+from egeria.policy.base import FrontPolicy
 from egeria.policy.evidence import LearningRateHistory
 from egeria.report.replay import replay
 from egeria.session.checks import unwrap_scheduler
@@ -811,3 +812,45 @@ def test_the_age_of_a_reading_counts_intervals_without_a_loss_too(tmp_path):
         elif event.kind == "reference":
             snapshot = event.evaluation
     assert max(ages) > 10
+
+
+class Late(FrontPolicy):
+    """Looks away right behind the first reference, and then wants a new one for each reading."""
+
+    needs = frozenset({PLASTICITY})
+    window = 1
+
+    def _prepare(self):
+        self.evaluation = 0
+
+    @property
+    def _candidate(self):
+        return None if 3 <= self.evaluation < 7 else 0
+
+    def observe_interval(self, interval):
+        self.evaluation = interval.evaluation
+        return (EndBootstrapping(reason="at once"),) if interval.evaluation == 2 else ()
+
+
+@pytest.mark.parametrize("refresh_evaluations", [None, 4])
+def test_a_reference_that_is_too_old_is_renewed_whatever_was_read_since(refresh_evaluations, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = SGD(model.parameters(), lr=0.01)
+    config = {
+        "modules": {"pattern": r"\d"},
+        "plasticity": {"interval_steps": 1},
+        "controller": {"budget_share": 100.0},
+        "reference": {"refresh_evaluations": refresh_evaluations},
+        "policy": {"name": Late},
+    }
+    run = egeria.attach(
+        model, optimizer, total_steps=60, config=config, directory=tmp_path, controller=ScriptedController()
+    )
+    for _ in range(20):
+        run.model(torch.randn(16, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(torch.ones(()))
+    run.close()
+    read = egeria.read_journal(tmp_path).of(PlasticityRead)
+    assert len(read) >= 6 and read[0].evaluation == 8 and {event.age for event in read} == {1}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: pip install egeria[lightning]")
 
@@ -177,6 +177,14 @@ def test_it_freezes_and_counts_optimizer_steps(options, tmp_path):
     assert outside(model.net) == before
 
 
+@pytest.mark.parametrize("max_steps", [-1, 6], ids=["by epochs", "by steps"])
+def test_accumulation_that_changes_from_epoch_to_epoch_is_foreseen(max_steps, tmp_path):
+    changes = pl_callbacks.GradientAccumulationScheduler({0: 2, 1: 4})
+    trainer = fit(changes, EgeriaCallback(config=FREEZE, directory=tmp_path), max_steps=max_steps)
+    [started] = read_journal(tmp_path).of(RunStarted)
+    assert started.total_steps == trainer.global_step == (9 if max_steps == -1 else 6)
+
+
 def without_dropout() -> Any:
     """Return what draws no random numbers: Lightning's checkpoints do not have their state."""
     return Classifier(nn.Sequential(*(block()[:3] for _ in range(3)), nn.Linear(8, 4)))
@@ -223,6 +231,59 @@ def test_a_state_of_another_policy_is_left_with_one_warning(tmp_path):
     with pytest.warns(EgeriaWarning, match="its state in the checkpoint does not fit"):
         trainer = fit(EgeriaCallback(policy="linear", directory=tmp_path / "second"), ckpt_path=stopped.path)
     assert trainer.global_step == EPOCHS * BATCHES
+
+
+class Tries(pl_callbacks.LearningRateFinder):
+    """Tries rates within the training, as Lightning's page about it has it."""
+
+    def on_fit_start(self, trainer, pl_module):
+        pass
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 2:
+            self.lr_find(trainer, pl_module)
+
+
+def test_rates_that_are_tried_within_the_training_leave_no_trace(tmp_path):
+    class Rated(Classifier):
+        lr = 0.1
+
+    callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "run")
+    finder = Tries(num_training_steps=7)
+    trainer = fit(callback, finder, model=Rated, default_root_dir=tmp_path)
+    assert finder.optimal_lr is not None
+    assert callback.state_dict()["run"]["step"] == trainer.global_step == 20
+    assert freezes(tmp_path / "run") == [(6, 1), (12, 2)]
+    assert [(event.step, event.frozen) for event in read_journal(tmp_path / "run").of(Resumed)] == [(10, 1)]
+
+
+def test_a_state_of_another_policy_that_is_loaded_within_the_training_ends_the_freezing(tmp_path):
+    stopped = Stops(10, tmp_path / "last.ckpt")
+    fit(EgeriaCallback(policy="linear", directory=tmp_path / "first"), stopped)
+    strange = torch.load(stopped.path, weights_only=True)["callbacks"]["EgeriaCallback"]
+    callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "second")
+
+    class Loads(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 2:
+                callback.load_state_dict(strange)
+
+    with pytest.warns(EgeriaWarning, match="freezes nothing from here on, since the state that was loaded"):
+        trainer = fit(callback, Loads())
+    assert trainer.global_step == 20 and callback.run is None
+    assert all(parameter.requires_grad for parameter in trainer.lightning_module.parameters())
+
+
+def test_a_test_with_an_older_checkpoint_leaves_the_state_of_the_end(tmp_path):
+    class Tested(Classifier):
+        def test_step(self, batch, batch_idx):
+            pass
+
+    callback = EgeriaCallback(config=FREEZE, directory=tmp_path / "run")
+    keeps = pl_callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    trainer = fit(callback, keeps, model=Tested, enable_checkpointing=True)
+    trainer.test(Tested(), loader(2), ckpt_path=tmp_path / "epoch=1.ckpt", weights_only=True)
+    assert callback.state_dict()["run"]["step"] == 20
 
 
 def rows(folder: Path, *callbacks: Any) -> list[dict[str, str]]:
@@ -451,6 +512,26 @@ def test_a_policy_by_the_length_of_an_endless_training_is_declined(config, name,
     assert trainer.global_step == 11 and callback.run is None
 
 
+class Endless(IterableDataset):
+    """Has no length."""
+
+    def __iter__(self):
+        return iter([(torch.randn(8), index % 4) for index in range(BATCHES * BATCH)])
+
+
+def test_a_loader_without_a_length_is_told_what_gives_the_training_one(tmp_path):
+    def train(folder: str, **options: Any) -> None:
+        callback = EgeriaCallback(config=FREEZE, directory=tmp_path / folder)
+        trainer_of(callback, **options).fit(Classifier(), DataLoader(Endless(), batch_size=BATCH), loader(2))
+
+    way_out = r"unknown\. The loader has no length, so give Trainer\(max_steps=\.\.\.\), or limit_train_batches as a n"
+    with pytest.warns(EgeriaWarning, match=way_out):
+        train("declined")
+    train("steps", max_steps=20)
+    train("limited", limit_train_batches=BATCHES)
+    assert freezes(tmp_path / "steps") == freezes(tmp_path / "limited") == [(6, 1), (12, 2)]
+
+
 def test_a_fast_development_run_leaves_nothing_behind(tmp_path):
     fit(EgeriaCallback(), fast_dev_run=2)
     assert not list(tmp_path.rglob("*.jsonl")) and not (tmp_path / "egeria_runs").exists()
@@ -534,6 +615,20 @@ def test_the_frozen_front_is_stored_and_served(tmp_path):
     assert differences(stored, computed) == []
     journal = read_journal(tmp_path / "stored")
     assert not journal.of(Declined) and sum(event.hits for event in journal.of(CacheUsed)) > 0
+
+
+@pytest.mark.parametrize("both", [lambda: {"a": loader(), "b": loader()}, lambda: [loader(), loader()]])
+def test_several_loaders_are_not_taken_for_one_with_as_many_batches(both, tmp_path):
+    class Several(Classifier):
+        def training_step(self, batch, batch_idx):
+            first, second = batch.values() if isinstance(batch, dict) else batch
+            return super().training_step(first, batch_idx) + super().training_step(second, batch_idx)
+
+    trainer = trainer_of(EgeriaCallback(config=FREEZE, directory=tmp_path))
+    trainer.fit(Several(), both(), loader(2))
+    [started] = read_journal(tmp_path).of(RunStarted)
+    assert started.total_steps == trainer.global_step == 20
+    assert started.environment["steps_per_epoch"] is None
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ from egeria.events import (
     Declined,
     FaultCaught,
     IntervalMeasured,
+    LandingEnded,
     ModuleFrozen,
     Resumed,
     RunClosed,
@@ -399,9 +403,100 @@ def test_weights_alone_have_no_file_beside_them(tmp_path):
     assert not list(tmp_path.glob(f"checkpoint-*/{STATE_FILE}"))
 
 
+class Terminated(TrainerCallback):
+    """Asks for a checkpoint as SIGTERM does, at an event of the step that begins behind another one."""
+
+    def __init__(self, event, behind):
+        setattr(self, event, self.ask)
+        self.behind, self.trainer = behind, None
+
+    def ask(self, args, state, control, **kwargs):
+        if state.global_step == self.behind:
+            found = [getattr(entry, "jit_manager", None) for entry in self.trainer.callback_handler.callbacks]
+            next(entry for entry in found if entry).is_checkpoint_requested = True
+
+
+LAND = {
+    **INLINE,
+    "plasticity": {"interval_steps": 2},
+    "policy": {"name": "static", "schedule": "0.1:1"},
+    "freezing": {"landing": "average"},
+}
+
+
+@pytest.mark.parametrize(
+    ("event", "config"),
+    [("on_step_begin", FREEZE), ("on_optimizer_step", FREEZE), ("on_optimizer_step", LAND)],
+    ids=["before the step", "behind the step", "in a landing"],
+)
+def test_a_checkpoint_just_in_time_is_gone_on_from(event, config, tmp_path):
+    def steady():
+        set_seed(0)
+        return bert(**STEADY)
+
+    long = {"max_steps": 48} if config is LAND else {}
+    whole, _, frozen = train_watched(tmp_path / "whole", config, model=steady(), **long)
+    journal = egeria.read_journal(tmp_path / "whole" / "egeria")
+    at = journal.of(LandingEnded)[0].step - 4 if config is LAND else 8  # made with the average, the next one without
+    asks = Terminated(event, behind=at - 1)
+    callback = EgeriaCallback(config)
+    cut = trainer(tmp_path, callback, model=steady(), callbacks=[asks], enable_jit_checkpoint=True, **long)
+    asks.trainer = cut
+    cut.train()
+    step = at - 1 if event == "on_step_begin" else at
+    assert cut.state.global_step == at
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    last, again = resumed(tmp_path, EgeriaCallback(config), step=step, model=steady(), **long)
+    assert again == {count: depth for count, depth in frozen.items() if count > step}
+    assert losses(last)[step - whole.state.max_steps :] == losses(whole)[step:]
+    theirs = whole.model.state_dict()
+    assert not [name for name, value in last.model.state_dict().items() if not torch.equal(value, theirs[name])]
+    assert [event.step for event in assert_clean(tmp_path / "egeria").of(Resumed)] == [step]
+
+
+def test_what_is_uploaded_has_its_file(tmp_path):
+    class Uploads(Trainer):
+        def _push_from_checkpoint(self, checkpoint_folder):
+            self.uploaded = [path.name for path in Path(checkpoint_folder).iterdir()]
+
+    trained = trainer(tmp_path, EgeriaCallback(FREEZE), kind=Uploads, save_strategy="steps", save_steps=8)
+    trained.args.push_to_hub = True
+    trained.train()
+    assert STATE_FILE in trained.uploaded
+
+
+def test_a_trainer_that_writes_checkpoints_in_its_own_way_has_its_file_in_them(tmp_path):
+    class Writes(Trainer):
+        def _save_checkpoint(self, model, trial):
+            (tmp_path / f"checkpoint-{self.state.global_step}").mkdir()
+
+    trainer(tmp_path, EgeriaCallback(FREEZE), kind=Writes, save_strategy="steps", save_steps=8).train()
+    assert len(list(tmp_path.glob(f"checkpoint-*/{STATE_FILE}"))) == 2
+
+
+def test_a_callback_that_is_sent_to_another_process_follows_there(tmp_path):
+    sent = tmp_path / "callback.pkl"
+    sent.write_bytes(pickle.dumps(EgeriaCallback(FREEZE)))
+    code = (
+        "import pickle, sys, test_integration_transformers as here; from pathlib import Path; "
+        "here.trainer(sys.argv[2], pickle.loads(Path(sys.argv[1]).read_bytes())).train()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
+    command = [sys.executable, "-c", code, str(sent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [event.step for event in assert_clean(tmp_path / "egeria").of(ModuleFrozen)] == [4, 8]
+
+
 def test_a_smaller_batch_begins_anew(tmp_path):
+    trains = []
+
     class OutOfMemory(Trainer):
         """Fails as a device without memory does, while the batch is large."""
+
+        def _prepare_for_training(self, *args, **kwargs):
+            trains.append(all(parameter.requires_grad for parameter in self.model.parameters()))
+            return super()._prepare_for_training(*args, **kwargs)
 
         def training_step(self, model, inputs, num_items_in_batch=None):
             if len(inputs["labels"]) > 3 and self.state.global_step == 6:
@@ -411,7 +506,8 @@ def test_a_smaller_batch_begins_anew(tmp_path):
     trained, _, frozen = train_watched(tmp_path, FREEZE, kind=OutOfMemory, auto_find_batch_size=True)
     assert trained._train_batch_size == 3 and trained.state.global_step == 16
     first = egeria.read_journal(tmp_path / "egeria")
-    assert [event.step for event in first.of(RunClosed)] == [6]
+    assert [event.step for event in first.of(RunClosed)] == [6] and len(first.of(ModuleFrozen)) == 1
+    assert trains == [True, True]  # as what wraps the model in DistributedDataParallel finds it
     journal = assert_clean(tmp_path / "egeria-2")
     assert [event.step for event in journal.of(ModuleFrozen)] == [4, 8]
     assert frozen[16] == 2

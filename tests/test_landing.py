@@ -255,6 +255,19 @@ def test_the_average_is_taken_unless_its_loss_is_above_by_more_than_noise(raw, l
     assert bool(compare([pairs, pairs]).reason) == is_worse
 
 
+def test_a_roll_back_in_a_step_made_with_the_average_keeps_the_weights_that_were_loaded():
+    training = Training(mode="average").go(BEGINS)
+    saved = copy.deepcopy((training.model.state_dict(), training.optim.state_dict(), training.run.state_dict()))
+    training.go(BEGINS + STEPS)
+    average = training.run._session.parts.applier.landing._average
+    while not average.is_in_place:
+        training.step()
+        training.model(torch.ones(16, 8, dtype=torch.float64))
+    for own, state in zip((training.model, training.optim, training.run), saved, strict=True):
+        own.load_state_dict(state)
+    assert [name for name, entry in training.model.state_dict().items() if not torch.equal(entry, saved[0][name])] == []
+
+
 def test_what_others_read_between_steps_has_the_weights_as_trained():
     ours = Training().go(BEGINS + STEPS)
     raw = ours.weights()

@@ -272,6 +272,13 @@ def test_unfreeze_rules(rule, situation, action):
     assert RULES[rule].judge(situation) is action
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rate_that_stays_at_zero_thaws_nothing(rule):
+    assert RULES[rule].judge(moment(0.0, before=0.0, previous=0.0)) is UnfreezeAction.GO
+    risen = UnfreezeAction.HOLD if rule == "never" else UnfreezeAction.RESTART
+    assert RULES[rule].judge(moment(1e-3, before=0.0, previous=0.0)) is risen, "from nothing"
+
+
 def test_nothing_is_monitored_while_the_rate_rises():
     policy = past_bootstrapping(make_policy())
     policy.observe_interval(interval(3, rate=0.11))

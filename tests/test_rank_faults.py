@@ -32,9 +32,9 @@ def small_model():
 class Job:
     """A training loop of one rank that can be disturbed at a step."""
 
-    def __init__(self, **attach):
+    def __init__(self, make=small_model, **attach):
         self.rank = distributed.get_rank()
-        self.model = small_model()
+        self.model = make()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         attach = {"config": FAST, "controller": ScriptedController(), **attach}
         directory = "journal" if self.rank == 0 else None
@@ -43,17 +43,21 @@ class Job:
             self.run = egeria.attach(self.model, self.optimizer, directory=directory, **attach)
         self.frozen = []
 
-    def step(self):
+    def step(self, between=lambda: None):
         self.run.model.train()
         generator = torch.Generator().manual_seed(100 * len(self.frozen) + self.rank)
         loss = self.run.model(torch.randn(4, 8, generator=generator)).square().mean()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        between()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", egeria.EgeriaWarning)
             self.run.step(loss)
         self.frozen.append(self.run.frozen)
+
+    def unfreeze(self):
+        self.model[0].requires_grad_(True)
 
     def answer(self):
         weights = [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -128,11 +132,114 @@ def unfreeze_by_hand():
     return job.answer()
 
 
-def test_layers_that_the_loop_unfreezes_are_reduced_at_once():
+def test_layers_that_the_loop_unfreezes_are_reduced_again():
     (first, weights, trained, told), (second, others, *_) = run_ranks(unfreeze_by_hand)
-    assert first == second and first[20] > 0 and first[21] == first[-1] == 0 and all(trained)
+    assert first == second and first[20] > 0 and first[23] == first[-1] == 0 and all(trained)
     assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
     assert "last word" in told
+
+
+def unfreeze_on_one_rank(when):
+    job = Job()
+    for step in range(STEPS):
+        if when == "before" and step == 21 and job.rank == 0:
+            job.model[0].requires_grad_(True)
+        job.step(between=lambda at=step: when == "between" and at == 21 and job.rank == 0 and job.unfreeze())
+    return job.answer()
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_layers_that_the_loop_unfreezes_on_one_rank_thaw_on_all(when):
+    (first, weights, trained, told), (second, others, _, told_there) = run_ranks(unfreeze_on_one_rank, when)
+    assert first == second and first[20] > 0 and first[-1] == 0 and all(trained)
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+    assert "last word" in told and "rank 0 cannot go on" in told_there
+
+
+class Gathering(nn.Sequential):
+    """Compares the features of all processes in its forward pass, as contrastive models do."""
+
+    def forward(self, x):
+        features = x
+        for part in list(self)[:-1]:
+            features = part(features)
+        others = [torch.empty_like(features) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(others, features.detach().contiguous())
+        return self[-1](features + sum(others))
+
+
+def gather_in_forward(policy):
+    job = Job(make=lambda: Gathering(*small_model()), total_steps=STEPS, config={**FAST, "policy": {**policy}})
+    for _ in range(STEPS):
+        job.step()
+    return job.answer()
+
+
+@pytest.mark.parametrize(
+    "policy", [{"name": "egeria"}, {"name": "worth", "pretrained": True}, {"name": "static", "schedule": "0.2:2"}]
+)
+def test_a_model_that_talks_to_the_others_in_forward_trains_on_unfrozen(policy):
+    (first, weights, trained, told), (second, others, *_) = run_ranks(gather_in_forward, policy)
+    assert first == second and first[-1] == 0 and all(trained)
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+    assert "communicates between processes" in told
+
+
+class Tasks(nn.Module):
+    """A trunk and a head for each of two tasks; the second has the smallest parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = small_model()[:-1]
+        self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 1)])
+
+    def forward(self, x, task):
+        return self.heads[task](self.trunk(x))
+
+
+def accumulate_tasks():
+    torch.manual_seed(0)
+    model = Tasks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    rank, counts = distributed.get_rank(), []
+    directory = "journal" if rank == 0 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", egeria.EgeriaWarning)
+        run = egeria.attach(wrapped, optimizer, config=FAST, controller=ScriptedController(), directory=directory)
+        for _ in range(12):
+            for micro in range(2):
+                task = 0 if micro and rank else 1
+                loss = wrapped(torch.randn(4, 8), task).square().mean()
+                loss.backward()
+                if micro:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.step(loss)
+                counts.append(run._recorder.step)
+    return counts, [parameter.detach() for parameter in model.parameters()]
+
+
+def test_micro_batches_are_recognised_alike_where_ranks_train_other_tasks():
+    (first, weights), (second, others) = run_ranks(accumulate_tasks)
+    assert first == second and first[-1] == 12
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+
+
+def join_uneven():
+    job = Job()
+    for _ in range(4):
+        with job.run.model.join():
+            for _ in range(7 if job.rank == 0 else 6):
+                job.step()
+    return job.answer()
+
+
+def test_ranks_with_unequally_many_batches_train_on_unfrozen():
+    (first, weights, _, told), (second, others, *_) = run_ranks(join_uneven)
+    assert len(first) == 28 and len(second) == 24 and not any(first + second)
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+    assert "join()" in told
 
 
 def controller_fails():

@@ -8,7 +8,9 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import UserDict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,8 +20,10 @@ from benchmarks.models.segmentation import unet
 from examples.resnet import cifar_resnet
 from torch import nn
 
+import egeria
+from egeria import read_journal
 from egeria.errors import ConfigError, ReferenceModelError
-from egeria.events import RungTaken
+from egeria.events import FaultCaught, PlasticityRead, RungTaken
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.modules import parse_modules
 from egeria.layers.taps import capture
@@ -33,7 +37,7 @@ from egeria.reference import (
     warm_up,
 )
 from egeria.reference.formats import StaticInt8
-from loops import outside
+from loops import FAST, outside
 from menagerie import MENAGERIE
 
 OLD = Machine()
@@ -443,6 +447,54 @@ def test_a_saved_reference_goes_on_to_the_bit(build, tmp_path):
     assert empty.state_dict() == {}
     empty.load_state_dict({}, model)
     assert empty.number_format == ""
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class OfObjects(nn.Module):
+    """Takes one object with tensors in it, as tokenizers and loaders of graphs give."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, given):
+        first, second = given.values() if isinstance(given, UserDict) else given
+        for layer in self.layers:
+            first = torch.tanh(layer(first)) + second
+        return first
+
+
+@pytest.mark.parametrize("kind", [Pair, UserDict])
+def test_a_checkpoint_holds_no_object_of_the_loop_s_own(kind, tmp_path):
+    torch.manual_seed(0)
+    model = OfObjects()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    config = {key: value for key, value in FAST.items() if key != "policy"}
+    run = egeria.attach(model, optimizer, config=config, policy="egeria", controller="inline", directory=tmp_path)
+
+    def train(count):
+        for _ in range(count):
+            first, second = torch.randn(2, 6, 8)
+            loss = model(kind(first, second) if kind is Pair else kind(first=first, second=second)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+
+    train(10)
+    torch.save({"model": model.state_dict(), "run": run.state_dict()}, tmp_path / "checkpoint.pt")
+    run.packed.load_state_dict(run.packed.state_dict())
+    num_before = len(read_journal(tmp_path).of(PlasticityRead))
+    train(10)
+    run.load_state_dict(torch.load(tmp_path / "checkpoint.pt")["run"])
+    train(10)
+    run.close()
+    journal = read_journal(tmp_path)
+    assert not journal.of(FaultCaught) and len(journal.of(PlasticityRead)) > num_before + 4
 
 
 # Failures

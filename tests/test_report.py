@@ -454,7 +454,23 @@ WHY = {
     "no interval was completed": [started(), events.MetricLogged(step=4, values={"accuracy": 0.1}), closed(4)],
     "still bootstrapping": [started(), interval(10), interval(20, loss=0.5), closed(20)],
     "switched off": [started(config=Config.from_dict({"freezing": {"enabled": False}}).to_dict()), interval(10)],
-    "none in front of the last": [started(deepest_freeze=0), interval(10)],
+    "with 1 layer module(s) there is none in front of the last": [
+        started(modules=[{"name": "head", "num_parameters": 600}], trainable=[True], deepest_freeze=0),
+        interval(10),
+    ],
+    "none of its 3 layer modules may freeze. The library declined: freezing stem and what follows (it is tied).": [
+        started(deepest_freeze=0),
+        events.Declined(step=1, what="freezing stem and what follows", reason="it is tied"),
+        interval(10),
+    ],
+    "none of its 3 layer modules may freeze. The library declined: freezing body and what follows (twice).": [
+        started(),
+        events.ModulesOrdered(
+            step=1, **{name: getattr(started(), name) for name in ("modules", "trainable")}, deepest_freeze=0
+        ),
+        events.Declined(step=1, what="freezing body and what follows", reason="twice"),
+        interval(10),
+    ],
     "declined to": [
         started(modules=[], trainable=[], deepest_freeze=0),
         events.Declined(step=0, what="freezing", reason="the model has no blocks"),

@@ -467,6 +467,9 @@ def test_a_rival_freezes_no_head_of_its_own(tmp_path):
     assert "a branch of its own" in declined.reason
     assert all(parameter.requires_grad for parameter in model.parameters())
     run.close()
+    found = replay(tmp_path)
+    assert found.agrees
+    assert [entry.kind for entry in found.replayed] == [*["freeze"] * 3, "the end of freezing"], "a fourth was refused"
 
 
 def test_a_journal_is_replayed_under_another_policy_as_far_as_it_can_tell(tmp_path):

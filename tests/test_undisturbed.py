@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -92,12 +95,49 @@ def same(first, second):
     return plain[0] == plain[1] and all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
 
 
+class Remembering(nn.Module):
+    """Keeps what published models keep outside of buffers: a momentum encoder, a queue, losses, generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.key = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.queue, self.losses, self.counts, self.tags = torch.zeros(8), [], {"calls": 0}, {"new"}
+        self.random, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+
+    def forward(self, x):
+        self.key.weight.data = 0.9 * self.key.weight.data + 0.1 * self.encoder.weight.data
+        self.queue.mul_(0.9).add_(0.1 * x.detach().mean(dim=0))
+        y = self.encoder(x) + self.key(x) + torch.rand(8, generator=self.random)
+        y = y + self.numpy.random() + self.python.random() + self.queue
+        self.losses.append(y.square().mean())
+        self.counts["calls"] += 1
+        self.tags.add("used")
+        return y
+
+
+def test_nothing_is_left_of_what_a_model_keeps_in_attributes():
+    x, twins = torch.ones(3, 8), []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = Remembering()
+        key = model.key.weight
+        for _ in range(3):
+            if looks:
+                with undisturbed(model, gradients=True):
+                    model(x)
+            output = model(x)
+        assert model.key.weight is key and len(model.losses) == model.counts["calls"] == 3
+        twins.append((output.detach(), model.key.weight, model.queue, torch.stack(model.losses).detach()))
+    assert all(torch.equal(*pair) for pair in zip(*twins, strict=True))
+
+
 def test_the_block_runs_in_inference_mode_without_gradients():
     model = restless_model()
     with undisturbed(model):
         assert not any(module.training for module in model.modules())
         assert not model(torch.ones(3, 8)).requires_grad
-    assert model[2].modes == [(False, False)]
+        assert model[2].modes == [(False, False)]
+    assert model[2].modes == []
 
 
 def test_nothing_of_a_pass_is_left():

@@ -1156,6 +1156,29 @@ def test_a_guard_takes_what_it_has_seen_together_where_intervals_become_longer()
     assert LossGuard(before=(3.0, 1.0), since=(2.0,)).in_longer(2.0).before == (3.0, 1.0), "a freeze is watched"
 
 
+@pytest.mark.parametrize("times", [1.0, 2.0])
+def test_a_freeze_that_lands_first_is_watched_from_when_it_is_in_force(times, tmp_path, monkeypatch):
+    settings = {"plasticity": {"interval_steps": 1}, "freezing": {"landing": "anneal"}}
+    loop = FineTuning(tmp_path, policy={"worth_limit": 0.3}, **settings)
+    tell = loop.run.step
+    monkeypatch.setattr(loop.run, "step", lambda loss: tell(times * loss if loop.run.frozen else loss))
+    loop.go(STEPS // 2)
+    loop.run.close()
+    began, frozen = of(tmp_path, events.LandingBegan)[0].step, of(tmp_path, events.ModuleFrozen)[0].step
+    assert frozen - began > TREND_INTERVALS, "as long as a freeze is watched"
+    thawed = [event.step for event in of(tmp_path, events.Thawed)]
+    assert bool(thawed) == (times > 1) and all(frozen < step <= frozen + TREND_INTERVALS for step in thawed[:1])
+    assert replay(tmp_path).agrees
+
+
+def test_what_freezes_in_turn_is_watched_from_the_first_on():
+    guard = LossGuard(before=(1.0,) * 5).await_freeze(1).observe(1.0).await_freeze(3)
+    assert guard.in_force(0) == guard and guard.is_watching and guard.since is None
+    guard = guard.in_force(1).observe(2.0).observe(2.0)
+    assert guard.since == (2.0, 2.0) and guard.before == (1.0,) * 6
+    assert guard.in_force(2) == guard and guard.in_force(None).since == guard.in_force(4).since == ()
+
+
 def test_a_run_from_scratch_measures_no_worth(tmp_path):
     torch.manual_seed(3)
     loop = FineTuning(tmp_path, model=Words()).go(40)

@@ -1,7 +1,7 @@
 """CPU time of an epoch with the front of a model frozen: computed, and from the activation cache.
 
     python -m benchmarks.micro.cached_iteration [--data DIR] [--subjects resnet20,bert] [--samples 2048] [--rounds 12]
-                                                [--precision bf16] [--layout nhwc] [--warm] [--profile]
+                                                [--precision bf16] [--layout nhwc] [--warm]
                                                 [--record RECORD]
     python -m benchmarks.micro.cached_iteration --gate-overhead [--rounds 40]
 
@@ -37,7 +37,6 @@ from rich.table import Table
 import egeria
 from benchmarks.cifar10_runs import commit
 from benchmarks.micro.cache_gate import describe_gate, measure_gate
-from benchmarks.micro.cache_profile import profiled
 from benchmarks.micro.frozen_training import Arm, Lap, Subject, bert, cache_settings, in_turn, residual_net
 
 PLAIN = "plain"
@@ -89,25 +88,17 @@ def measure(subject: Subject, depths: Sequence[int], options: argparse.Namespace
                 "mode": arm.decided.mode if arm.decided else "",
                 "reason": arm.decided.reason if arm.decided else "",
                 "frozen": [module.name for module in arm.modules[: arm.depth]],
-                "milliseconds": profile(arm) if options.profile and arm.name.endswith("cache") else {},
             }
             for arm in arms
         }
         for depth in depths:
             computed, cached = (next(a for a in arms if a.name == f"depth {depth}, {k}") for k in ("computed", "cache"))
-            found[cached.name]["same_weights"] = same_weights(computed, cached) if not options.profile else None
+            found[cached.name]["same_weights"] = same_weights(computed, cached)
         return found
     finally:
         for arm in arms:
             arm.close()
         gc.collect()
-
-
-def profile(arm: Arm) -> dict[str, float]:
-    """Return what the training thread does for a batch, by part."""
-    with profiled() as found:
-        arm.epoch()
-    return found.milliseconds()
 
 
 def same_weights(first: Arm, second: Arm) -> bool:
@@ -168,9 +159,6 @@ def facts(subject: str, found: dict[str, Any]) -> list[str]:
             said.append(f"{subject}, {name} ({' + '.join(entry['frozen'])}): {entry['mode']}, {entry['reason']}.")
         if entry.get("same_weights") is not None:
             said.append(f"{subject}, {name}: weights bit for bit as computed: {entry['same_weights']}.")
-        if entry["milliseconds"]:
-            parts = ", ".join(f"{part} {value:.2f}" for part, value in entry["milliseconds"].items())
-            said.append(f"{subject}, {name}, CPU ms of the training thread for a batch: {parts}.")
     return said
 
 
@@ -247,7 +235,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--directory", type=Path, help="for the stores, on the disk to measure (default: a temporary)")
     parser.add_argument("--warm", action="store_true", help="leave what is stored in the page cache")
-    parser.add_argument("--profile", action="store_true", help="say what the training thread does for a batch")
     parser.add_argument("--gate-overhead", action="store_true", help="measure a cache that stays off instead")
     parser.add_argument("--record", type=Path)
     return parser.parse_args()

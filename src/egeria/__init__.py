@@ -2,7 +2,7 @@
 
 Two lines around an ordinary loop::
 
-    run = egeria.attach(model, optimizer, loader, total_steps=len(loader) * epochs)
+    run = egeria.attach(model, optimizer, loader, scheduler=scheduler, total_steps=len(loader) * epochs)
     ...                      # model(inputs), backward, optimizer.step(), as ever
     run.step(loss)           # once after each optimizer step
 

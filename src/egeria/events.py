@@ -340,7 +340,7 @@ class CacheDecided(Event, kind="cache"):
     """Name of the last frozen layer module; empty while nothing is frozen."""
     generation: int
     mode: str
-    """'stored' (activations from the store) or 'computed'; 'inference' in old journals (normalisation folded)."""
+    """'stored' (activations from the store) or 'computed'."""
     reason: str
     numbers: dict[str, float]
     """What the gate compared: seconds of a mini-batch, bytes, epochs; empty where it was not asked."""

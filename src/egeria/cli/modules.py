@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         names = [name for module in cut for name in module.submodules]
         with OrderRecorder(model, names) as recorder:
             _forward(arguments.model, model, example)
-        cut = parse_modules(model, order=recorder.order, **settings)
+        cut = parse_modules(model, order=recorder.order, uses=recorder.graph.uses, **settings)
     console.print(_table(model, cut))
     console.print(
         "In execution order." if example is not None else "In definition order; the first forward of a run corrects it."

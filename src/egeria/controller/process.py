@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from egeria.controller.inline import EvaluationPlan, InlineController
 from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket
 from egeria.controller.shared_memory import SharedQueue, pack
 from egeria.errors import ControllerError, brief
-from egeria.events import ControllerChosen, ControllerRestarted, Declined, FaultCaught, ReadingDropped, RungTaken
+from egeria.events import ControllerChosen, ControllerRestarted, Declined, ReadingDropped, RungTaken
 from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import RandomState
 from egeria.policy import Reading
@@ -60,7 +59,6 @@ class ProcessController:
         self._model_bytes = 0
         self._child: Child | None = None
         self._inline: InlineController | None = None
-        self._newest: tuple[int, weakref.ref[nn.Module], Batch | None] | None = None
         self._shapes: list[object] | None = None
         self._snapshot: TakeSnapshot | None = None
         """The last one, for a process that replaces this one."""
@@ -68,16 +66,16 @@ class ProcessController:
         self._pending: dict[int, Ticket] = {}
         self._reports: list[Report] = []
         self._num_restarts = self._num_without_reading = 0
-        self._has_come_up = self._has_ended = False
+        self._has_come_up = self._has_ended = self._lacks_reference = False
         self._past_cpu_s = 0.0
 
     def refresh(
         self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
     ) -> bool:
         """Queue the weights as they are now, if there is room; of a saved state only the number format is taken."""
-        self._newest = evaluation, weakref.ref(model), batch  # a model gathered from shards is not to be kept
         if self._inline is not None:
-            return self._inline.refresh(evaluation, model, batch, state)
+            is_made, self._lacks_reference = self._inline.refresh(evaluation, model, batch, state), False
+            return is_made
         if state is not None and "reference" in state and self._seconds_left is not None:
             self._stay_inline("the run was saved with its evaluations in the training process")
             return self.refresh(evaluation, model, batch, state)
@@ -93,7 +91,7 @@ class ProcessController:
             return self._queue_snapshot(self._child or self._start(), evaluation, model, batch)
         except ControllerError as error:
             self._evaluate_inline(error)
-            return True
+            return self.refresh(evaluation, model, batch)
 
     def submit(self, request: Request) -> None:
         """Queue one evaluation; without room it is lost and reported so."""
@@ -139,6 +137,7 @@ class ProcessController:
             reports=reports + (self._inline.poll().reports if self._inline else []),
             is_asynchronous=self._child is not None,
             has_ended=self._has_ended,
+            lacks_reference=self._lacks_reference,
             cpu_s=self._past_cpu_s + (self._child.cpu_s if self._child else 0.0),
         )
 
@@ -228,16 +227,7 @@ class ProcessController:
         self._release("its controller process is given up")
         reason = f"{error}. Evaluations are made in the training process instead"
         self._reports.append(Declined(step=0, what="the controller process", reason=reason))
-        self._inline = InlineController(self._plan)
-        if self._newest is None:
-            return
-        evaluation, reference, batch = self._newest
-        model = reference()
-        if model is not None:
-            self._inline.refresh(evaluation, model, batch)
-        else:
-            text = "the weights are gathered anew"
-            self._reports.append(FaultCaught(step=0, where="refreshing the reference", error=text, count=1))
+        self._inline, self._lacks_reference = InlineController(self._plan), True
 
     def _end_child(self) -> str:
         child, self._child = self._child, None
@@ -261,7 +251,7 @@ class ProcessController:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerChoice:
-    """A kind of controller ('process' or 'inline'), where its reference runs ('cpu' or 'cuda'), and why."""
+    """A kind of controller ('process' or 'inline'), where its reference runs ('cpu', or such as 'cuda:1'), and why."""
 
     kind: str
     device: str
@@ -280,20 +270,21 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
         loader: its loader, whose workers need cores too.
     """
     must_repay = False
-    on_accelerator = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    devices = (parameter.device for parameter in model.parameters())
+    accelerator = next((str(found) for found in devices if found.type == "cuda"), "")
     cores, spare = usable_cores(), spare_cores(loader)
     found = f"{cores:g} cores can be used and {max(spare, 0):g} of them are spare"
-    if device == "cuda" and not on_accelerator:
-        device, found = "cpu", f"{found}; reference.device is 'cuda', but the model is not on one"
-    if device == "auto":
-        device = "cuda" if on_accelerator and kind != "process" and spare < 1 else "cpu"
-    if device == "cuda":
+    if device == "cuda" and not accelerator:
+        found += "; reference.device is 'cuda', but the model is not on one"
+    is_beside = device == "cuda" or (device == "auto" and kind != "process" and spare < 1)
+    device = accelerator if accelerator and is_beside else "cpu"
+    if device != "cpu":
         kind, reason = "inline", f"the reference runs beside the training on its device; {found}"
     elif os.name != "posix":
         kind, reason = "inline", "the controller process needs a POSIX system"
     elif kind != "auto":
         reason = f"set in controller.kind; {found}"
-    elif on_accelerator:
+    elif accelerator:
         kind, reason = "process", f"training is on an accelerator; {found}"
     else:
         kind, reason = "process" if spare >= SPARE_CORES else "inline", f"training is on the CPU, {found}"

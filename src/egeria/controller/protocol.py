@@ -67,6 +67,8 @@ class ControllerStatus:
     """Whether reports come at any time, so that it must be polled after every step."""
     has_ended: bool = False
     """Whether no evaluation will be made any more."""
+    lacks_reference: bool = False
+    """Whether what it compared with is gone, so that nothing is to be asked of it before the next refresh."""
     cpu_s: float = 0.0
     """CPU seconds spent outside the training process so far."""
 

@@ -119,7 +119,7 @@ class Server:
             if message.model_bytes is not None:
                 plan, self._model = unpack(self._memory["model"][0], message.model_bytes)
                 self._controller = InlineController(replace(plan, precision=message.precision))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script without a guard may read arguments of its own, and exit
             self._send(Unusable(brief(error)))
             return
         assert self._model is not None and self._controller is not None

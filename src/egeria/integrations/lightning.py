@@ -154,18 +154,26 @@ class EgeriaCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to go on as if the training had never stopped: plain values and tensors."""
         if self._run is None:
-            return self._loaded or self._last_state or {}
+            return self._last_state or self._loaded or {}
         return {"run": self._run.state_dict(), "first_step": self._first_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until the training starts: there are no optimizers before."""
-        self._loaded = state_dict or None
+        """Keep the state until the training starts: there are no optimizers before. A run under way is rolled back."""
+        if self._run is None:
+            self._loaded = state_dict or None
+            return
+        try:
+            self._run.load_state_dict(state_dict["run"])
+            self._losses, self._first_step = [], int(state_dict["first_step"])
+        except StateError as error:
+            _warn(f"egeria freezes nothing from here on, since the state that was loaded does not fit: {error}")
+            self._close()
 
     def _begin(self, trainer: Any, watched: nn.Module, state: dict[str, Any] | None) -> None:
         """Attach; StateError where a state does not fit, and nothing has changed then."""
         self._losses, self._global_step = [], trainer.global_step
         self._first_step = trainer.global_step if state is None else int(state["first_step"])
-        configs = trainer.lr_scheduler_configs
+        configs, loader = trainer.lr_scheduler_configs, trainer.train_dataloader
         settings = dict(self._settings)
         if trainer.fast_dev_run:
             self._scratch = tempfile.TemporaryDirectory(prefix="egeria-")
@@ -173,7 +181,7 @@ class EgeriaCallback(Callback):
         run = session.attach(
             watched,
             trainer.optimizers,
-            trainer.train_dataloader,
+            None if isinstance(loader, (Mapping, Sequence)) else loader,  # of several none is the whole input
             scheduler=configs[0].scheduler if len(configs) == 1 else None,
             total_steps=_total_steps(trainer, self._first_step),
             log_to=_trackers(trainer) if self._logs else None,
@@ -229,10 +237,13 @@ def _reason_of_policy(trainer: Any, config: Config) -> str:
             f"EgeriaCallback(policy='egeria'), which does not look ahead"
         )
     if _total_steps(trainer, trainer.global_step) is None and (looks_ahead or not _takes_any_length(config)):
-        return (
-            f"the policy {name!r} goes by the length of the training, which is unknown. Give it one: "
-            f"Trainer(max_steps=...) or Trainer(max_epochs=...)"
-        )
+        way_out = "Give it one: Trainer(max_steps=...) or Trainer(max_epochs=...)"
+        if trainer.num_training_batches == math.inf:
+            way_out = (
+                "The loader has no length, so give Trainer(max_steps=...), or limit_train_batches as a number beside "
+                "max_epochs"
+            )
+        return f"the policy {name!r} goes by the length of the training, which is unknown. {way_out}"
     return ""
 
 
@@ -295,10 +306,22 @@ def _mean(losses: Sequence[Tensor]) -> Tensor | float:
 def _total_steps(trainer: Any, first_step: int) -> int | None:
     """Return the optimizer steps from one of them to the end; None for endless training, and where it is unknown."""
     try:
-        steps = trainer.estimated_stepping_batches
-    except Exception:  # as where the accumulation changes from epoch to epoch
+        steps = _last_step(trainer)
+    except Exception:  # where Lightning fails at it, it is unknown
         return None
     return int(steps) - first_step if first_step < steps < math.inf else None
+
+
+def _last_step(trainer: Any) -> float:
+    """Return the optimizer steps of the whole training: infinite where it is endless, -1 where they are unknown."""
+    schedules = [entry for entry in trainer.callbacks if hasattr(entry, "get_accumulate_grad_batches")]
+    steps: float = trainer.estimated_stepping_batches
+    if not schedules or trainer.max_epochs == -1 or trainer.num_training_batches == math.inf:
+        return steps
+    # Such a callback sets the accumulation as epochs begin; before the first Lightning takes it for none.
+    sizes = [schedules[0].get_accumulate_grad_batches(epoch) for epoch in range(trainer.max_epochs)]
+    steps = sum(math.ceil(trainer.num_training_batches / size) for size in sizes)
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
 def _trackers(trainer: Any) -> list[Tracker]:

@@ -86,8 +86,16 @@ class EgeriaCallback(TrainerCallback):
         self._trainer: Any = None
         self._checkpoint: Path | None = None
         self._losses: list[Tensor] = []
+        self._counted = 0
+        """The trainer's step that was counted last."""
+        self._saved: Path | None = None
+        """The checkpoint that got its file last."""
         self._notes = Recorder(None)
         _wrap_train()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _wrap_train()  # in the process that it was sent to, such as a worker of Ray Tune
 
     @contextmanager
     def follow(self, trainer: Any, checkpoint: Path | None) -> Iterator[None]:
@@ -99,8 +107,17 @@ class EgeriaCallback(TrainerCallback):
         """
         self._notes = Recorder(None, echoes=dist.rank() > 0)
         self._trainer, self._checkpoint, self.report = trainer, checkpoint, None
+        stand_ins: dict[str, Callable[..., Any]] = {
+            "training_step": self._note_loss,
+            "log": self._log,
+            "_inner_training_loop": self._attempt,
+            "_save_checkpoint": self._save_checkpoint,
+            "_save_optimizer_and_scheduler": self._save_beside,
+        }
         try:
-            with _replaced(trainer, "training_step", self._note_loss), _replaced(trainer, "log", self._log):
+            with ExitStack() as stack:
+                for name, stand_in in stand_ins.items():
+                    stack.enter_context(_replaced(trainer, name, stand_in))
                 yield
         finally:
             self.close()
@@ -115,7 +132,8 @@ class EgeriaCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to what is trained, and go on from the checkpoint that the trainer goes on from."""
-        self.close()  # `auto_find_batch_size` begins anew in the midst of a training
+        self.close()
+        self._counted, self._saved = state.global_step, None
         refusal = self._refusal(args)
         if refusal:
             self._notes.decline("freezing", refusal)
@@ -123,16 +141,16 @@ class EgeriaCallback(TrainerCallback):
             self._guard("attaching", lambda: self._begin(args, state, **kwargs))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count an optimizer step, with the sum of what its micro-batches contribute to the loss."""
-        losses, self._losses = self._losses, []
-        if self.run is not None:
-            self._guard("counting a step", functools.partial(self._step, self.run, losses))
+        """Count the optimizer step, unless a checkpoint was written ahead of this."""
+        self._count(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the state of the run into the checkpoint that was just written."""
-        if self.run is not None and args.should_save and not args.save_only_model:
-            folder = self._output_folder(args) / f"checkpoint-{state.global_step}"
-            self._guard("saving its state", functools.partial(self._save, self.run, folder), ends_run=False)
+        """Write the state of the run into the checkpoint, where a trainer has written that in a way of its own."""
+        if self.run is None or args.save_only_model:
+            return
+        folder = self._output_folder(args) / f"checkpoint-{state.global_step}"
+        if folder != self._saved:
+            self._write(args, folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the run."""
@@ -200,8 +218,22 @@ class EgeriaCallback(TrainerCallback):
             return None
         return state
 
+    def _count(self, step: int) -> None:
+        """Count an optimizer step once, with the sum of what its micro-batches contribute to the loss."""
+        if step == self._counted:
+            return
+        self._counted = step
+        losses, self._losses = self._losses, []
+        if self.run is not None:
+            self._guard("counting a step", functools.partial(self._step, self.run, losses))
+
     def _step(self, run: egeria.Run, losses: list[Tensor]) -> None:
         run.step(torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else math.nan)
+
+    def _write(self, args: Any, folder: Path) -> None:
+        self._saved = folder
+        if self.run is not None and args.should_save:
+            self._guard("saving its state", functools.partial(self._save, self.run, folder), ends_run=False)
 
     def _save(self, run: egeria.Run, folder: Path) -> None:
         if not folder.is_dir():  # `save_total_limit` may have removed it at once
@@ -224,6 +256,24 @@ class EgeriaCallback(TrainerCallback):
         trainer = self._trainer
         trial, folder_of = getattr(trainer, "_trial", None), getattr(trainer, "_get_output_dir", None)
         return Path(args.output_dir if folder_of is None else folder_of(trial=trial))
+
+    def _attempt(self, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the loop of `train`: where it fails, `auto_find_batch_size` wraps the model, thawed, anew."""
+        try:
+            return loop(*args, **kwargs)
+        finally:
+            self.close()
+
+    def _save_checkpoint(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand in for `trainer._save_checkpoint`, which `enable_jit_checkpoint` may call ahead of `on_step_end`."""
+        self._count(self._trainer.state.global_step)  # may also change weights, where layer modules land
+        return save(*args, **kwargs)
+
+    def _save_beside(self, save: Callable[..., Any], output_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for what saves the optimizer in every checkpoint, before it is uploaded: save the run beside it."""
+        result = save(output_dir, *args, **kwargs)
+        self._write(self._trainer.args, Path(output_dir))
+        return result
 
     def _note_loss(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand in for `trainer.training_step`, which returns what a micro-batch contributes to the step's loss."""

@@ -26,15 +26,36 @@ class _Record:
     """Those that needed a gradient."""
     others: tuple[nn.Parameter, ...] = ()
     """Those that their owner had frozen."""
-    modes: tuple[tuple[nn.Module, bool], ...] = ()
+    modes: tuple[nn.Module, ...] = ()
+    """The submodules that stay in inference mode."""
     handles: tuple[RemovableHandle | PlainCopies, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class _Mode:
+    """How a submodule in inference mode would be without us."""
+
+    training: bool
+    momentum: Any
+    """Of a normalisation, when it was frozen."""
 
 
 @dataclass(eq=False, slots=True)
 class _Still:
     """What stays in inference mode."""
 
-    submodules: set[nn.Module] = field(default_factory=set)
+    modes: dict[nn.Module, _Mode] = field(default_factory=dict)
+
+    def keep(self, submodules: Iterable[nn.Module]) -> None:
+        """Put those that the loop has put in training mode back, and take note of it.
+
+        But for a normalisation that makes its statistics anew: `torch.optim.swa_utils.update_bn` takes its momentum.
+        """
+        for submodule in submodules:
+            mode = self.modes.get(submodule)
+            if mode is not None and submodule.training:
+                mode.training = True
+                submodule.training = mode.momentum is not None and getattr(submodule, "momentum", None) is None
 
 
 class Freezer:
@@ -90,6 +111,12 @@ class Freezer:
         records = self._records
         return any(entry.requires_grad for record in records for entry in (*record.parameters, *record.others))
 
+    def hold(self) -> None:
+        """Switch gradients off again that somebody else has switched on."""
+        for record in self._records:
+            for parameter in (*record.parameters, *record.others):
+                parameter.requires_grad_(False)
+
     def freeze_to(self, depth: int, *, input_needs_grad: bool = False) -> None:
         """Freeze the first `depth` layer modules; those frozen already stay as they are.
 
@@ -111,20 +138,18 @@ class Freezer:
                 handle.remove()
             for parameter in record.parameters:
                 parameter.requires_grad_(True)
-            for submodule, was_training in record.modes:
-                submodule.training = self._mode(was_training)
+            for submodule in record.modes:
+                submodule.training = self._mode(self._still.modes[submodule])
         self._records.clear()
-        self._still.submodules.clear()
+        self._still.modes.clear()
 
     def stay_in_inference_mode(self) -> None:
         """Do what the hooks of frozen layers do where they do not fire: in a compiled model."""
-        for submodule in self._still.submodules:
-            if submodule.training:
-                submodule.training = False
+        self._still.keep(self._still.modes)
 
-    def _mode(self, was_training: bool) -> bool:
+    def _mode(self, mode: _Mode) -> bool:
         """Return the mode that a submodule would have without us."""
-        return was_training and self._model.training
+        return mode.training and self._model.training
 
     def _used_outside(self, depth: int) -> set[nn.Module]:
         """Return the submodules that are used outside of the first `depth` layer modules, whether inside too or not.
@@ -154,20 +179,20 @@ class Freezer:
         others = tuple(parameter for parameter in own if not parameter.requires_grad)
         roots = [root for name in module.submodules if (root := self._model.get_submodule(name)) not in in_use]
         inside = dict.fromkeys(submodule for root in roots for submodule in root.modules())
-        done = in_use | self._still.submodules
-        modes = tuple((submodule, submodule.training) for submodule in inside if submodule not in done)
-        self._still.submodules.update(submodule for submodule, _ in modes)
+        done = in_use | self._still.modes.keys()
+        modes = {part: _Mode(part.training, getattr(part, "momentum", None)) for part in inside if part not in done}
+        self._still.modes.update(modes)
         for parameter in parameters:
             parameter.requires_grad_(False).grad = None
-        for submodule, _ in modes:
+        for submodule in modes:
             submodule.training = False
         handles: list[RemovableHandle | PlainCopies] = [PlainCopies(parameter) for parameter in parameters]
-        handles += [PlainCopies(submodule, partial(self._mode, was_training)) for submodule, was_training in modes]
+        handles += [PlainCopies(submodule, partial(self._mode, mode)) for submodule, mode in modes.items()]
         stay = partial(_stay_in_inference_mode, self._still)
         handles += [root.register_forward_pre_hook(stay, prepend=True) for root in roots]
         if detaches:
             handles += [root.register_forward_pre_hook(_detach_inputs, with_kwargs=True) for root in roots]
-        return _Record(parameters=parameters, others=others, modes=modes, handles=tuple(handles))
+        return _Record(parameters=parameters, others=others, modes=tuple(modes), handles=tuple(handles))
 
 
 # Hooks are functions of this file, not closures: a model may be copied in its own forward pass, hooks and all.
@@ -175,8 +200,7 @@ class Freezer:
 
 def _stay_in_inference_mode(still: _Still, module: nn.Module, _args: Any) -> None:
     if module.training:
-        for submodule in still.submodules.intersection(module.modules()):
-            submodule.training = False
+        still.keep(module.modules())
 
 
 def _detach_inputs(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

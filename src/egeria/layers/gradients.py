@@ -7,12 +7,14 @@ activation checkpointing; the backward pass then runs through every frozen layer
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
 from egeria.layers.copies import PlainCopies
@@ -160,6 +162,48 @@ class InputGradients:
         arriving, after = self._unheld
         is_free = sys.getrefcount(leaf.variable) <= after and all(count <= arriving for count in counts)
         return bool(counts) and is_free and num_asked == len(counts) and not any(_hooks_of(leaf.variable))
+
+
+class GradientUse:
+    """Sees what the loop does with gradients of parameters, until the handles are removed.
+
+    Args:
+        parameters: of the model, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        found: Any = [(name, entry) for name, entry in parameters.items() if entry.requires_grad]
+        self.handles: list[RemovableHandle] = []
+        for name, parameter in found:
+            self.handles.append(parameter.register_hook(partial(self._note, name)))
+            self.handles.append(parameter.register_post_accumulate_grad_hook(partial(self._note_added, name)))
+        self._surplus = Counter[str]()
+        """By parameter, how many of its gradients were worked out and not added up."""
+        self._passes: dict[int, set[str]] = {}
+        """Of each backward pass the parameters that it reached."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether `torch.autograd.grad` was asked for gradients of parameters, which fails for those without one."""
+        return any(count > 0 for count in self._surplus.values())
+
+    def deepest(self, owners: Sequence[Collection[str]]) -> int:
+        """Return how many front layer modules may freeze; a backward pass beside one for deeper ones needs what trains.
+
+        Args:
+            owners: the names of the parameters of each layer module, front to back.
+        """
+        places, behind = {name: index for index, names in enumerate(owners) for name in names}, len(owners)
+        reached = {max(places.get(name, behind) for name in found) for found in self._passes.values()}
+        return min(reached) if len(reached) > 1 else behind
+
+    def _note(self, name: str, _gradient: Tensor) -> None:
+        self._surplus[name] += 1
+        current: Any = torch._C
+        self._passes.setdefault(current._current_graph_task_id(), set()).add(name)
+
+    def _note_added(self, name: str, _parameter: Tensor) -> None:
+        self._surplus[name] -= 1
 
 
 def _hooks_of(leaf: Tensor) -> tuple[Any, Any]:

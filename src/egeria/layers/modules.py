@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -94,6 +94,7 @@ def parse_modules(
     tables_apart: bool = False,
     order: Sequence[str] | None = None,
     returned_to: Collection[str] = (),
+    uses: Mapping[str, Collection[str]] | None = None,
 ) -> tuple[LayerModule, ...]:
     """Cut a model into layer modules, front to back.
 
@@ -111,6 +112,7 @@ def parse_modules(
             did not run and is no block of its own. None takes the order of definition.
         returned_to: names of submodules that were called again after others, from `CallOrder.returned_to`. A submodule
             with two names that ran in one place only shares its parameters with none.
+        uses: for each parameter the submodules in which, or on the way to which, it was used, from `GraphWalk.uses`.
 
     Returns:
         At least two layer modules; each parameter of the model belongs to exactly one.
@@ -122,7 +124,8 @@ def parse_modules(
     check("target_share", target_share, SHARE)
     check("minimum_share", minimum_share, SHARE)
     matches = None if pattern is None else _outermost_matches(model, pattern)
-    atoms = find_atoms(model, matches, order, tables_apart=tables_apart)
+    uses = uses or {}
+    atoms = find_atoms(model, matches, order, tables_apart=tables_apart, uses=uses)
     names = [atom.name for atom in atoms]
     if len(atoms) < 2:
         raise UnsupportedModelError(
@@ -134,10 +137,10 @@ def parse_modules(
     if matches is not None:
         reason = f"The pattern {pattern!r} names it"
         groups = tuple(Group(start=i, stop=i + 1, reason=reason) for i in range(len(atoms)))
-        return _build_modules(model, atoms, groups, single)
+        return _build_modules(model, atoms, groups, single, uses)
     sizes, total = [atom.core.size for atom in atoms], _size_without_vocabulary(model, atoms)
     groups = group_atoms(names, sizes, total, target_share=target_share, minimum_share=minimum_share)
-    return _build_modules(model, atoms, groups, single)
+    return _build_modules(model, atoms, groups, single, uses)
 
 
 def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
@@ -168,6 +171,7 @@ def find_atoms(
     order: Sequence[str] | None = None,
     *,
     tables_apart: bool = False,
+    uses: Mapping[str, Collection[str]] | None = None,
 ) -> tuple[Atom, ...]:
     """Return the blocks that are never cut apart, front to back, with the pieces that go with them.
 
@@ -186,28 +190,48 @@ def find_atoms(
     if order is not None:  # submodules that did not run have no output to judge
         silent = {piece.name for piece in pieces if piece.is_submodule} - set(order)
         pieces = [replace(p, role="uncalled") if p.is_submodule and p.name in silent else p for p in pieces]
-    arranged = _arrange(pieces, order)
-    return _attach(_with_table_apart(model, arranged) if tables_apart and matches is None else arranged)
+    uses = uses or {}
+    arranged = _arrange([part for piece in pieces for part in _by_use(model, piece, uses)], order, uses)
+    return _attach(_with_table_apart(model, arranged, uses) if tables_apart and matches is None else arranged)
 
 
-def _with_table_apart(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
+def _by_use(model: nn.Module, piece: Piece, uses: Mapping[str, Collection[str]]) -> Iterator[Piece]:
+    """Yield the parameters that a submodule holds itself by the place where they are used first; others as they are."""
+    if piece.role != "direct":
+        yield piece
+        return
+    for _, group in itertools.groupby(
+        sorted(piece.parameters, key=lambda name: _first_use(name, uses) or ""), key=lambda name: _first_use(name, uses)
+    ):
+        names = tuple(group)
+        yield replace(piece, parameters=names, size=sum(model.get_parameter(name).numel() for name in names))
+
+
+def _first_use(name: str, uses: Mapping[str, Collection[str]]) -> str | None:
+    """Return the submodule in which, or on the way to which, a parameter was used first; None where that is unknown."""
+    return next(iter(uses.get(name, ())), None)
+
+
+def _with_table_apart(model: nn.Module, pieces: Sequence[Piece], used: Mapping[str, Collection[str]]) -> list[Piece]:
     """Make the first loose piece that holds a table of its own a block, if it stands in front of all blocks."""
     uses = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
     tables = {id(part.weight) for part in model.modules() if isinstance(part, TABLES)}
     front = list(itertools.takewhile(lambda piece: piece.role not in ("block", "unit"), pieces))
     for place, piece in enumerate(front):
         own = [id(model.get_parameter(name)) for name in piece.parameters]
-        if piece.role == "loose" and tables.intersection(own) and all(uses[entry] == 1 for entry in own):
+        is_used_again = any(len(used.get(name, ())) > 1 for name in piece.parameters)
+        is_table = piece.role == "loose" and bool(tables.intersection(own))
+        if is_table and not is_used_again and all(uses[entry] == 1 for entry in own):
             return [*pieces[:place], replace(piece, role="block"), *pieces[place + 1 :]]
     return list(pieces)
 
 
-def _arrange(pieces: Sequence[Piece], order: Sequence[str] | None) -> list[Piece]:
+def _arrange(pieces: Sequence[Piece], order: Sequence[str] | None, uses: Mapping[str, Collection[str]]) -> list[Piece]:
     """Sort pieces into execution order.
 
-    What is no submodule has no call to go by. Parameters that a submodule holds itself come before the
-    first of its pieces that runs; a second mention of a submodule comes before the piece it is defined
-    in front of, or behind everything.
+    What is no submodule has no call to go by. Parameters that a submodule holds itself come where they are used first;
+    where that is unknown before the first of its pieces that runs. A second mention of a submodule comes before the
+    piece it is defined in front of, or behind everything.
     """
     names = [piece.name for piece in pieces if piece.is_submodule]
     ranks = {name: rank for rank, name in enumerate(names if order is None else merge_order(names, order))}
@@ -221,6 +245,9 @@ def _arrange(pieces: Sequence[Piece], order: Sequence[str] | None) -> list[Piece
             return ranks[piece.name], True
         if piece.role == "alias":
             return next(iter(ranks_inside(parent_of(piece.name), pieces[position:])), len(pieces)), False
+        used_at = _first_use(piece.parameters[0], uses)
+        if used_at is not None and (not used_at or used_at in ranks):
+            return ranks.get(used_at, len(pieces)), False
         owner = piece.name
         while owner and not ranks_inside(owner, pieces):
             owner = parent_of(owner)
@@ -272,7 +299,11 @@ def _parameters_of_one_place(atoms: Sequence[Atom], returned_to: Collection[str]
 
 
 def _build_modules(
-    model: nn.Module, atoms: Sequence[Atom], groups: Sequence[Group], single: Collection[str]
+    model: nn.Module,
+    atoms: Sequence[Atom],
+    groups: Sequence[Group],
+    single: Collection[str],
+    uses: Mapping[str, Collection[str]],
 ) -> tuple[LayerModule, ...]:
     """Make the records; a parameter belongs to the first module that uses it, other names of `single` aside."""
     names = [atom.name for atom in atoms]
@@ -284,6 +315,7 @@ def _build_modules(
         for parameter in (name for p in pieces for name in p.parameters if p.role != "alias" or name not in single):
             if owners.setdefault(parameter, index) != index:
                 shared.add(parameter)
+    shared.update(_used_again(model, members, owners, uses))
 
     def build(index: int, group: Group, pieces: Sequence[Piece]) -> LayerModule:
         owned = tuple(parameter for parameter, owner in owners.items() if owner == index)
@@ -298,6 +330,26 @@ def _build_modules(
         )
 
     return tuple(build(index, *pair) for index, pair in enumerate(zip(groups, members, strict=True)))
+
+
+def _used_again(
+    model: nn.Module,
+    members: Sequence[Sequence[Piece]],
+    owners: Mapping[str, int],
+    uses: Mapping[str, Collection[str]],
+) -> Iterator[str]:
+    """Yield parameters that a layer module behind their own uses without a submodule, as `F.linear(x, table.weight)`.
+
+    Lookup tables and what a submodule taken apart holds itself alone: what a block computes of others, and keeps for
+    the loss, such as how experts are used, is no other use.
+    """
+    places = {piece.name: index for index, pieces in enumerate(members) for piece in pieces} | {"": len(members) - 1}
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, TABLES)}
+    direct = {name for pieces in members for piece in pieces if piece.role == "direct" for name in piece.parameters}
+    for name, at in uses.items():
+        is_looked_at = name in direct or id(model.get_parameter(name)) in tables
+        if is_looked_at and any(places.get(place, -1) > owners.get(name, len(members)) for place in at):
+            yield name
 
 
 def _name_group(names: Sequence[str], group: Group) -> str:

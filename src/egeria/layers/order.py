@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from egeria import tree
 from egeria.layers.batch import Batch
+from egeria.layers.gradients import GradientUse
+from egeria.layers.shards import is_sharded
 from egeria.layers.undisturbed import undisturbed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -22,10 +29,15 @@ class CallOrder:
     returned_to: set[str] = field(default_factory=set)
     """The names called again after another one was: the forward pass is no chain there."""
     without_grad: set[str] = field(default_factory=set)
-    """The names of what learns, yet ran without gradient in a pass with one: reentrant checkpointing."""
+    """The names of what learns, yet ran without gradient only in a pass with one: reentrant checkpointing."""
+    graph: GraphWalk = field(default_factory=lambda: GraphWalk({}))
+    """What the autograd graph of the pass showed."""
+    gradients: GradientUse = field(default_factory=lambda: GradientUse({}))
+    """What the loop did with gradients of parameters meanwhile."""
     in_training: bool = False
     """Whether only a pass in training mode and with gradients counts: in others nothing is checkpointed."""
     _names: dict[str, None] = field(default_factory=dict)
+    _with_grad: set[str] = field(default_factory=set)
     _last: str = ""
     _has_grad: bool = False
     _counts: bool = True
@@ -49,9 +61,11 @@ class CallOrder:
             self._has_grad = torch.is_grad_enabled()
             self._counts = not self.in_training or (self._has_grad and model.training)
 
-    def complete(self, _model: nn.Module, _inputs: object, _output: object) -> None:
+    def complete(self, _model: nn.Module, _inputs: object, output: object) -> None:
         """Note no more calls, if this pass counts."""
-        if self._counts:
+        if self._counts and not self.is_complete:
+            self.graph.look("", output)
+            self.graph.end()
             self.is_complete = True
         elif not self.is_complete:
             self._forget()
@@ -66,14 +80,74 @@ class CallOrder:
         else:
             if name in self._names and not _are_nested(name, self._last):
                 self.returned_to.add(name)
-            if self._has_grad and not torch.is_grad_enabled() and any(entry.requires_grad for entry in parameters):
-                self.without_grad.add(name)
+            if self._has_grad and any(entry.requires_grad for entry in parameters):
+                (self._with_grad if torch.is_grad_enabled() else self.without_grad).add(name)
+                self.without_grad -= self._with_grad  # such as what a teacher's pass calls too
             self._last = name
         self._names[name] = None
 
+    def look(self, place: str, _module: nn.Module, _inputs: object, output: object) -> None:
+        """Look at the graph of what a submodule put out."""
+        if not self.is_complete and self._has_grad:
+            self.graph.look(place, output)
+
     def _forget(self) -> None:
-        for noted in (self._names, self.returned_to, self.without_grad):
+        for noted in (self._names, self.returned_to, self.without_grad, self._with_grad):
             noted.clear()
+        self.graph.forget()
+
+
+class GraphWalk:
+    """Walks the autograd graph of a forward pass back from the outputs of its submodules, through each node once.
+
+    Args:
+        names: those of the parameters, by their identity.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._seen: set[Any] = set()
+        self.uses: dict[str, dict[str, None]] = {}
+        """For each parameter the submodules in which, or on the way to which, it was used; "": behind all of them."""
+        self.is_checkpointed = False
+        """Whether a part runs under reentrant activation checkpointing."""
+
+    def look(self, place: str, output: object) -> None:
+        """Note what is new in the graph of what a submodule, or the model (""), put out; nothing in compiled code."""
+        if torch.compiler.is_compiling():
+            return
+        try:
+            tensors = [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
+            todo: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+            while todo:
+                todo += self._step(todo.pop(), place)
+        except Exception:  # in the forward pass of the loop: outputs of the user's own
+            logger.debug("the graph of %r was not read", place, exc_info=True)
+
+    def end(self) -> None:
+        """Let go of the graph."""
+        self._seen = set()
+
+    def forget(self) -> None:
+        """Forget what was seen."""
+        self._seen, self.uses, self.is_checkpointed = set(), {}, False
+
+    def _step(self, node: Any, place: str) -> list[Any]:
+        """Note what a node uses; return where to go on."""
+        if node in self._seen:
+            return []
+        self._seen.add(node)
+        self.is_checkpointed = self.is_checkpointed or "CheckpointFunction" in node.name()
+        found = [following for following, _ in node.next_functions if following is not None]
+        for name in filter(None, map(self._parameter, found)):
+            self.uses.setdefault(name, {})[place] = None
+        return [following for following in found if not hasattr(following, "variable")]
+
+    def _parameter(self, node: Any) -> str | None:
+        """Return the name of the parameter whose gradient a node adds up, also in the number format of autocast."""
+        if node.name().startswith("ToCopy") and node.next_functions[0][0] is not None:
+            node = node.next_functions[0][0]
+        return self._names.get(id(node.variable)) if hasattr(node, "variable") else None
 
 
 class OrderRecorder:
@@ -92,9 +166,14 @@ class OrderRecorder:
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], *, in_training: bool = False) -> None:
-        self._calls = calls = CallOrder(in_training=in_training)
-        submodules = {name: model.get_submodule(name) for name in names}
-        handles = [model.register_forward_pre_hook(calls.begin), model.register_forward_hook(calls.complete)]
+        submodules, parameters = {name: model.get_submodule(name) for name in names}, dict(model.named_parameters())
+        walk = GraphWalk({id(parameter): name for name, parameter in parameters.items()})
+        watched = parameters if in_training and not is_sharded(model) else {}
+        use = GradientUse(watched)
+        self._calls = calls = CallOrder(graph=walk, gradients=use, in_training=in_training)
+        handles = [*use.handles, model.register_forward_pre_hook(calls.begin)]
+        handles += [model.register_forward_hook(calls.complete)]
+        handles += [sub.register_forward_hook(partial(calls.look, name)) for name, sub in submodules.items()]
         handles += [sub.register_forward_pre_hook(partial(calls.note, name)) for name, sub in submodules.items()]
         self.close = weakref.finalize(self, _remove, handles)
         """Removes the hooks; what was recorded stays readable. Closing twice is fine."""
@@ -106,7 +185,7 @@ class OrderRecorder:
 
     def record(self) -> CallOrder | None:
         """Return what was recorded, and close; None if there was no forward pass yet."""
-        if not self._calls.order:
+        if not self._calls.order and not self._calls.is_complete:
             return None
         self.close()
         return self._calls

@@ -76,6 +76,13 @@ class DutyCycle:
         resting = (member for index, member in self._members.items() if index < self.depth)
         return self.was_overruled or any(entry.requires_grad for member in resting for entry in member.parameters)
 
+    def hold(self) -> None:
+        """Switch gradients off again that the loop has switched on of what rests."""
+        for index, member in self._members.items():
+            if index < self.depth:
+                for parameter in member.parameters:
+                    parameter.requires_grad_(False)
+
     def depth_at(self, step: int, first: int = 0) -> int:
         """Return how many front layer modules are not updated at an optimizer step, counted from 1.
 

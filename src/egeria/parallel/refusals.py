@@ -19,7 +19,10 @@ COMPILED_SHARDS = (
     "compiled code. Leave out torch.compile, or use DistributedDataParallel"
 )
 
-
+JOINED = (
+    "the loop trains in `join()`, for processes that have not equally many batches: whoever has none left would take "
+    "no part in what all have to agree on. Give all equally many, as DistributedSampler does"
+)
 COPIES = (
     "DataParallel copies the model anew in every forward, and layers cannot be watched in copies. "
     "Use DistributedDataParallel, one process for each device"

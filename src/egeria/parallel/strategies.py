@@ -50,6 +50,11 @@ class ParallelStrategy:
         """Whether what was given to `attach` is compiled."""
         return self.called is not None and without_wrapper(self.called) is not self.called
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether the processes train in `join()` now, where those that have no batches left make no calls."""
+        return False
+
     def take(self, model: nn.Module) -> nn.Module:
         """Take over what was given to `attach`; return the model itself, without any wrapper."""
         self.called, self._model = model, without_wrapper(model)
@@ -169,6 +174,11 @@ class Replicas(ParallelStrategy):
         if self._wrapper is None:
             return super().refusal() or (_BARE if self._is_bare else None)
         return super().refusal() or refuse_options(self._wrapper)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether that is so of the wrapper."""
+        return self._wrapper is not None and bool(self._wrapper._join_config.enable)
 
     def periods_refusal(self) -> str | None:
         """Refuse hooks that keep something for each bucket, since the buckets are others from step to step."""

@@ -197,23 +197,43 @@ class LossGuard:
     """Compares the mean loss of the intervals since a freeze with the end of the line through those before it.
 
     A loss that merely falls no further is no alarm: losses fall ever more slowly by themselves. Freezing more while
-    a freeze is watched restarts the watch, against the trend from before the first.
+    a freeze is watched restarts the watch, against the trend from before the first. What lands first, or waits, is
+    watched from when it is in force.
     """
 
     before: tuple[float, ...] = ()
     since: tuple[float, ...] | None = None  # the freeze; None while nothing is watched
+    awaited: tuple[int, ...] = ()
+    """How many front layer modules will be frozen by each freeze that was decided and is not known to be in force."""
 
     @property
     def is_ready(self) -> bool:
         """Whether a freeze could be watched now."""
         return len(self.before) >= LEAST_BEFORE
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether a freeze is watched, or will be."""
+        return self.since is not None or (self.is_ready and self.awaited != ())
+
+    def await_freeze(self, depth: int) -> LossGuard:
+        """Return the guard behind a decision to freeze so many layer modules."""
+        return replace(self, awaited=(*self.awaited, depth))
+
+    def in_force(self, frozen: int | None) -> LossGuard:
+        """Return the guard where so many layer modules are frozen; None: all that were decided to freeze."""
+        awaited = tuple(depth for depth in self.awaited if frozen is not None and depth > frozen)
+        begins = self.is_ready and awaited != self.awaited
+        return replace(self, since=() if begins else self.since, awaited=awaited)
+
     def observe(self, loss: float) -> LossGuard:
         """Return the guard with one more interval."""
         if self.since is None:
             return replace(self, before=(*self.before, loss)[-TREND_INTERVALS:])
         since = (*self.since, loss)
-        return LossGuard(before=since) if len(since) >= TREND_INTERVALS else replace(self, since=since)
+        if len(since) >= TREND_INTERVALS:
+            return replace(self, before=since, since=None)
+        return replace(self, since=since)
 
     def in_longer(self, times: float) -> LossGuard:
         """Return the guard with what it has seen taken together, for intervals that are longer from now on.
@@ -222,7 +242,7 @@ class LossGuard:
             times: how many times as long; under 1.5 nothing changes, nor while a freeze is watched.
         """
         count = round(times)
-        if count < 2 or self.since is not None:
+        if count < 2 or self.is_watching:
             return self
         newest_first = self.before[::-1]
         means = [

@@ -127,8 +127,9 @@ class Forecast(BootstrappedPolicy):
             self._pause = EvaluationPause(until=self._rates.step + 1)
         self.needs = self._needed()
         self._noise = NoiseHistory() if self._rates.settling else self._noise.observe(interval.noise, interval.loss)
+        self._guard = self._guard.in_force(interval.frozen)
         if era_begins or self._rates.rose:  # both move the loss by themselves
-            self._guard = LossGuard()
+            self._guard = LossGuard(awaited=self._guard.awaited)
         if self.stage == BOOTSTRAPPING:
             return self._observe_bootstrapping(interval.loss)
         if interval.loss is not None:
@@ -235,7 +236,7 @@ class Forecast(BootstrappedPolicy):
         self._restart_readings()
         decisions = (*self._move_to(self._frozen + 1, reason), *self._pass_over_untrainable())
         if decisions:
-            self._guard = replace(self._guard, since=())
+            self._guard = self._guard.await_freeze(self._frozen)
             self._laws = (*self._laws, (law, limit))
             self._frozen_loss = self._frozen_loss if loss is None else loss
             self._frozen_noise += 0.0 if own is None else own

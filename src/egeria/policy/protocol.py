@@ -48,6 +48,8 @@ class Interval:
     """How many front layer modules came trained; None like `worth`."""
     freeze_scores: tuple[float | None, ...] | None = None
     """For each layer module the probability that it may freeze, as the predictor of SmartFRZ sees it."""
+    frozen: int | None = None
+    """How many front layer modules were frozen, those not that land first or wait; None where it is not known."""
 
     @classmethod
     def of(cls, event: IntervalMeasured) -> Interval:

@@ -55,7 +55,7 @@ class ScheduleRule:
     def judge(self, moment: Moment) -> UnfreezeAction:
         """Return what the rate asks for at this moment."""
         before = moment.freeze_learning_rate
-        if moment.frozen and before is not None:
+        if moment.frozen and before is not None and moment.learning_rate != before:  # 0 is twice 0, and a tenth of it
             if self.rise_factor is not None and moment.learning_rate >= before * self.rise_factor:
                 return UnfreezeAction.RESTART
             if self._has_dropped(moment, before):

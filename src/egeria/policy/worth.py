@@ -122,7 +122,7 @@ class Worth(Forecast):
 
         The loss guard goes by intervals: behind the first freezes it has those it began with.
         """
-        is_calm = self._decides == WORTH and self.stage != BOOTSTRAPPING and self._guard.since is None
+        is_calm = self._decides == WORTH and self.stage != BOOTSTRAPPING and not self._guard.is_watching
         return math.ceil((self._total_steps or 0) / LOOKS) if is_calm else 0
 
     def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
@@ -297,7 +297,7 @@ class Worth(Forecast):
             decisions += found
         if self._frozen > begin:
             self._rate_at_freeze = self._rate_share
-            self._guard = replace(self._guard, since=()) if self._guard.is_ready else self._guard
+            self._guard = self._guard.await_freeze(self._frozen)
         return tuple(decisions)
 
     def _slow_bargains(self) -> tuple[Decision, ...]:

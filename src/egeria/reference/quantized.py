@@ -29,6 +29,8 @@ from egeria.reference.snapshot import (
 
 _PRECISIONS = ("auto", "int8", "int8-dynamic", "bf16", "fp32")
 _MOST_ROWS = 32
+_SAVED = (type(None), bool, int, float, str, bytes, Tensor)
+"""What `torch.load` reads back by default, in lists, tuples and dictionaries."""
 
 
 class QuantizedReference:
@@ -171,14 +173,15 @@ class QuantizedReference:
         """Return what it takes to continue, empty before the first refresh."""
         if self._format is None:
             return {}
+        batch = self._batch if self._batch and _can_be_saved(self._batch.arguments) else None
         return {
             "snapshot": {"tensors": [tensor.detach().clone() for tensor in tensors_of(self._exact_model)]},
             "formats": list(self._formats),
             "rung": self.number_format,
             "reason": self.reason,
             "found": self._format.found,
-            "batch": self._batch and _batch_to_dict(self._batch),
-            "waits_for_batch": self._waits_for_batch,
+            "batch": batch and _batch_to_dict(batch),
+            "waits_for_batch": self._waits_for_batch or batch is not self._batch,
             "has_old_ranges": self.is_stale,
         }
 
@@ -288,6 +291,13 @@ class QuantizedReference:
         """Build without a trace: no gradients, no random numbers, no mixed precision of the user's."""
         with torch.no_grad(), kept_random_state(self._exact_model), in_fp32(self._device.type).context():
             yield
+
+
+def _can_be_saved(value: Any) -> bool:
+    """Return whether a value is made of `_SAVED` alone: an object of the loop's own keeps a checkpoint from loading."""
+    if type(value) is dict:
+        value = [*value, *value.values()]
+    return all(map(_can_be_saved, value)) if type(value) in (list, tuple) else type(value) in _SAVED
 
 
 def _batch_to_dict(batch: Batch) -> dict[str, Any]:

@@ -39,8 +39,11 @@ def _setting_reason(history: History, start: events.RunStarted) -> str | None:
     policy = setting(start, "policy", "name")
     if policy == "none":
         return "the policy 'none' freezes nothing: it is the plain run to compare with."
-    if start.deepest_freeze <= 0:
-        return f"with {len(start.modules)} layer module(s) there is none in front of the last, which never freezes."
+    cut = history.last(events.ModulesOrdered) or start
+    if cut.deepest_freeze <= 0 and len(cut.modules) > 1:  # what was declined follows, and says why
+        return f"none of its {len(cut.modules)} layer modules may freeze."
+    if cut.deepest_freeze <= 0:
+        return f"with {len(cut.modules)} layer module(s) there is none in front of the last, which never freezes."
     if policy in POLICIES and first_stage(policy) == KNOWLEDGE_GUIDED:
         return f"the policy {policy!r} had no module to freeze up to step {history.last_step}, where the journal ends."
     return None

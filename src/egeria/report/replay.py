@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from egeria import events
@@ -39,7 +39,7 @@ class ReplayedDecision:
 
     step: int
     kind: str
-    """'knowledge-guided', 'freeze', 'thaw' or 'periods'."""
+    """'knowledge-guided', 'freeze', 'thaw' or 'periods'; or that the run stopped deciding, for good."""
     module: int | None
     """Which layer module froze."""
     periods: tuple[int, ...] | None = None
@@ -69,7 +69,8 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
     """Feed the losses, rates and readings of a journal to a fresh policy.
 
     A run reads only the module it monitors. Other settings may freeze earlier, and then skip readings,
-    or later, and then lack them: the replay says so and decides nothing it has no reading for.
+    or later, and then lack them: the replay says so and decides nothing it has no reading for. Where a run stopped
+    freezing for good, a replay with its own settings ends too.
 
     Args:
         directory: the run's directory.
@@ -90,10 +91,17 @@ def replay(directory: str | Path, config: Config | None = None) -> Replay:
             f"A replay needs the settings of a run of `egeria.attach`, and the journal in {directory} has none: it is "
             f"of plain training, which decided nothing. Choose the directory of another run."
         )
+    ended = next(filter(_ends_freezing, history.events), None) if config is None else None
+    if ended is not None:
+        history = replace(history, events=history.events[: history.events.index(ended) + 1])
     cut = history.last(events.ModulesOrdered) or started
     replayed, num_unused, waiting_since = _feed(_policy(started, cut, config), history, started, config)
+    recorded = [entry for event in history.events for entry in _decisions(event.step, [event])]
+    if ended is not None:  # what it decided then, and did not record, was refused
+        replayed = [entry for entry in replayed if entry.step < ended.step or entry in recorded]
+        replayed += _decisions(ended.step, [ended])
     return Replay(
-        recorded=tuple(entry for event in history.events for entry in _decisions(event.step, [event])),
+        recorded=tuple(recorded),
         replayed=tuple(replayed),
         module_names=tuple(module["name"] for module in cut.modules),
         num_unused=num_unused,
@@ -115,7 +123,9 @@ def _feed(
         if isinstance(event, events.IntervalMeasured):
             if waiting_since is None and (unread > most_unread or _lacks(policy, event, measured)):
                 waiting_since = event.step
-            replayed += _decisions(event.step, policy.observe_interval(Interval.of(event)))
+            # What other settings freeze was not frozen in the run.
+            interval = Interval.of(event) if config is None else replace(Interval.of(event), frozen=None)
+            replayed += _decisions(event.step, policy.observe_interval(interval))
             unread = 0 if PLASTICITY not in policy.needs or policy.monitored is None else unread + 1
         elif isinstance(event, events.PlasticityRead):
             unread = 0
@@ -173,6 +183,15 @@ def _reading(event: events.PlasticityRead) -> Reading:
     return Reading(**{field.name: getattr(event, field.name) for field in fields(Reading)})
 
 
+_ENDINGS = ("freezing", "freezing and thawing any further")
+"""What is declined where nothing is decided any more."""
+
+
+def _ends_freezing(event: object) -> bool:
+    """Return whether a run that could freeze stopped doing so, for good."""
+    return isinstance(event, events.Declined) and event.step > 0 and event.what in _ENDINGS
+
+
 _KINDS: dict[type, str] = {
     **dict.fromkeys((EndBootstrapping, events.StageChanged), "knowledge-guided"),
     **dict.fromkeys((Freeze, events.ModuleFrozen, events.FreezeWaits, events.LandingBegan), "freeze"),
@@ -180,6 +199,10 @@ _KINDS: dict[type, str] = {
     **dict.fromkeys((SetPeriods, events.PeriodsChanged), "periods"),
 }
 """What the decisions of a policy, and the events that record them, are called here."""
+
+
+def _kind_of(found: object) -> str | None:
+    return "the end of freezing" if _ends_freezing(found) else _KINDS.get(type(found))
 
 
 def _decisions(step: int, found: Sequence[object]) -> list[ReplayedDecision]:
@@ -192,5 +215,5 @@ def _decisions(step: int, found: Sequence[object]) -> list[ReplayedDecision]:
             periods=tuple(getattr(decision, "periods", ())) or None,
         )
         for decision in found
-        if (kind := _KINDS.get(type(decision))) is not None and getattr(decision, "decided_at", None) is None
+        if (kind := _kind_of(decision)) is not None and getattr(decision, "decided_at", None) is None
     ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from egeria.session.following import Training
 from egeria.session.meter import IntervalMeter
+from egeria.session.ranks import Subject
 from egeria.session.timing import Stopwatch
 
 MOST_MICRO_BATCHES = 1024
@@ -50,7 +51,8 @@ class StepCounter:
     do not count. A loop that calls `run.step` before the optimizer's step, or between two backward passes of a step,
     counts as ever too. Optimizers without hooks are taken to step at each call.
 
-    All of this is the same in all processes of a job, since those zero their gradients alike. In sharded models it is
+    All of this is the same in all processes of a job, since those zero their gradients alike, and tell each other what
+    they found until micro-batches are recognised. In sharded models it is
     not seen whether gradients were zeroed (`zero_grad(set_to_none=False)`): a step that is skipped there is taken for a
     micro-batch.
     """
@@ -187,6 +189,9 @@ class StepCounter:
         before, self._look = self._look, None
         has_added, is_added_to = self._unwatch()
         now = None if has_stepped else self._see()
+        has_added = has_added and before is not None and now is not None and now.gradient is before.gradient
+        if before is not None and not self._accumulates:  # a call without a step: rare where there are no micro-batches
+            has_added, is_added_to = self._agree(has_added, is_added_to)
         if now is None or (before is not None and before.weight_versions != now.weight_versions):
             if is_added_to and not self._accumulates:
                 self._recognise()
@@ -194,7 +199,7 @@ class StepCounter:
             return Call.JOINS if joins else Call.COUNTS
         self._look = now
         if not self._accumulates:
-            if not (has_added and before is not None and now.gradient is before.gradient):
+            if not has_added:
                 self._watch(now)
                 return Call.COUNTS
             self._recognise()
@@ -204,6 +209,11 @@ class StepCounter:
             self.training.recorder.decline("recognising micro-batches", _UNSEEN)
             return Call.COUNTS
         return Call.WAITS
+
+    def _agree(self, *found: bool) -> list[bool]:
+        """Return what any process of the job has found: one may have parameters that its micro-batches do not use."""
+        rows = self.training.ranks.gather(Subject.MICRO_BATCHES, found)
+        return [any(column) for column in zip(*rows, strict=True)]
 
     def _see(self) -> Look:
         parameters = list(self.training.model.parameters())

@@ -187,9 +187,10 @@ class Applier:
         frozen = [name for module in self.modules[: self.depth] for name in module.submodules]
         self._duty.wake()
         self.parallel.update(frozen, self._duty.depths(self.depth))
-        is_watched = (self.depth > 0 or self._duty.is_active) and (hooks.is_compiled or not is_alone)
-        is_watched = is_watched or self.landing.is_under_way
-        hooks.call_before(self._check_before_forward if is_watched else None)
+        changes, each = self.depth > 0 or self._duty.is_active, hooks.is_compiled or not is_alone
+        is_watched = changes or self.landing.is_under_way
+        each = each or self.landing.is_under_way
+        hooks.call_before(self._check_before_forward if is_watched else None, each=each)
         if not has_changed:
             return
         # Hooks do not fire in compiled code; units of shards have hooks of their own on what crosses.
@@ -246,10 +247,14 @@ class Applier:
         return (reason or "the first process waits") if does_wait else ""
 
     def _check_before_forward(self) -> None:
-        """Do what hooks of frozen layers cannot: what the loop unfroze must be reduced in this pass already."""
-        if self.parallel.num_ranks > 1 and self.is_undone:
-            self._was_overruled = True
-            self.release()
+        """Do what hooks of frozen layers cannot, and see whether the loop has gradients on of what is frozen.
+
+        Among several processes that counts from their next meeting on: the others may not have switched them on.
+        """
+        self._was_overruled = self.is_undone
+        if self._was_overruled and self.parallel.num_ranks > 1:
+            self._freezer.hold()
+            self._duty.hold()
         self._freezer.stay_in_inference_mode()
         self.landing.before_forward()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -233,8 +234,9 @@ def agree_on_the_run(training: Training, cut: Cut | None, interval_steps: int, i
     settings = {
         name: {key: value for key, value in config[name].items() if not str(value).startswith("<")} for name in DECIDING
     }
+    told = re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))  # a function within an object has its address in there
     names = [module.name for module in modules]
-    rows = training.ranks.gather(Subject.ATTACHING, (total_steps or -1, str(settings), names, interval_steps, is_apart))
+    rows = training.ranks.gather(Subject.ATTACHING, (total_steps or -1, told, names, interval_steps, is_apart))
     for column, what in enumerate(("total_steps", "settings")):
         apart = [rank for rank, found in enumerate(rows) if found[column] != rows[0][column]]
         if apart:

@@ -48,13 +48,30 @@ class Cut:
     def in_order(cls, training: Training, seen: CallOrder) -> Cut:
         """Return the cut in the order in which layers ran; HarmfulFreezeError as of `check_gradients`."""
         check_gradients(seen)
-        cut = cls.of(training, training.parse(seen), seen.returned_to)
+        try:
+            cut = cls.of(training, training.parse(seen), seen.returned_to)
+        except UnsupportedModelError as error:
+            reason = f"{error} Layers are seen where they are called: block(x), not block.forward(x)"
+            raise HarmfulFreezeError(reason) from error
+        reached = seen.gradients.deepest([module.parameters for module in cut.modules])
+        if reached < cut.deepest_freeze:
+            training.recorder.decline(
+                f"freezing {cut.modules[reached].name} and what follows",
+                "the loop makes a backward pass of its own for what is in front, such as a penalty on its weights, "
+                "which fails where nothing in it needs a gradient. Add it to the loss",
+            )
+            return replace(cut, deepest_freeze=reached)
         limit = cut.modules[cut.deepest_freeze]
         if limit.tap in seen.returned_to:
             reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
         elif training.keeps_in_training(limit):
             reason = (
                 "its weights are tied to layers behind it, which train them on; freezing.tied='freeze' freezes them"
+            )
+        elif cut.deepest_freeze < len(cut.modules) - 1:
+            reason = (
+                "one of the optimizers would have nothing left to train, which GradScaler takes for an error. Give one "
+                "optimizer all of the parameters, in groups"
             )
         else:
             return cut
@@ -98,6 +115,8 @@ def first_cut(training: Training) -> tuple[Cut | None, str]:
     refusal = training.parallel.refusal()
     if any(isinstance(optimizer, LBFGS) for optimizer in training.optimizers):
         refusal = "LBFGS moves parameters by its history, also those without a gradient"
+    if any(getattr(optimizer, "_overlap_with_ddp", False) for optimizer in training.optimizers):
+        refusal = "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps by buckets laid out once. Leave that out"
     if any(group.get("lr") is None for optimizer in training.optimizers for group in optimizer.param_groups):
         refusal = (
             "the optimizer keeps its learning rate to itself (lr is None), and decisions go by that; "
@@ -113,10 +132,15 @@ def first_cut(training: Training) -> tuple[Cut | None, str]:
 
 
 def check_gradients(seen: CallOrder) -> None:
-    """Raise HarmfulFreezeError where frozen layers would let no gradient by."""
-    if seen.without_grad:
+    """Raise HarmfulFreezeError where frozen layers would let no gradient by, or the loop asks for theirs."""
+    if seen.gradients.is_asked:
         raise HarmfulFreezeError(
-            f"{min(seen.without_grad)} runs under reentrant activation checkpointing, which loses every "
+            "the loop asks torch.autograd.grad for gradients of parameters, which fails for frozen ones"
+        )
+    if seen.without_grad or seen.graph.is_checkpointed:
+        part = min(seen.without_grad, default="a part of the model")
+        raise HarmfulFreezeError(
+            f"{part} runs under reentrant activation checkpointing, which loses every "
             f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
         )
 

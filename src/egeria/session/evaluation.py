@@ -28,7 +28,7 @@ from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import gather, outline
 from egeria.layers.taps import TrainingTap, capture, forward_shares
-from egeria.layers.undisturbed import undisturbed
+from egeria.layers.undisturbed import CommunicationError, undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading, Unhurried
 from egeria.session.accounts import count_memory
 from egeria.session.applying import BACKWARD_SHARE
@@ -164,10 +164,10 @@ class Evaluation:
 
     def refresh(self, evaluation: int, *, is_forced: bool = False) -> None:
         """Bring the reference model up to date with the training weights, if that is due or forced."""
-        config = self.training.config
+        config, watch, leads = self.training.config, Stopwatch(), self.ranks.leads
         period = 0 if is_forced else config.reference.refresh_evaluations or self.policy.window
-        watch, leads, age = Stopwatch(), self.ranks.leads, self._evaluations_since_refresh
-        is_due = leads and (age is None or age >= period) and not self.has_given_up
+        is_old = self._is_stale(evaluation) or (self._evaluations_since_refresh or 0) >= period
+        is_due = leads and is_old and not self.has_given_up
         if self.training.is_sharded:  # all processes gather the parameters together
             is_due = self.ranks.from_leader(Subject.REFRESH, is_due)
         if not is_due:
@@ -177,8 +177,7 @@ class Evaluation:
         calibration = None if self.batch is None else self._rows(self.batch)
         if not leads or not self.controller.refresh(evaluation, model, calibration):
             return
-        self._evaluations_since_refresh, self._refreshed_at = 0, evaluation
-        self._refresh_cost = own_watch.read()
+        self._evaluations_since_refresh, self._refreshed_at, self._refresh_cost = 0, evaluation, own_watch.read()
         self._take_in(self.controller.poll())
         if period and self.timer.iteration_s > 0:
             # A policy may ask for several in a row; what counts is how often they come in the long run.
@@ -187,9 +186,8 @@ class Evaluation:
 
     def fit_interval(self, interval_steps: int, index: int | None) -> int:
         """Return the `n` that keeps evaluations of a layer module within their budget, and journal a change."""
-        changed, is_on_cpu = None, False
-        if self.evaluated is not None and not self._reads_training:
-            is_on_cpu = self.evaluated.autocast.device_type == "cpu"
+        evaluated, changed = None if self._reads_training else self.evaluated, None
+        is_on_cpu = evaluated is not None and evaluated.autocast.device_type == "cpu"
         if index is not None and self._work_shares is not None and is_on_cpu:
             looked_at, samples = self._most_samples
             share = looked_at / samples * (1 if self.status.is_asynchronous else 2)
@@ -229,6 +227,8 @@ class Evaluation:
             if self._work_shares is None:  # else they were counted before the run was stopped, of another batch
                 model, batch = outline(self.training.model, self.batch)
                 self._work_shares = forward_shares(model, self.modules, batch)
+        except CommunicationError:
+            raise
         except Exception as error:
             self.recorder.fault("counting operations", error)
         if self._work_shares is not None:
@@ -335,6 +335,8 @@ class Evaluation:
                 self._take_in_result(report)
             else:
                 self._record(replace(report, step=self.recorder.step))
+        if status.lacks_reference:
+            self._evaluations_since_refresh = None
         if status.has_ended:
             self._num_failures = FAILURES_BEFORE_GIVING_UP
             self._close_controller()
@@ -366,8 +368,7 @@ class Evaluation:
             self._evaluations_since_refresh = None
             self._count_failure(f"the reference cannot be refreshed: {event.error}")
         elif isinstance(event, ReferenceRefreshed):
-            wall_s, cpu_s = self._refresh_cost
-            self.recorder.write(replace(event, wall_s=wall_s, cpu_s=cpu_s))
+            self.recorder.write(replace(event, wall_s=self._refresh_cost[0], cpu_s=self._refresh_cost[1]))
         else:
             self.recorder.write(event)
         if isinstance(event, RungTaken) and event.before:
@@ -378,8 +379,7 @@ class Evaluation:
 
     def _drop(self, evaluation: int, index: int, reason: str) -> None:
         """Journal an evaluation without a usable reading."""
-        event = ReadingDropped(step=self.recorder.step, evaluation=evaluation, module=index, reason=reason)
-        self.recorder.write(event)
+        self.recorder.write(ReadingDropped(step=self.recorder.step, evaluation=evaluation, module=index, reason=reason))
 
     def _count_failure(self, reason: str) -> None:
         self._num_failures += 1

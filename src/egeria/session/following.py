@@ -26,8 +26,8 @@ from egeria.layers.pretrained import count_pretrained, is_mostly_trained, settin
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
 from egeria.parallel import ParallelStrategy
-from egeria.parallel.refusals import COPIES
-from egeria.session.ranks import Ranks
+from egeria.parallel.refusals import COPIES, JOINED
+from egeria.session.ranks import OutOfStepError, Ranks
 from egeria.session.showing import outermost
 
 
@@ -54,6 +54,7 @@ class ModelHooks:
         self._keep: Callable[[Batch], None] | None = None
         self._skip: Callable[[Callable[[], Any], Batch], Any] | None = None
         self._before: Callable[[], None] | None = None
+        self._checks_each = True
         self._wants: Callable[[], bool] | None = None
         self._observe: Callable[[Batch], None] | None = None
         self._notice: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -92,9 +93,9 @@ class ModelHooks:
         """Hand the arguments of those training calls to `observe` for which `wants` is true; None stops that."""
         self._wants, self._observe = wants, observe
 
-    def call_before(self, before: Callable[[], None] | None) -> None:
-        """Call `before` ahead of each training call; None stops that."""
-        self._before = before
+    def call_before(self, before: Callable[[], None] | None, *, each: bool = True) -> None:
+        """Call `before` ahead of each training call, or of the first in the last step of an interval; None: of none."""
+        self._before, self._checks_each = before, each
 
     def skip_with(self, skip: Callable[[Callable[[], Any], Batch], Any] | None) -> None:
         """Let `skip` make the forward passes: it is given the model's own and its arguments; None stops that."""
@@ -145,11 +146,7 @@ class ModelHooks:
         if not self.model.training or not torch.is_grad_enabled():
             return
         self.num_calls += 1
-        if self.looks_at_input:
-            self.input_needs_grad, self.looks_at_input = tree.requires_grad((args, kwargs)), False
-        self._parallel.see_call()
-        if self._before is not None:
-            self._before()
+        self._look(args, kwargs)
         observe = self._observe if self._wants is not None and self._wants() else None
         takers = [take for take in (self._keep, observe) if take is not None]
         if not takers and self._skip is None:
@@ -160,6 +157,17 @@ class ModelHooks:
             take(batch)
         if self._skip is not None:
             self._batch = batch
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See what wraps the model and what trains in front of it; let others look."""
+        looks, self.looks_at_input = self.looks_at_input, False
+        if looks:
+            self.input_needs_grad = tree.requires_grad((args, kwargs))
+        self._parallel.see_call()
+        if self._parallel.is_joined:
+            raise OutOfStepError(JOINED)  # all processes see it at the same call, so that none has to tell the others
+        if self._before is not None and (looks or self._checks_each):
+            self._before()
 
 
 class SkippingForward:
@@ -174,6 +182,11 @@ class SkippingForward:
     def __init__(self, hooks: ModelHooks, forward: Callable[..., Any], own: Any) -> None:
         self._hooks, self.own_forward = hooks, own
         self.__wrapped__ = forward  # its signature is read from here
+
+    @property
+    def __code__(self) -> Any:
+        """What `torch.export` asks a `forward` for."""
+        return self.__wrapped__.__code__
 
     @run_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,9 +243,12 @@ class Training:
 
     def parse(self, seen: CallOrder | None = None) -> tuple[LayerModule, ...]:
         """Return the layer modules, in the order of execution where that is known."""
-        order, again = (seen.order, seen.returned_to) if seen else (None, ())
         settings = settings_of_cut(asdict(self.config.modules), is_pretrained=self.is_pretrained)
-        return parse_modules(self.model, order=order, returned_to=again, **settings)
+        if seen is None:
+            return parse_modules(self.model, **settings)
+        return parse_modules(
+            self.model, order=seen.order, returned_to=seen.returned_to, uses=seen.graph.uses, **settings
+        )
 
     def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
         """Raise StateError if a saved state is of another policy, or of a model with other parameters."""
@@ -262,7 +278,7 @@ class Training:
 
 UNDONE = (
     "the loop switched gradients of frozen layers on, as `disable_adapter` and `set_adapter` of PEFT do for all "
-    "adapters: it has the last word"
+    "adapters, and loops of a GAN for its discriminator: it has the last word"
 )
 
 

@@ -224,6 +224,11 @@ class Landing:
         else:
             self._end("cancelled", reason)
 
+    def let_go(self) -> None:
+        """Leave the weights as they are, those of a state that was loaded into the model maybe, and forget others."""
+        if self._average is not None:
+            self._average.keep()
+
     def describe(self) -> str:
         """Return what lands and for how long, as text that is the same in all processes."""
         course = self._course

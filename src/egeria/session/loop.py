@@ -11,6 +11,7 @@ from egeria.errors import StateError
 from egeria.events import ModulesOrdered, StageChanged
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
+from egeria.layers.undisturbed import CommunicationError
 from egeria.parallel import COMPILED_SHARDS
 from egeria.policy import (
     BOOTSTRAPPING,
@@ -185,6 +186,7 @@ class Session:
             self.recorder.decline("freezing", "it has ended for good in this run, also where that is rolled back")
         elif is_needed:
             parts, cut = self._maker.resume(modules, saved, state.get("norms", {}))
+            self.parts.applier.landing.let_go()
             self._release_parts(parts)
             cut.announce(self.training, clock.step, self.modules, saved.get("cut_by"))
             self.parts, self.modules = parts, modules
@@ -218,9 +220,7 @@ class Session:
         if parts is None or self.ranks.is_lost:
             return
         if parts.applier.is_undone:
-            self._release()
-            self.recorder.decline("freezing", UNDONE)
-            return
+            raise HarmfulFreezeError(UNDONE)
         evaluation, decisions = parts.evaluation, parts.policy.observe_interval(interval)
         batch, rehearsed = None, (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods
         if any(isinstance(decision, rehearsed) for decision in decisions):
@@ -370,7 +370,7 @@ class Session:
                 self._faults_in_a_row.pop(what, None)
             except (OutOfStepError, LostError):
                 raise
-            except HarmfulFreezeError as error:
+            except (HarmfulFreezeError, CommunicationError) as error:
                 self._stop_freezing(str(error))
             except Exception as error:
                 self._count_fault(what, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +60,17 @@ def _run(model: nn.Module, modules: Sequence[LayerModule], batch: Batch) -> Rehe
             tap: nn.Module = model.get_submodule(module.tap)
             hooks.callback(tap.register_forward_hook(_make_note(boundary)).remove)
         output = model(*batch.args, **batch.kwargs)
-    return Rehearsal(boundaries, list(tree.leaves(output)))
+    return Rehearsal(boundaries, _tensors(output))
 
 
 def _make_note(boundary: list[Tensor]) -> Callable[..., None]:
-    return lambda *call: boundary.extend(tree.leaves(call[-1]))
+    return lambda *call: boundary.extend(_tensors(call[-1]))
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Return the tensors of an output; those in objects of the user's own where there are no others."""
+    found = list(tree.leaves(output))
+    return found or [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
 
 
 def find_branch(modules: Sequence[LayerModule], before: Rehearsal, after: Rehearsal) -> LayerModule | None:

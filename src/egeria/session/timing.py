@@ -233,7 +233,8 @@ class Budget:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the settings."""
-        return {name[1:]: value for name, value in vars(self).items() if name not in ("_share", "_window")}
+        state = {name[1:]: value for name, value in vars(self).items() if name not in ("_share", "_window")}
+        return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
