@@ -170,7 +170,10 @@ class QuantizedReference:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to continue, empty before the first refresh."""
+        """Return what it takes to continue, empty before the first refresh.
+
+        A batch with objects of the loop's own is left out, and formats are tried anew with the next one.
+        """
         if self._format is None:
             return {}
         batch = self._batch if self._batch and _can_be_saved(self._batch.arguments) else None
