@@ -156,6 +156,28 @@ def test_layers_that_the_loop_unfreezes_on_one_rank_thaw_on_all(when):
     assert "last word" in told and "rank 0 cannot go on" in told_there
 
 
+def unfreeze_what_the_owner_froze():
+    job = Job(make=partly_frozen)
+    for step in range(STEPS):
+        if step == 21:
+            job.model.requires_grad_(True)
+        job.step()
+    return job.answer()
+
+
+def partly_frozen():
+    model = small_model()
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_what_its_owner_froze_and_unfreezes_trains():
+    (first, weights, trained, _), (second, others, *_) = run_ranks(unfreeze_what_the_owner_froze)
+    assert first == second and first[20] > 1 and first[-1] == 0 and all(trained)
+    assert not torch.equal(weights[0], small_model()[0][0].weight)
+    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+
+
 class Gathering(nn.Sequential):
     """Compares the features of all processes in its forward pass, as contrastive models do."""
 
@@ -197,7 +219,7 @@ class Tasks(nn.Module):
         return self.heads[task](self.trunk(x))
 
 
-def accumulate_tasks():
+def accumulate_tasks(leaves=False):
     torch.manual_seed(0)
     model = Tasks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -207,9 +229,11 @@ def accumulate_tasks():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", egeria.EgeriaWarning)
         run = egeria.attach(wrapped, optimizer, config=FAST, controller=ScriptedController(), directory=directory)
+        if leaves:
+            run._session.ranks.leave()
         for _ in range(12):
             for micro in range(2):
-                task = 0 if micro and rank else 1
+                task = 0 if micro and rank and not leaves else 1
                 loss = wrapped(torch.randn(4, 8), task).square().mean()
                 loss.backward()
                 if micro:
@@ -224,6 +248,11 @@ def test_micro_batches_are_recognised_alike_where_ranks_train_other_tasks():
     (first, weights), (second, others) = run_ranks(accumulate_tasks)
     assert first == second and first[-1] == 12
     assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
+
+
+def test_micro_batches_are_recognised_where_freezing_has_ended():
+    (first, _), (second, _) = run_ranks(accumulate_tasks, True)
+    assert first == second and first[-1] == 12
 
 
 def join_uneven():

@@ -131,6 +131,19 @@ def test_nothing_is_left_of_what_a_model_keeps_in_attributes():
     assert all(torch.equal(*pair) for pair in zip(*twins, strict=True))
 
 
+def test_tensors_of_other_kinds_are_left_alone():
+    model = Remembering()
+    model.register_buffer("calls", torch.zeros(()))
+    with torch.inference_mode():
+        model.seen = torch.ones(3)
+    model.sparse = nn.Parameter(torch.eye(3).to_sparse())
+    model.large = torch.zeros(1).expand(2**25)
+    with undisturbed(model):
+        model(torch.ones(3, 8))
+        model.calls += 1
+    assert model.calls == 0 and model.seen.sum() == 3
+
+
 def test_the_block_runs_in_inference_mode_without_gradients():
     model = restless_model()
     with undisturbed(model):

@@ -79,6 +79,23 @@ def test_reentrant_checkpointing_within_blocks_is_seen(tmp_path):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+class LastHalves(Chain):
+    """Recomputes the inside of its last block reentrantly."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts[3] = Halves()
+
+
+def test_layers_in_front_of_what_is_recomputed_freeze(tmp_path):
+    model = LastHalves()
+    run, declined = train(model, tmp_path, schedule="0.2:2 0.4:4")
+    assert run.frozen == 1 and any("use_reentrant=False" in entry for entry in declined), declined
+    output = model(torch.randn(6, 8))
+    output.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parts[3].parameters())
+
+
 class Consistent(Chain):
     """Compares itself with its own output for another input, which is no target to learn from."""
 
@@ -116,6 +133,48 @@ def test_parameters_of_the_model_itself_freeze_where_they_are_used(tmp_path):
     assert run.frozen == 1
     assert model.prototypes.requires_grad and model.scale.requires_grad and not model.token.requires_grad
     assert not model.parts[0].inner.weight.requires_grad and model.parts[1].inner.weight.requires_grad
+
+
+class Positions(Chain):
+    """Adds positions in front, and has one dropout for both ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.drop = nn.Parameter(torch.zeros(8)), nn.Dropout(0.1)
+        self.stem = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.drop(self.stem(x) + self.position)
+        for part in self.parts:
+            x = part(x)
+        return self.head(self.drop(x))
+
+
+def test_positions_freeze_with_the_front_where_both_ends_share_a_dropout(tmp_path):
+    model = Positions()
+    run, declined = train(model, tmp_path)
+    assert run.frozen == 1 and not model.position.requires_grad and not declined, declined
+
+
+class Contrastive(Chain):
+    """Has the temperature of its loss, which the loop uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_a_parameter_of_the_loss_alone_trains_on(tmp_path):
+    def step(model, x):
+        found = model(x)
+        leaf = found.detach().requires_grad_()
+        (leaf * model.scale).square().mean().backward()
+        found.backward(leaf.grad)
+        return torch.zeros(())
+
+    model = Contrastive()
+    run, declined = train(model, tmp_path, step=step, schedule="0.2:2")
+    assert run.frozen == 2 and model.scale.requires_grad, declined
 
 
 class Tied(nn.Module):
@@ -282,6 +341,16 @@ def test_a_loop_that_asks_for_gradients_of_parameters_is_not_stopped(tmp_path):
 
     run, declined = train(Chain(), tmp_path, step=step)
     assert run.frozen == 0 and any("torch.autograd.grad" in entry for entry in declined), declined
+
+
+def test_a_loop_that_asks_for_the_gradient_of_the_last_layer_freezes_what_is_in_front(tmp_path):
+    def step(model, x):
+        loss = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [model.head.weight], retain_graph=True)
+        return loss / (1 + gradient.norm().detach())
+
+    run, declined = train(Chain(), tmp_path, step=step)
+    assert run.frozen == 1 and not declined, declined
 
 
 def test_a_backward_pass_for_the_weights_of_each_block_is_not_stopped(tmp_path):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,8 +17,9 @@ from torch import nn
 
 from egeria.config import ModulesConfig
 from egeria.errors import ConfigError
+from egeria.layers.atoms import names_of_reused
 from egeria.layers.modules import LayerModule, count_trainable, parameters_of, parse_modules
-from egeria.layers.order import OrderRecorder
+from egeria.layers.order import CallOrder, OrderRecorder
 from egeria.layers.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
 from egeria.layers.undisturbed import undisturbed
 
@@ -32,9 +32,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     cut = parse_modules(model, **settings)
     if example is not None:
         names = [name for module in cut for name in module.submodules]
-        with OrderRecorder(model, names) as recorder:
-            _forward(arguments.model, model, example)
-        cut = parse_modules(model, order=recorder.order, uses=recorder.graph.uses, **settings)
+        seen = _forward(arguments.model, model, example, [*names, *names_of_reused(model)])
+        cut = parse_modules(model, order=seen.order, returned_to=seen.returned_to, uses=seen.uses, **settings)
     console.print(_table(model, cut))
     console.print(
         "In execution order." if example is not None else "In definition order; the first forward of a run corrects it."
@@ -75,15 +74,16 @@ def _build(path: str) -> tuple[nn.Module, Any]:
     return model, example
 
 
-def _forward(path: str, model: nn.Module, example: Any) -> None:
+def _forward(path: str, model: nn.Module, example: Any, names: Sequence[str]) -> CallOrder:
     try:
-        with undisturbed(model), torch.no_grad():
+        with undisturbed(model, gradients=True), OrderRecorder(model, names) as seen:
             if isinstance(example, Mapping):
                 model(**example)
             elif isinstance(example, (tuple, list)):
                 model(*example)
             else:
                 model(example)
+        return seen
     except Exception as error:
         raise ConfigError(
             f"The model of {path} must take its example arguments; {type(error).__name__}: {error}. "

@@ -88,6 +88,8 @@ class Freezer:
         self._freeze_tied = freeze_tied
         self._trainable = (True,) * len(self._modules) if trainable is None else tuple(trainable)
         self._records: list[_Record] = []
+        self._held: list[nn.Parameter] = []
+        """What its owner had frozen, and has switched on meanwhile, while that is held back."""
         self._still = _Still()
 
     @property
@@ -112,8 +114,9 @@ class Freezer:
         return any(entry.requires_grad for record in records for entry in (*record.parameters, *record.others))
 
     def hold(self) -> None:
-        """Switch gradients off again that somebody else has switched on."""
+        """Switch gradients off again that somebody else has switched on, until everything thaws."""
         for record in self._records:
+            self._held += [parameter for parameter in record.others if parameter.requires_grad]
             for parameter in (*record.parameters, *record.others):
                 parameter.requires_grad_(False)
 
@@ -140,7 +143,10 @@ class Freezer:
                 parameter.requires_grad_(True)
             for submodule in record.modes:
                 submodule.training = self._mode(self._still.modes[submodule])
+        for parameter in self._held:
+            parameter.requires_grad_(True)
         self._records.clear()
+        self._held.clear()
         self._still.modes.clear()
 
     def stay_in_inference_mode(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from egeria import tree
 from egeria.layers.copies import PlainCopies
 
+MOST_PASSES = 100
+"""Backward passes that are told apart in the first step."""
 TRIES = 5
 """Optimizer steps in which a gradient must be seen to be nobody's."""
 _TRAINED = (
@@ -183,24 +185,34 @@ class GradientUse:
         """Of each backward pass the parameters that it reached."""
 
     @property
-    def is_asked(self) -> bool:
-        """Whether `torch.autograd.grad` was asked for gradients of parameters, which fails for those without one."""
-        return any(count > 0 for count in self._surplus.values())
+    def names(self) -> tuple[str, ...]:
+        """The parameters that had a gradient."""
+        return tuple(self._surplus)
 
-    def deepest(self, owners: Sequence[Collection[str]]) -> int:
+    def asked(self, places: Mapping[str, int]) -> int:
+        """Return the frontmost layer module of whose parameters `torch.autograd.grad` was asked for a gradient.
+
+        It fails for parameters without one.
+
+        Args:
+            places: for each parameter the number of its layer module.
+        """
+        return min((places[name] for name, count in self._surplus.items() if count > 0), default=len(places))
+
+    def deepest(self, places: Mapping[str, int]) -> int:
         """Return how many front layer modules may freeze; a backward pass beside one for deeper ones needs what trains.
 
         Args:
-            owners: the names of the parameters of each layer module, front to back.
+            places: for each parameter the number of its layer module.
         """
-        places, behind = {name: index for index, names in enumerate(owners) for name in names}, len(owners)
-        reached = {max(places.get(name, behind) for name in found) for found in self._passes.values()}
-        return min(reached) if len(reached) > 1 else behind
+        reached = {max(places[name] for name in found) for found in self._passes.values()}
+        return min(reached) if len(reached) > 1 else len(places)
 
     def _note(self, name: str, _gradient: Tensor) -> None:
         self._surplus[name] += 1
-        current: Any = torch._C
-        self._passes.setdefault(current._current_graph_task_id(), set()).add(name)
+        if len(self._passes) < MOST_PASSES:
+            current: Any = torch._C
+            self._passes.setdefault(current._current_graph_task_id(), set()).add(name)
 
     def _note_added(self, name: str, _parameter: Tensor) -> None:
         self._surplus[name] -= 1

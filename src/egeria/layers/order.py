@@ -44,6 +44,17 @@ class CallOrder:
     is_complete: bool = False
 
     @property
+    def uses(self) -> dict[str, list[str]]:
+        """For each parameter the submodules in which, or on the way to which, it was used; "" is behind all of them.
+
+        What has a gradient, and is in no graph of the pass, was used behind it, in the loss.
+        """
+        found = {name: list(places) for name, places in self.graph.uses.items()}
+        if self.graph.is_read and found and not self.graph.checkpointed:
+            found |= {name: [""] for name in self.gradients.names if name not in found}
+        return found
+
+    @property
     def order(self) -> tuple[str, ...]:
         """The names called so far, in the order of their first call.
 
@@ -109,12 +120,15 @@ class GraphWalk:
         self._seen: set[Any] = set()
         self.uses: dict[str, dict[str, None]] = {}
         """For each parameter the submodules in which, or on the way to which, it was used; "": behind all of them."""
-        self.is_checkpointed = False
-        """Whether a part runs under reentrant activation checkpointing."""
+        self.checkpointed: set[str] = set()
+        """The submodules in which, or on the way to which, reentrant activation checkpointing was used."""
+        self.is_read = True
+        """Whether all of the graph could be walked through."""
 
     def look(self, place: str, output: object) -> None:
         """Note what is new in the graph of what a submodule, or the model (""), put out; nothing in compiled code."""
         if torch.compiler.is_compiling():
+            self.is_read = False
             return
         try:
             tensors = [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
@@ -122,6 +136,7 @@ class GraphWalk:
             while todo:
                 todo += self._step(todo.pop(), place)
         except Exception:  # in the forward pass of the loop: outputs of the user's own
+            self.is_read = False
             logger.debug("the graph of %r was not read", place, exc_info=True)
 
     def end(self) -> None:
@@ -130,14 +145,15 @@ class GraphWalk:
 
     def forget(self) -> None:
         """Forget what was seen."""
-        self._seen, self.uses, self.is_checkpointed = set(), {}, False
+        self._seen, self.uses, self.checkpointed, self.is_read = set(), {}, set(), True
 
     def _step(self, node: Any, place: str) -> list[Any]:
         """Note what a node uses; return where to go on."""
         if node in self._seen:
             return []
         self._seen.add(node)
-        self.is_checkpointed = self.is_checkpointed or "CheckpointFunction" in node.name()
+        if "CheckpointFunction" in node.name():
+            self.checkpointed.add(place)
         found = [following for following, _ in node.next_functions if following is not None]
         for name in filter(None, map(self._parameter, found)):
             self.uses.setdefault(name, {})[place] = None
@@ -173,7 +189,8 @@ class OrderRecorder:
         self._calls = calls = CallOrder(graph=walk, gradients=use, in_training=in_training)
         handles = [*use.handles, model.register_forward_pre_hook(calls.begin)]
         handles += [model.register_forward_hook(calls.complete)]
-        handles += [sub.register_forward_hook(partial(calls.look, name)) for name, sub in submodules.items()]
+        looked_at = [(name, sub) for name, sub in submodules.items() if next(sub.parameters(), None) is not None]
+        handles += [sub.register_forward_hook(partial(calls.look, name)) for name, sub in looked_at]
         handles += [sub.register_forward_pre_hook(partial(calls.note, name)) for name, sub in submodules.items()]
         self.close = weakref.finalize(self, _remove, handles)
         """Removes the hooks; what was recorded stays readable. Closing twice is fine."""

@@ -22,6 +22,8 @@ from egeria import dist
 _own_passes = threading.local()
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
+MOST_BYTES = 2**26
+"""Of a tensor among the attributes: a larger one is not copied, and keeps what a pass of ours writes to it."""
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
@@ -37,9 +39,11 @@ class CommunicationError(Exception):
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets no operation wait for other processes: none of them takes part."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of one process."""
-        if func.namespace.startswith(("c10d", "_c10d")):
+        if getattr(func, "namespace", "").startswith(("c10d", "_c10d")):
             raise CommunicationError(
                 f"the forward pass of the model communicates between processes ({func}), and a pass of one process "
                 f"alone, by which layers are judged, would wait for the others. Let the model communicate in its "
@@ -56,10 +60,12 @@ class _Before:
         held = [value for _, table, _ in self._attributes for name, value in table.items() if name not in _OF_MODULES]
         self._contents = [restore for value in held if (restore := _restoring(value)) is not None]
         buffers = {id(entry): entry for module in modules for entry in module._buffers.values() if entry is not None}
-        tensors = [*buffers.values(), *(value for value in held if isinstance(value, Tensor))]
+        kept = {id(value): value for value in held if isinstance(value, Tensor) and _is_small(value)} | buffers
+        tensors = [tensor for tensor in kept.values() if not tensor.is_inference()]
         self._tensors = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
         weights = {weight for module in modules for weight in module._parameters.values()}
-        self._weights = [(weight, weight.data) for weight in weights if type(weight) is nn.Parameter]
+        plain = [entry for entry in weights if type(entry) is nn.Parameter and entry.layout is torch.strided]
+        self._weights = [(weight, weight.data) for weight in plain]
 
     def restore(self, learning: Collection[int]) -> None:
         """Give the model back what it had.
@@ -70,17 +76,17 @@ class _Before:
         for module, before, buffers in self._attributes:
             restore_table(vars(module), before)
             restore_table(module._buffers, buffers)
-        for restore in self._contents:
-            restore()
-        for weight, memory in self._weights:
-            if weight.data_ptr() != memory.data_ptr():
-                weight.data = memory
         with torch.no_grad():
             for tensor, version, saved in self._tensors:
                 if id(tensor) in learning:
                     tensor.data.copy_(saved)  # `data`: a graph of the user's that waits for its backward saved it
                 elif tensor._version != version:
                     tensor.copy_(saved)
+        for restore in self._contents:
+            restore()
+        for weight, memory in self._weights:
+            if weight.data_ptr() != memory.data_ptr():
+                weight.data = memory
 
 
 @contextmanager
@@ -195,6 +201,10 @@ def _has_other_attention() -> bool:
     """Return whether there is another than that of cuDNN, as thrifty, and one that takes what that does not."""
     cuda: Any = torch.backends.cuda
     return bool(cuda.math_sdp_enabled() and (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()))
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= MOST_BYTES
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:

@@ -50,11 +50,6 @@ class ParallelStrategy:
         """Whether what was given to `attach` is compiled."""
         return self.called is not None and without_wrapper(self.called) is not self.called
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether the processes train in `join()` now, where those that have no batches left make no calls."""
-        return False
-
     def take(self, model: nn.Module) -> nn.Module:
         """Take over what was given to `attach`; return the model itself, without any wrapper."""
         self.called, self._model = model, without_wrapper(model)
@@ -91,8 +86,13 @@ class ParallelStrategy:
             names: those of the parameters.
         """
 
-    def see_call(self) -> None:
-        """See a training call of the model begin, within whatever wraps it."""
+    def see_call(self) -> bool:
+        """See a training call of the model begin, within whatever wraps it.
+
+        Returns:
+            Whether it is made in `join()`, where processes that have no batches left make none.
+        """
+        return False
 
     def wrap(self) -> nn.Module:
         """Return what `run.model` calls, made now if it has to be."""
@@ -175,11 +175,6 @@ class Replicas(ParallelStrategy):
             return super().refusal() or (_BARE if self._is_bare else None)
         return super().refusal() or refuse_options(self._wrapper)
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether that is so of the wrapper."""
-        return self._wrapper is not None and bool(self._wrapper._join_config.enable)
-
     def periods_refusal(self) -> str | None:
         """Refuse hooks that keep something for each bucket, since the buckets are others from step to step."""
         hooks = self._wrapper._comm_hooks if self._wrapper is not None else ()
@@ -197,10 +192,13 @@ class Replicas(ParallelStrategy):
             distributed.broadcast(sent, first, group=group)
             weights.copy_(sent)
 
-    def see_call(self) -> None:
+    def see_call(self) -> bool:
         """Find the wrapper of a bare model at the first training call in one."""
-        if self._wrapper is not None:
-            return
+        if self._wrapper is None:
+            self._find_wrapper()
+        return self._wrapper is not None and bool(self._wrapper._join_config.enable)
+
+    def _find_wrapper(self) -> None:
         find: Any = DistributedDataParallel._get_active_ddp_module
         wrapper = find()
         self._is_bare = wrapper is None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from egeria.session.following import Training
 from egeria.session.meter import IntervalMeter
-from egeria.session.ranks import Subject
+from egeria.session.ranks import LostError, OutOfStepError, Subject
 from egeria.session.timing import Stopwatch
 
 MOST_MICRO_BATCHES = 1024
@@ -212,7 +212,11 @@ class StepCounter:
 
     def _agree(self, *found: bool) -> list[bool]:
         """Return what any process of the job has found: one may have parameters that its micro-batches do not use."""
-        rows = self.training.ranks.gather(Subject.MICRO_BATCHES, found)
+        try:
+            rows = self.training.ranks.gather(Subject.MICRO_BATCHES, found)
+        except (OutOfStepError, LostError) as error:  # for the session to act on: it is no fault of counting
+            self.training.hooks.failure, self.training.hooks.needs_check = error.with_traceback(None), True
+            rows = [found]
         return [any(column) for column in zip(*rows, strict=True)]
 
     def _see(self) -> Look:

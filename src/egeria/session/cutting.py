@@ -46,21 +46,16 @@ class Cut:
 
     @classmethod
     def in_order(cls, training: Training, seen: CallOrder) -> Cut:
-        """Return the cut in the order in which layers ran; HarmfulFreezeError as of `check_gradients`."""
-        check_gradients(seen)
+        """Return the cut in the order in which layers ran; HarmfulFreezeError where nothing can be frozen."""
         try:
             cut = cls.of(training, training.parse(seen), seen.returned_to)
         except UnsupportedModelError as error:
             reason = f"{error} Layers are seen where they are called: block(x), not block.forward(x)"
             raise HarmfulFreezeError(reason) from error
-        reached = seen.gradients.deepest([module.parameters for module in cut.modules])
-        if reached < cut.deepest_freeze:
-            training.recorder.decline(
-                f"freezing {cut.modules[reached].name} and what follows",
-                "the loop makes a backward pass of its own for what is in front, such as a penalty on its weights, "
-                "which fails where nothing in it needs a gradient. Add it to the loss",
-            )
-            return replace(cut, deepest_freeze=reached)
+        deepest, reason = deepest_by_gradients(cut.modules, seen)
+        if deepest < cut.deepest_freeze:
+            training.recorder.decline(f"freezing {cut.modules[deepest].name} and what follows", reason)
+            return replace(cut, deepest_freeze=deepest)
         limit = cut.modules[cut.deepest_freeze]
         if limit.tap in seen.returned_to:
             reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
@@ -131,18 +126,39 @@ def first_cut(training: Training) -> tuple[Cut | None, str]:
         return None, str(error)
 
 
-def check_gradients(seen: CallOrder) -> None:
-    """Raise HarmfulFreezeError where frozen layers would let no gradient by, or the loop asks for theirs."""
-    if seen.gradients.is_asked:
-        raise HarmfulFreezeError(
-            "the loop asks torch.autograd.grad for gradients of parameters, which fails for frozen ones"
-        )
-    if seen.without_grad or seen.graph.is_checkpointed:
-        part = min(seen.without_grad, default="a part of the model")
-        raise HarmfulFreezeError(
+def deepest_by_gradients(modules: Sequence[LayerModule], seen: CallOrder) -> tuple[int, str]:
+    """Return how many front layer modules may freeze such that every gradient that the loop needs comes, and why.
+
+    Raises:
+        HarmfulFreezeError: not one.
+    """
+    places = {name: index for index, module in enumerate(modules) for name in module.parameters}
+    owners = {name: index for index, module in enumerate(modules) for name in module.submodules} | {
+        "": len(modules) - 1
+    }
+    recomputed = [owners.get(name, 0) for name in (*seen.without_grad, *seen.graph.checkpointed)]
+    part = min(seen.without_grad, default="a part of the model")
+    # What is recomputed needs a gradient at its input, from a layer module in front of it.
+    limits = [
+        (
+            max(0, min(recomputed, default=len(modules)) - 1),
             f"{part} runs under reentrant activation checkpointing, which loses every "
-            f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False"
-        )
+            f"gradient behind a frozen layer. Use torch.utils.checkpoint with use_reentrant=False",
+        ),
+        (
+            seen.gradients.asked(places),
+            "the loop asks torch.autograd.grad for gradients of parameters, which fails for frozen ones",
+        ),
+        (
+            seen.gradients.deepest(places),
+            "the loop makes a backward pass of its own for what is in front, such as a penalty on its weights, "
+            "which fails where nothing in it needs a gradient. Add it to the loss",
+        ),
+    ]
+    deepest, reason = min(limits, key=lambda limit: limit[0])
+    if deepest == 0:
+        raise HarmfulFreezeError(reason)
+    return deepest, reason
 
 
 def _deepest_with_busy_optimizers(training: Training, modules: Sequence[LayerModule]) -> int:

@@ -163,8 +163,7 @@ class ModelHooks:
         looks, self.looks_at_input = self.looks_at_input, False
         if looks:
             self.input_needs_grad = tree.requires_grad((args, kwargs))
-        self._parallel.see_call()
-        if self._parallel.is_joined:
+        if self._parallel.see_call():
             raise OutOfStepError(JOINED)  # all processes see it at the same call, so that none has to tell the others
         if self._before is not None and (looks or self._checks_each):
             self._before()
@@ -246,9 +245,7 @@ class Training:
         settings = settings_of_cut(asdict(self.config.modules), is_pretrained=self.is_pretrained)
         if seen is None:
             return parse_modules(self.model, **settings)
-        return parse_modules(
-            self.model, order=seen.order, returned_to=seen.returned_to, uses=seen.graph.uses, **settings
-        )
+        return parse_modules(self.model, order=seen.order, returned_to=seen.returned_to, uses=seen.uses, **settings)
 
     def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
         """Raise StateError if a saved state is of another policy, or of a model with other parameters."""

@@ -30,7 +30,7 @@ from egeria.session.accumulation import StepCounter
 from egeria.session.applying import in_groups
 from egeria.session.checks import MakeController
 from egeria.session.compiling import Compiling
-from egeria.session.cutting import Cut, check_gradients
+from egeria.session.cutting import Cut, deepest_by_gradients
 from egeria.session.following import UNDONE, HarmfulFreezeError, Training, check_calls, watch_order
 from egeria.session.measuring import Measures
 from egeria.session.meter import IntervalMeter
@@ -303,7 +303,9 @@ class Session:
             return
         self._order = None
         if self._is_cut_to_order:  # in a resumed run, which may be checkpointed in another way now
-            check_gradients(seen)
+            deepest, reason = deepest_by_gradients(self.modules, seen)
+            if self.parts and deepest < self.parts.applier.deepest_freeze:
+                raise HarmfulFreezeError(reason)
             return
         cut = Cut.in_order(self.training, seen)
         if cut != Cut.of(self.training, self.modules):
