@@ -50,9 +50,9 @@ class CallOrder:
         What has a gradient, and is in no graph of the pass, was used behind it, in the loss.
         """
         found = {name: list(places) for name, places in self.graph.uses.items()}
-        if self.graph.is_read and found and not self.graph.checkpointed:
-            found |= {name: [""] for name in self.gradients.names if name not in found}
-        return found
+        others = [name for name in self.gradients.names if name not in found]
+        is_known = self.graph.is_read and not self.graph.checkpointed and len(others) < len(found)
+        return found | {name: [""] for name in others if is_known}
 
     @property
     def order(self) -> tuple[str, ...]:
