@@ -13,7 +13,7 @@ from torch.nn import functional
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.taps import TrainingTap, capture, forward_shares
-from egeria.layers.undisturbed import undisturbed
+from egeria.layers.undisturbed import MOST_BYTES, undisturbed
 from loops import outside
 
 PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
@@ -137,11 +137,13 @@ def test_tensors_of_other_kinds_are_left_alone():
     with torch.inference_mode():
         model.seen = torch.ones(3)
     model.sparse = nn.Parameter(torch.eye(3).to_sparse())
-    model.large = torch.zeros(1).expand(2**25)
+    model.large, model.small = torch.zeros(MOST_BYTES // 4 + 1), torch.zeros(4)
     with undisturbed(model):
         model(torch.ones(3, 8))
-        model.calls += 1
-    assert model.calls == 0 and model.seen.sum() == 3
+        for kept in (model.calls, model.large, model.small):
+            kept.add_(1)
+    assert model.calls == 0 and model.small.sum() == 0 and model.seen.sum() == 3
+    assert model.large[0] == 1, "what is too large to be copied keeps what was written"
 
 
 def test_the_block_runs_in_inference_mode_without_gradients():

@@ -288,6 +288,14 @@ def test_the_reason_is_told_where_an_optimizer_trains_the_front_alone(tmp_path):
     assert run.frozen == 0 and any("one of the optimizers" in entry for entry in declined), declined
 
 
+def test_an_optimizer_that_steps_by_the_buckets_of_the_wrapper_is_declined(tmp_path):
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer._overlap_with_ddp = True  # as ZeroRedundancyOptimizer has it
+    run, declined = train(model, tmp_path, optimizer=optimizer)
+    assert run.frozen == 0 and any("overlap_with_ddp" in entry for entry in declined), declined
+
+
 def test_a_model_is_exported_while_layers_are_frozen(tmp_path):
     model = Chain()
     run, _ = train(model, tmp_path, loader=torch.utils.data.DataLoader(torch.randn(60, 8), batch_size=6))
