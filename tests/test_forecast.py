@@ -65,7 +65,7 @@ def foreseen(make, period, every=20):
             scheduler.step()
         if step % every == 0:
             said.append((step, foresight.ahead(step, optimizer.param_groups[0]["lr"])))
-    return [(ahead and ahead.way, sum(rates[step:])) for step, ahead in said], rates
+    return [(ahead and ahead.remaining_rate_sum, sum(rates[step:])) for step, ahead in said], rates
 
 
 @pytest.mark.parametrize(("make", "period"), CASES, ids=[*BY_EPOCH, *BY_STEP])
@@ -100,7 +100,7 @@ def test_a_rate_that_somebody_sets_by_hand_is_gone_on_from():
         before = foresight.ahead(step, optimizer.param_groups[0]["lr"])
     optimizer.param_groups[0]["lr"] *= 10
     after = foresight.ahead(4, optimizer.param_groups[0]["lr"])
-    assert (after.way, after.last_rate) == (pytest.approx(10 * before.way), pytest.approx(10 * before.last_rate))
+    assert after == pytest.approx([10 * before.remaining_rate_sum, 10 * before.last_rate])
 
 
 def two_groups(front, head):
@@ -117,7 +117,7 @@ def test_groups_with_another_rate_do_not_count():
         optimizer.step()
         scheduler.step()
         ahead = foresight.ahead(step, 0.1)
-    assert (ahead.way, ahead.last_rate) == (pytest.approx(9.0), pytest.approx(0.1))
+    assert (ahead.remaining_rate_sum, ahead.last_rate) == (pytest.approx(9.0), pytest.approx(0.1))
     assert foresight.ahead(10, 0.03) is None, "no group of this scheduler trains the front"
 
 
@@ -131,7 +131,7 @@ def test_a_scheduler_that_is_begun_anew_is_watched_anew():
         if step == 40:
             scheduler = foresight._scheduler = schedulers.CosineAnnealingLR(optimizer, 50)
         ahead = foresight.ahead(step, optimizer.param_groups[0]["lr"])
-        assert ahead is None or ahead.way > 0
+        assert ahead is None or ahead.remaining_rate_sum > 0
 
 
 def test_the_last_rate_is_foreseen():
@@ -153,7 +153,7 @@ def test_one_call_at_the_end_of_an_epoch_is_enough():
     assert foresight.ahead(50, 0.2) is None
     scheduler.step()
     ahead = foresight.ahead(100, 0.1)
-    assert (ahead.way, ahead.last_rate) == (pytest.approx(10 + 5), pytest.approx(0.05))
+    assert (ahead.remaining_rate_sum, ahead.last_rate) == (pytest.approx(10 + 5), pytest.approx(0.05))
     resumed = Foresight(scheduler, 300)
     resumed.load_state_dict(foresight.state_dict())
     assert resumed.ahead(100, 0.1) == ahead
@@ -224,7 +224,7 @@ def test_a_call_at_the_beginning_of_the_first_epoch_says_nothing():
 
 def test_without_a_scheduler_the_worst_is_foreseen():
     ahead = Foresight(None, TOTAL).ahead(TOTAL - 10, 0.1)
-    assert (ahead.way, ahead.last_rate) == (pytest.approx(1.0), 0.0)
+    assert (ahead.remaining_rate_sum, ahead.last_rate) == (pytest.approx(1.0), 0.0)
 
 
 @pytest.mark.parametrize("scheduler", [object(), schedulers.ReduceLROnPlateau(sgd())])
@@ -499,8 +499,8 @@ def test_a_later_freeze_is_watched_as_long_as_the_first():
     policy = forecast(num_modules=4)
     found = readings(policy, 5)
     while policy.frozen < 2:
-        found = readings(policy, 1, first=policy.state_dict()["course"]["step"] // 10 + 1, snapshot=2, oldest=99)
-    step = policy.state_dict()["course"]["step"] // 10
+        found = readings(policy, 1, first=policy.state_dict()["rates"]["step"] // 10 + 1, snapshot=2, oldest=99)
+    step = policy.state_dict()["rates"]["step"] // 10
     found = [policy.observe_interval(interval(evaluation, loss=1.2)) for evaluation in range(step + 1, step + 5)]
     assert any(isinstance(decision, Thaw) for decisions in found for decision in decisions)
 
@@ -580,7 +580,7 @@ def test_it_knows_whether_the_rate_ends_low(make, rests, until):
                     evaluation=step // 20,
                     loss=1.0,
                     learning_rate=rate,
-                    remaining_rate_sum=ahead.way,
+                    remaining_rate_sum=ahead.remaining_rate_sum,
                     last_rate=ahead.last_rate,
                 )
             )
@@ -707,17 +707,6 @@ def test_before_watching_no_noise_is_measured_and_where_it_begins_the_snapshot_i
     assert policy.monitored == 0 and "noise" in policy.needs and policy.window == 1
     policy.observe_interval(interval(5, rate=0.1, remaining=1e-3))
     assert policy.window > 1
-
-
-def test_a_state_of_an_earlier_version_is_watched():
-    policy = forecast(total_steps=1000, watched_share=0.15)
-    policy.observe_interval(interval(3, remaining=60.0))
-    state = json.loads(json.dumps(policy.state_dict()))
-    del state["course"]["past_rate_sum"]
-    assert policy.monitored is None
-    policy.load_state_dict(state)
-    policy.observe_interval(interval(5, remaining=60.0))
-    assert policy.monitored == 0
 
 
 def test_a_run_that_is_nearly_over_is_not_looked_at():

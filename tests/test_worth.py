@@ -537,7 +537,7 @@ def test_in_a_straight_decay_all_freezes_together_cost_what_the_setting_says(lim
     assert frozen == 3
 
 
-def test_several_freeze_at_once_where_those_behind_make_it_a_bargain():
+def test_several_freeze_at_once_where_those_behind_bring_less_for_their_time():
     made = policy(worth_limit=0.99)
     measured(made, shares=(0.25, 0.05, 0.05, 0.65))  # 3.6 for the first alone, 2.5 with what follows
     assert made.observe_interval(interval(11)) == ()
@@ -628,7 +628,7 @@ def test_what_is_not_certain_as_a_whole_freezes_late():
     assert all(first > 2 * second for first, second in zip(known, unsure, strict=True))
 
 
-def test_what_is_not_known_well_is_no_bargain():
+def test_what_is_not_known_well_does_not_freeze_early():
     known, unsure = policy(), policy()
     measured(known)
     for evaluation in range(1, 11):
@@ -735,7 +735,7 @@ def test_what_did_not_come_trained_and_what_could_not_be_measured_stays_in_train
     assert made.observe_interval(interval(12, rate=1e-4)) == () and made.frozen == 1
 
 
-def test_while_the_rate_rises_only_what_is_a_bargain_at_its_highest_freezes():
+def test_while_the_rate_rises_only_what_is_cheap_at_its_highest_freezes():
     made = policy()
     for evaluation in range(1, 11):
         worth = tuple(0.01 * share for share in SHARES)
@@ -797,7 +797,7 @@ def test_a_loss_that_leaves_its_trend_thaws_and_the_limit_is_stricter_then():
     ]
     decisions = list(itertools.chain(*found))
     assert any(isinstance(decision, Thaw) and "trend" in decision.reason for decision in decisions)
-    assert made.frozen == 0  # at a quarter of the limit nothing is a bargain at half of the rate
+    assert made.frozen == 0  # at a quarter of the limit nothing is cheap enough at half of the rate
 
 
 def with_an_alarm(made, evaluations=range(1, 70)):

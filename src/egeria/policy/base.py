@@ -23,16 +23,6 @@ from egeria.policy.protocol import (
 )
 from egeria.policy.schedules import UnfreezeRule
 
-SAVED_AS = {
-    "pause": "rest",
-    "rates": "course",
-    "rate_sum": "way",
-    "rate_sums": "ways",
-    "remaining_rate_sum": "way_ahead",
-}
-"""Keys in saved states that differ from the names of attributes and fields."""
-ADDED_LATER = frozenset({"periods", "loss", "rate_at_freeze", "frozen_loss", "frozen_noise"})
-"""Keys that states of earlier versions do not have."""
 NOT_SAVED = {"memory", "total_steps"}  # fields that the settings and the call of `attach` give
 
 
@@ -107,14 +97,12 @@ class FrontPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values."""
-        return {SAVED_AS.get(name, name): _plain(getattr(self, f"_{name}")) for name in self._saved}
+        return {name: _plain(getattr(self, f"_{name}")) for name in self._saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         for name in self._saved:
-            present, key = getattr(self, f"_{name}"), SAVED_AS.get(name, name)
-            if key in state or key not in ADDED_LATER:
-                setattr(self, f"_{name}", _restored(state[key], present))
+            setattr(self, f"_{name}", _restored(state[name], getattr(self, f"_{name}")))
 
     def _move_to(self, depth: int, reason: str) -> tuple[Decision, ...]:
         """Return the decisions that make the first `depth` layer modules the frozen ones, as far as allowed."""
@@ -202,17 +190,14 @@ def _plain(value: Any) -> Any:
         return list(map(_plain, value))
     if not is_dataclass(value):
         return value
-    names = [field.name for field in fields(value) if field.name not in NOT_SAVED]
-    entries = ((SAVED_AS.get(name, name), getattr(value, name)) for name in names)
-    return {key: list(entry.items()) if isinstance(entry, dict) else entry for key, entry in entries}
+    entries = ((field.name, getattr(value, field.name)) for field in fields(value) if field.name not in NOT_SAVED)
+    return {name: list(entry.items()) if isinstance(entry, dict) else entry for name, entry in entries}
 
 
 def _restored(value: Any, present: Any) -> Any:
     """Return what `_plain` made a value of, by the value that the attribute has now; lists count as tuples."""
     if is_dataclass(present) and not isinstance(present, type):
-        names = {SAVED_AS.get(field.name, field.name): field.name for field in fields(present)}
-        known = {names[key]: _restored(entry, getattr(present, names[key])) for key, entry in value.items()}
-        return replace(present, **known)
+        return replace(present, **{name: _restored(entry, getattr(present, name)) for name, entry in value.items()})
     if isinstance(present, dict):
         return {int(key): entry for key, entry in value}
     if isinstance(value, (list, tuple)):

@@ -114,7 +114,7 @@ class LearningRateHistory:
     era_rate: float = 0.0  # the largest of this era
     largest_rate: float = 0.0
     settling: int = 0  # evaluations until the modules have settled in this era
-    past_rate_sum: float | None = 0.0  # None where a resumed run does not know it
+    past_rate_sum: float = 0.0
     remaining_rate_sum: float | None = None
     last_rate: float | None = None
     rate_sums: dict[int, float] = field(default_factory=dict)
@@ -128,8 +128,7 @@ class LearningRateHistory:
         self.era_rate = rate if begins else max(self.era_rate, rate)
         self.largest_rate = max(self.largest_rate, rate)
         self.interval_steps = interval.step - self.step
-        if self.past_rate_sum is not None:
-            self.past_rate_sum += rate * self.interval_steps
+        self.past_rate_sum += rate * self.interval_steps
         sums = {**self.rate_sums, interval.evaluation: rate * self.interval_steps}
         oldest = interval.evaluation - self.memory
         self.rate_sums = {} if self.settling else {at: rate_sum for at, rate_sum in sums.items() if at > oldest}
@@ -180,7 +179,7 @@ class LearningRateHistory:
         What is not known yet, as before a scheduler was called twice, counts as more.
         """
         ahead = self.remaining_rate_sum
-        if share >= 1 or self.past_rate_sum is None or self.total_steps is None:
+        if share >= 1 or self.total_steps is None:
             return False
         return ahead is None or (self.ends_low and ahead > share * (self.past_rate_sum + ahead))
 

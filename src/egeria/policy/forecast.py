@@ -179,15 +179,8 @@ class Forecast(BootstrappedPolicy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         super().load_state_dict(state)
-        if "past_rate_sum" not in state["course"]:  # of an earlier version
-            self._rates.past_rate_sum = None
         self.needs = self._needed()
-        if "frozen_loss" not in state:  # earlier versions kept shares of the loss, or of its fall where that is more
-            loss, settled = sum(self._noise.losses) / max(1, len(self._noise.losses)), self._bootstrap.previous_loss
-            measure = max(abs(loss), 0.0 if settled is None else settled - loss)
-            self._frozen_loss, self._frozen_noise = measure * state["loss_given"], measure * state["bearing_given"]
-        laws = [(dict(law), limit) for law, limit in state["laws"]]
-        self._laws = tuple((PowerLaw(rate_sum=law.pop("way"), **law), limit) for law, limit in laws)
+        self._laws = tuple((PowerLaw(**law), limit) for law, limit in state["laws"])
 
     def _limit_for(self, reading: Reading) -> float:
         """Return the plasticity that the module of a reading may still reach, and yet freeze."""

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from egeria.policy.evidence import LossGuard
 from egeria.policy.forecast import STRICTER, Forecast
@@ -30,10 +30,10 @@ LATER_ERRORS = 3.0
 after the first, of which one may pass by chance; at the first it must be above nothing. It is not set against the fall
 of the loss: of clipped gradients it is a part of that only, the same for all modules."""
 SHARE_ERRORS = 2.0
-"""Standard errors that are added to what a layer module brought: what is not known well is no bargain. Of a ResNet-20
-the first module brought 3.6 ± 2.6 % with one seed and 8.7 ± 0.9 % with another, of one on CamVid -10 ± 17 %. Where
-nothing is known well shares add up to several times what is brought, and freezes come late: of MiniLM on pairs of
-sentences, of which all modules brought 1.9 standard errors, layers from 0.7 to 0.95 of the training on."""
+"""Standard errors that are added to what a layer module brought, so that what is not known well does not freeze early.
+Of a ResNet-20 the first module brought 3.6 ± 2.6 % with one seed and 8.7 ± 0.9 % with another, of one on CamVid
+-10 ± 17 %. Where nothing is known well shares add up to more than what is brought, and freezes come late: of MiniLM on
+pairs of sentences, of which all modules brought 1.9 standard errors, layers from 0.7 to 0.95 of the training on."""
 RARER = ((4, 1.8), (2, 6.0))
 """Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely: about as if
 leaving out a share `s` of the updates lost `s ** 2.5` of what all of them bring. Where it was tried they lost more."""
@@ -48,7 +48,7 @@ COST_POWER = (FADING + 1) / FADING
 rate `r` it costs `r ** (FADING + 1)` of what it would cost at the largest, and `r ** FADING` is limit / price."""
 LOSS_SHARE = 0.05
 """Share of the training over which its loss is averaged, ever less of what is older."""
-LEEWAY = (0.5, 2.0)
+LIMIT_FACTORS = (0.5, 2.0)
 """Least and most that the loss makes of `policy.worth_limit`, which holds at a loss of 1. A part of what steps bring
 costs ever less accuracy as less is wrong: the points that 36 schedules of six fine-tunings lost were 4.8 to 5.5, once
 3.5 times that part times the square root of the training loss at the end, in nats, where equal parts differ by a factor
@@ -61,6 +61,19 @@ THAWS_AT = 2.0**FADING
 """Times the limit that a frozen front must be worth by now, because the rate rose to twice what it was, to thaw."""
 
 
+class Front(NamedTuple):
+    """Layer modules that freeze together: those behind what is frozen, before `end`."""
+
+    end: int
+    worth: float  # their share of what the steps of all but the last layer module bring
+    time: float  # the share of an iteration that freezing them saves
+
+    @property
+    def price(self) -> float:
+        """Worth for its time."""
+        return self.worth / self.time if self.time > 0 else math.inf if self.worth > 0 else 0.0
+
+
 class Worth(Forecast):
     """Freezes, of a model that came trained, what brings little for the time it takes; of others as 'forecast' does.
 
@@ -70,9 +83,9 @@ class Worth(Forecast):
     learning rate. So the next front modules freeze when their share of it, faded, is under a limit times their share of
     an iteration: some at once, most while it falls. The limit is the one at which all that freezes costs
     `policy.worth_limit` of what is brought, if the rate falls straight to nothing; more where the training loss is
-    small, less where it is large (`LEEWAY`).
-    Modules are taken together where those behind make a bargain of those in front. With `policy.duty_cycle`, what is
-    too dear to freeze is updated at every 4th or 2nd step only, where that is cheap enough.
+    small, less where it is large (`LIMIT_FACTORS`).
+    Modules freeze together where those behind bring less for their time than those in front. With `policy.duty_cycle`,
+    what is too dear to freeze is updated at every 4th or 2nd step only, where that is cheap enough.
 
     Nothing else is measured then, and no reference model made. Where steps brought nothing as a whole, since they are
     too long for worth to mean anything, plasticity decides as in 'forecast'. The loss guards a freeze as it does there,
@@ -135,7 +148,7 @@ class Worth(Forecast):
         self._observe_loss(interval)
         if self._decides != WORTH or self.stage == BOOTSTRAPPING:
             return decisions
-        return (*decisions, *self._freeze_bargains(), *self._slow_bargains())
+        return (*decisions, *self._freeze_fronts(), *self._slow_fronts())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
@@ -146,10 +159,10 @@ class Worth(Forecast):
         """Return the number of steps until the next freeze, as far as the rate of a straight decay tells."""
         if self._decides != WORTH:
             return super().steady_steps(step, interval_steps)
-        bargain = self._next_bargain(self._frozen)
-        if bargain is None or self._total_steps is None:
+        front = self._next_front(self._frozen)
+        if front is None or self._total_steps is None:
             return None
-        price = bargain[1] * self._fading
+        price = front.price * self._fading
         wait = 1 - (self._limit / price) ** (1 / FADING) if price > self._limit else 0.0
         return wait * max(0, self._total_steps - step)
 
@@ -169,9 +182,9 @@ class Worth(Forecast):
         # Nothing of this interval was given to `super()` yet: its step is that of the one before.
         num_errors = 0.0 if self._is_within(FIRST_LOOK_SHARE, self._rates.step) else LATER_ERRORS
         shares: tuple[float | None, ...] = ()
-        if is_possible and self._helped(rows, num_errors):
+        if is_possible and helped(rows, self._num_measured, num_errors):
             settled = complete(self._worths[self._num_unsettled :])
-            shares = self._find_shares(settled if self._helped(settled) else rows)
+            shares = self._find_shares(settled if helped(settled, self._num_measured) else rows)
         # Where the front has not trained yet, as one whose own rate begins at 0, it may still show what it is worth.
         if shares and (shares[0] is not None or interval.worth is None):
             self._shares = shares
@@ -202,9 +215,6 @@ class Worth(Forecast):
         is_trained = zip(found, self._trainable, strict=True)
         return tuple((None if part is None else part / total) if trains else 0.0 for part, trains in is_trained)
 
-    def _helped(self, rows: Sequence[Sequence[float | None]], num_errors: float = 0.0) -> bool:
-        return helped(rows, self._num_measured, num_errors)
-
     @property
     def _num_measured(self) -> int:
         """Layer modules by which worth is measured: of those that came trained all but the last."""
@@ -228,19 +238,15 @@ class Worth(Forecast):
         worth_limit, strictness = self._config.policy.worth_limit, self._strictness
         if strictness * worth_limit >= 1:  # all may be lost
             return math.inf
-        parts, budget = list(self._bargains(0)), self._leeway * worth_limit
-        return min(strictness * _price_limit(parts, budget), _price_limit(parts, strictness * budget))
+        fronts, budget = list(self._fronts()), self._limit_factor * worth_limit
+        return min(strictness * _price_limit(fronts, budget), _price_limit(fronts, strictness * budget))
 
     @property
-    def _at_loss(self) -> str:
-        return "" if self._loss is None else f", at a loss of {self._loss:.2g}"
-
-    @property
-    def _leeway(self) -> float:
+    def _limit_factor(self) -> float:
         """How many times `policy.worth_limit` all freezes together may cost, by what is left of the loss."""
         if self._loss is None or self._loss <= 0:  # a loss that may fall below nothing does not say what is left
             return 1.0
-        least, most = LEEWAY
+        least, most = LIMIT_FACTORS
         return min(most, max(least, 1 / math.sqrt(self._loss)))
 
     @property
@@ -257,41 +263,40 @@ class Worth(Forecast):
         """What steps bring from now on, as a share of what they brought at the largest rate."""
         return 1.0 if self._rates.rose else self._rate_share**FADING  # what it rises to is not known
 
-    def _next_bargain(self, depth: int) -> tuple[int, float] | None:
-        """Return up to which module the next to freeze go best together, and their worth for their time, as shares."""
-        best: tuple[int, float] | None = None
+    def _next_front(self, begin: int) -> Front | None:
+        """Return the layer modules from `begin` on that together bring least for the time they take."""
+        best: Front | None = None
         worth = time = 0.0
-        for place in range(depth, min(self._deepest_freeze, self._num_pretrained)):
+        for place in range(begin, min(self._deepest_freeze, self._num_pretrained)):
             share = self._shares[place]
             if share is None:
                 break
             worth, time = worth + share, time + self._times[place]
-            price = worth / time if time > 0 else math.inf if worth > 0 else 0.0
-            if best is None or price <= best[1]:
-                best = place + 1, price
+            front = Front(end=place + 1, worth=worth, time=time)
+            if best is None or front.price <= best.price:
+                best = front
         return best
 
-    def _bargains(self, depth: int) -> Iterator[tuple[float, float]]:
-        """Yield the worth, and the worth for its time, of what goes together from a depth on, in ever dearer parts."""
-        while bargain := self._next_bargain(depth):
-            yield _sum(self._shares[depth : bargain[0]]), bargain[1]
-            depth = bargain[0]
+    def _fronts(self) -> Iterator[Front]:
+        """Yield what freezes together, front to back, which is by rising price."""
+        front: Front | None = Front(end=0, worth=0.0, time=0.0)
+        while front := self._next_front(front.end):
+            yield front
 
-    def _freeze_bargains(self) -> tuple[Decision, ...]:
+    def _freeze_fronts(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze all that is worth little enough by now."""
         if not self._is_early or self._rates.remaining_rate_sum is None:
             return ()
         if self._strictness < 1 and not self._guard.is_ready:  # after an alarm every freeze is watched
             return ()
         begin, decisions = self._frozen, list[Decision]()
-        while (bargain := self._next_bargain(self._frozen)) and bargain[1] * self._fading < self._limit:
-            front = slice(self._frozen, bargain[0])
-            worth, time = math.fsum(filter(None, self._shares[front])), math.fsum(self._times[front])
+        at_loss = "" if self._loss is None else f", at a loss of {self._loss:.2g}"
+        while (front := self._next_front(self._frozen)) and front.price * self._fading < self._limit:
             reason = (
-                f"at most {min(1.0, worth):.1%} of what all but the last layer module bring, faded to "
-                f"{self._fading:.0%} with the learning rate, for {time:.0%} of an iteration{self._at_loss}"
+                f"at most {min(1.0, front.worth):.1%} of what all but the last layer module bring, faded to "
+                f"{self._fading:.0%} with the learning rate, for {front.time:.0%} of an iteration{at_loss}"
             )
-            found = (*self._move_to(bargain[0], reason), *self._pass_over_untrainable())
+            found = (*self._move_to(front.end, reason), *self._pass_over_untrainable())
             if not found:
                 break
             decisions += found
@@ -300,7 +305,7 @@ class Worth(Forecast):
             self._guard = self._guard.await_freeze(self._frozen)
         return tuple(decisions)
 
-    def _slow_bargains(self) -> tuple[Decision, ...]:
+    def _slow_fronts(self) -> tuple[Decision, ...]:
         """Return the decision that changes how often the front behind what is frozen is updated."""
         if not self._config.policy.duty_cycle or self._rates.remaining_rate_sum is None:
             return ()
@@ -308,11 +313,11 @@ class Worth(Forecast):
             self._strictness, self._guard = STRICTER * self._strictness, LossGuard()
         periods = [1] * self._frozen
         for period, factor in RARER:
-            while bargain := self._next_bargain(len(periods)):
+            while front := self._next_front(len(periods)):
                 held = HELD if self._periods[len(periods)] >= period else 1.0
-                if bargain[1] * self._fading >= held * factor * self._limit:
+                if front.price * self._fading >= held * factor * self._limit:
                     break
-                periods += [period] * (bargain[0] - len(periods))
+                periods += [period] * (front.end - len(periods))
         found = self._update_every(
             periods, f"what they bring for their time, faded to {self._fading:.0%} with the rate"
         )
@@ -325,33 +330,34 @@ class Worth(Forecast):
         is_known = self._decides == WORTH and self._rates.remaining_rate_sum is not None
         if reason or not is_known or not self._frozen:
             return reason
-        worth, time = math.fsum(filter(None, self._shares[: self._frozen])), math.fsum(self._times[: self._frozen])
+        worth, time = _sum(self._shares[: self._frozen]), math.fsum(self._times[: self._frozen])
         rose = self._rate_share > self._rate_at_freeze  # the limit falls as well, where the loss rises
         if rose and worth * self._rate_share**FADING > THAWS_AT * self._limit * time:
             return f"the learning rate rose to {self._rate_share:.0%} of its highest"
         return None
 
 
-def _price_limit(parts: Sequence[tuple[float, float]], worth_limit: float) -> float:
+def _price_limit(fronts: Sequence[Front], worth_limit: float) -> float:
     """Return the limit on the price at which all freezes together cost `worth_limit`.
 
     Args:
-        parts: worth and price of what freezes together, in ever dearer ones.
+        fronts: what freezes together, by rising price.
         worth_limit: share of what all but the last layer module bring.
 
     Returns:
         Infinity where freezing all of it from the beginning would cost no more.
     """
     spent = 0.0
-    for begin, (worth, price) in enumerate(parts):
+    for index, front in enumerate(fronts):
+        price = front.price
         if price > 0:
             if math.isinf(price):
                 break
-            at_this_price = math.fsum(part * (price / dear) ** COST_POWER for part, dear in parts[begin:])
+            at_this_price = math.fsum(later.worth * (price / later.price) ** COST_POWER for later in fronts[index:])
             if spent + at_this_price > worth_limit * (1 + ROUNDING):
                 share = (worth_limit - spent) / at_this_price
                 return price * math.pow(share, 1 / COST_POWER)
-        spent += worth  # it freezes at once
+        spent += front.worth  # it freezes at once
     return math.inf
 
 

@@ -126,14 +126,14 @@ class StepCounter:
         return {"is_watching": self._backward is not None, **{name: getattr(self, f"_{name}") for name in names}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; one of an earlier version has none.
+        """Restore a saved state.
 
         Micro-batches of the step under way are recognised as ever where model and gradients were restored before.
         """
         self._unwatch()
-        self._has_stepped, self._accumulates = bool(state.get("has_stepped")), bool(state.get("accumulates"))
-        self._is_ahead, self._num_waiting = bool(state.get("is_ahead")), int(state.get("num_waiting", 0))
-        self._look = self._see() if state.get("is_watching") and self._handles else None
+        self._has_stepped, self._accumulates = state["has_stepped"], state["accumulates"]
+        self._is_ahead, self._num_waiting = state["is_ahead"], state["num_waiting"]
+        self._look = self._see() if state["is_watching"] and self._handles else None
         if self._look is not None:
             self._watch(self._look)
 

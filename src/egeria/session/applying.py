@@ -170,12 +170,10 @@ class Applier:
         event = PeriodsChanged(step=step, periods=periods, reason=decision.reason, is_in_force=is_in_force)
         self.recorder.write(event)
 
-    def restore(
-        self, depth: int, decided_depth: int, periods: Sequence[int] | None, landing: Mapping[str, Any]
-    ) -> None:
+    def restore(self, depth: int, decided_depth: int, periods: Sequence[int], landing: Mapping[str, Any]) -> None:
         """Return to a saved depth, periods and landing, without journaling decisions that were journaled before."""
         self._freeze_up_to(depth)
-        self._begin_periods(periods or self.periods)
+        self._begin_periods(periods)
         self.landing.load_state_dict(landing)
         self.waiting = list(range(self.decided_depth, decided_depth))
         self.put_in_force()

@@ -45,7 +45,7 @@ from egeria.session.ranks import Ranks
 from egeria.session.showing import Showing, as_html, in_a_line
 from egeria.session.timing import Stopwatch
 
-STATE_SCHEMA = 1
+STATE_SCHEMA = 2
 _UNHEARD = "Nothing could be measured or frozen: call run.step(loss) once after each optimizer step"
 
 
@@ -247,16 +247,16 @@ class Run:
         """Restore a saved state; load the model and the optimizer first.
 
         Raises:
-            StateError: the run is closed, or the state is of a newer egeria or of another model. Nothing has changed
+            StateError: the run is closed, or the state is of another egeria or of another model. Nothing has changed
                 then.
         """
         if self._closed:
             raise StateError("A closed run goes on with nothing, found a state to go on from. Attach anew, then load.")
         schema = state.get("schema")
-        if not isinstance(schema, int) or schema > STATE_SCHEMA:
+        if schema != STATE_SCHEMA:
             raise StateError(
-                f"This egeria reads run states up to schema {STATE_SCHEMA}, found {schema!r}. "
-                f"Load it with the egeria that wrote it, or a newer one."
+                f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema!r}. Load it with the egeria "
+                f"that wrote it; or load the model and the optimizer alone, and the run begins anew."
             )
         try:
             self._session.load_state_dict(state)

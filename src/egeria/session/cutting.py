@@ -80,7 +80,7 @@ class Cut:
         return replace(
             cut,
             deepest_freeze=saved["policy"].get("deepest_freeze", cut.deepest_freeze),
-            trainable=tuple(saved.get("trainable", cut.trainable)),
+            trainable=tuple(saved["trainable"]),
         )
 
     def announce(self, training: Training, step: int, known: Sequence[LayerModule], cut_by: Any) -> None:

@@ -265,12 +265,12 @@ class Evaluation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self._needs_whole_batch = bool(state["needs_whole_batch"])
-        known = state.get("most_samples", (0, 0, 0))
+        known = state["most_samples"]
         self._most_samples = known[:2] if known[2] == dist.world_size() else [0, 0]
         # One that had given up gets another chance: it may be on another machine now.
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)
-        self._refreshed_at = state.get("refreshed_at")
-        self._work_shares = state.get("work_shares") or self._work_shares
+        self._refreshed_at = state["refreshed_at"]
+        self._work_shares = state["work_shares"] or self._work_shares
         # A sharded model cannot be gathered by one process alone: its reference is rebuilt.
         can_go_on = not self.training.is_sharded and self.controller.refresh(
             self._refreshed_at or 0, self.training.model, None, state["controller"]

@@ -33,7 +33,7 @@ TRIED_CALLS = 32
 class Ahead(NamedTuple):
     """The learning rate still to come."""
 
-    way: float
+    remaining_rate_sum: float
     """Its sum over the steps to the end of the run."""
     last_rate: float
     """That of the last step."""
@@ -105,8 +105,8 @@ class Foresight:
         shares = self._shares(num_calls, rate)
         if shares is None:
             return None
-        way = rate * (until_next + sum(shares) * (left - until_next) / max(1, num_calls))
-        return Ahead(way, rate * shares[-1] if shares else rate)
+        rate_sum = rate * (until_next + sum(shares) * (left - until_next) / max(1, num_calls))
+        return Ahead(rate_sum, rate * shares[-1] if shares else rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen of the scheduler."""

@@ -174,7 +174,7 @@ class Session:
         clock = IntervalClock.from_state(state)
         modules = None if saved is None else tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
         is_needed = self.parts is not None and bool(clock.step or self.clock.step)  # else nothing was decided
-        self.training.check_state(state.get("policy_name", "egeria"), modules if is_needed else None)
+        self.training.check_state(state["policy_name"], modules if is_needed else None)
         if modules is None:
             self._release()
         elif not self.modules:
@@ -185,7 +185,7 @@ class Session:
         elif self.parts is None:
             self.recorder.decline("freezing", "it has ended for good in this run, also where that is rolled back")
         elif is_needed:
-            parts, cut = self._maker.resume(modules, saved, state.get("norms", {}))
+            parts, cut = self._maker.resume(modules, saved, state["norms"])
             self.parts.applier.landing.let_go()
             self._release_parts(parts)
             cut.announce(self.training, clock.step, self.modules, saved.get("cut_by"))
@@ -198,7 +198,7 @@ class Session:
         if self.skipping is not None:
             self.skipping.count_from(clock.step)
         self.meter.load_state_dict(measured)
-        self.steps.load_state_dict(state.get("accumulation", {}))
+        self.steps.load_state_dict(state["accumulation"])
         if self._rates is not None:
             self._rates.load_state_dict(state.get("rates", {}))
         self.meter.measures.begin(clock.step, self.parts.policy.needs if self.parts else (), self.modules)

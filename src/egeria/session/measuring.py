@@ -72,8 +72,8 @@ class Measures:
         ahead = None if foresight is None else foresight.ahead(step, rate)
         if foresight is not None and foresight.unknown is not None:
             self.training.recorder.decline("looking ahead", foresight.unknown)
-        way, last_rate = (None, None) if ahead is None else ahead
-        return {**found, "way_ahead": way, "last_rate": last_rate}
+        rate_sum, last_rate = (None, None) if ahead is None else ahead
+        return {**found, "way_ahead": rate_sum, "last_rate": last_rate}
 
     def begin(self, step: int, needs: Collection[str], modules: Sequence[LayerModule]) -> None:
         """Measure again after a step, from the first of an interval on, or in the midst of it after a resume.

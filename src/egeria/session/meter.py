@@ -147,8 +147,8 @@ class IntervalMeter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self.timer.iteration_s = float(state["iteration_s"])
-        self._losses, self._held = list(state["losses"]), list(state.get("held_losses", ()))
-        self.measures.load_state_dict(state.get("measures", {}))
+        self._losses, self._held = list(state["losses"]), list(state["held_losses"])
+        self.measures.load_state_dict(state["measures"])
         self.accounts.begin_anew()
 
 

@@ -48,9 +48,8 @@ class CutParts:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Freeze what a saved state had frozen, let modules rest by its periods, and land what was landing."""
         decided = self.policy.frozen
-        depth = min(decided, int(saved.get("frozen", decided)))
-        self.applier.training.hooks.input_needs_grad = bool(saved.get("input_needs_grad", False))
-        self.applier.restore(depth, decided, saved.get("periods"), saved.get("landing", {}))
+        self.applier.training.hooks.input_needs_grad = saved["input_needs_grad"]
+        self.applier.restore(min(decided, saved["frozen"]), decided, saved["periods"], saved["landing"])
 
     def wanted_rates(self, step: int) -> Wanted | None:
         """Return the learning rates that the policy wants for the step after `step`, if it sets them."""

@@ -238,7 +238,7 @@ class Budget:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
-        for name in self.state_dict().keys() & state.keys():  # one saved by an earlier version has fewer entries
+        for name in self.state_dict():
             value = state[name]
             setattr(self, f"_{name}", list(value) if isinstance(value, list) else value)
 
