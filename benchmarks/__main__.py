@@ -15,9 +15,9 @@ from rich.console import Console
 from benchmarks.distributed import scale_record
 from benchmarks.proving import commands
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.limit import now_s
 from benchmarks.proving.policies import PLAIN
-from benchmarks.proving.smartfrz import Labelling
+from benchmarks.proving.running.limit import now_s
+from benchmarks.proving.studies.smartfrz import Labelling
 from benchmarks.workloads.workload import TIERS, MissingDataError
 from egeria.errors import ConfigError
 

@@ -20,11 +20,11 @@ import torch
 
 import egeria
 from benchmarks.proving.catalogue import find_workloads
-from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison, compare
-from benchmarks.proving.execution import build
+from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadComparison, compare
+from benchmarks.proving.comparing.results import read_results
 from benchmarks.proving.policies import PLAIN
-from benchmarks.proving.recipe import describe_circumstances
-from benchmarks.proving.results import read_results
+from benchmarks.proving.running.execution import build
+from benchmarks.proving.running.recipe import describe_circumstances
 from benchmarks.workloads.workload import Training
 
 ALLOWED = 0.1

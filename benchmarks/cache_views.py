@@ -33,7 +33,7 @@ from torch.nn import functional
 import egeria
 from benchmarks.cifar10_runs import commit
 from benchmarks.micro.frozen_training import Arm, Lap, Subject, cache_settings
-from benchmarks.proving import archive
+from benchmarks.proving.comparing import archive
 from egeria.config import CacheConfig
 
 FREE, UNFROZEN = "free", "unfrozen"

@@ -23,7 +23,7 @@ import torch
 
 import egeria
 from benchmarks.cifar10_runs import commit, run_example
-from benchmarks.proving import archive
+from benchmarks.proving.comparing import archive
 from egeria.events import ControllerRestarted, ModuleFrozen, PlasticityRead, ReadingDropped, Thawed
 
 CONFIG = """[policy]

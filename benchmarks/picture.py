@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from benchmarks.proving.archive import opened
-from benchmarks.proving.comparison import PolicyComparison, compare
+from benchmarks.proving.comparing.archive import opened
+from benchmarks.proving.comparing.comparison import PolicyComparison, compare
+from benchmarks.proving.comparing.results import read_results
 from benchmarks.proving.policies import DEFAULT, PLAIN
-from benchmarks.proving.results import read_results
 from egeria import read_journal
 from egeria.events import Event, ModuleFrozen, RunStarted
 

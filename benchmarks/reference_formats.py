@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import egeria
 from benchmarks.cifar10_runs import commit, run_example
 from benchmarks.micro.interleaved import compare
-from benchmarks.proving import archive
+from benchmarks.proving.comparing import archive
 from egeria.events import FidelityChecked, RungTaken
 from egeria.layers.batch import Batch
 from egeria.reference import QuantizedReference

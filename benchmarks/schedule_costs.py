@@ -21,15 +21,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.proving import archive
-from benchmarks.proving.comparison import WorkloadComparison, compare
-from benchmarks.proving.course import LOSS
-from benchmarks.proving.description import circumstances
+from benchmarks.proving.comparing import archive
+from benchmarks.proving.comparing.comparison import WorkloadComparison, compare
+from benchmarks.proving.comparing.description import circumstances
+from benchmarks.proving.comparing.record import keep_journals, write_results
+from benchmarks.proving.comparing.results import Outcome, read_results
+from benchmarks.proving.comparing.statistics import rank_correlations
+from benchmarks.proving.comparing.tables import markdown
 from benchmarks.proving.policies import DEFAULT, PLAIN
-from benchmarks.proving.record import keep_journals, write_results
-from benchmarks.proving.results import Outcome, read_results
-from benchmarks.proving.statistics import rank_correlations
-from benchmarks.proving.tables import markdown
+from benchmarks.proving.running.course import LOSS
 from egeria.config import Config
 from egeria.config.checks import read_timetable
 from egeria.errors import EgeriaError

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.proving.execution import build
 from benchmarks.proving.policies import parse_policy
-from benchmarks.proving.runfile import WAITING, RunFile, WorkloadFacts
+from benchmarks.proving.running.execution import build
+from benchmarks.proving.running.runfile import WAITING, RunFile, WorkloadFacts
 from benchmarks.workloads.workload import Training, Workload
 from tests import toy_workloads
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.proving import checkpoint, runfile
-from benchmarks.proving.branching import begin_epochs, branch_off
-from benchmarks.proving.checkpoint import Checkpoint
-from benchmarks.proving.execution import execute
-from benchmarks.proving.oracle import Trials, survey
-from benchmarks.proving.progress import Bars
-from benchmarks.proving.results import read_outcome
-from benchmarks.proving.runfile import RunFile
-from benchmarks.proving.runs import Place, Queue, make
-from benchmarks.proving.schedules import EARLIEST, FROZEN, Schedule, to_text
+from benchmarks.proving.comparing.results import read_outcome
+from benchmarks.proving.running import checkpoint, runfile
+from benchmarks.proving.running.branching import begin_epochs, branch_off
+from benchmarks.proving.running.checkpoint import Checkpoint
+from benchmarks.proving.running.execution import execute
+from benchmarks.proving.running.progress import Bars
+from benchmarks.proving.running.runfile import RunFile
+from benchmarks.proving.running.runs import Place, Queue, make
+from benchmarks.proving.studies.oracle import Trials, survey
+from benchmarks.proving.studies.schedules import EARLIEST, FROZEN, Schedule, to_text
 from rich.console import Console
 from tests.pieces import new_training, told, wanted_run
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.proving import limit, runfile, runs
-from benchmarks.proving.checkpoint import Checkpoint
-from benchmarks.proving.limit import Experience, Limit
-from benchmarks.proving.piece import Piece
-from benchmarks.proving.randomness import find_generators, read_chance, set_chance
-from benchmarks.proving.training import train
+from benchmarks.proving.running import limit, runfile, runs
+from benchmarks.proving.running.checkpoint import Checkpoint
+from benchmarks.proving.running.limit import Experience, Limit
+from benchmarks.proving.running.piece import Piece
+from benchmarks.proving.running.randomness import find_generators, read_chance, set_chance
+from benchmarks.proving.running.training import train
 from tests.pieces import CPU, STATIC, new_training, told
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 

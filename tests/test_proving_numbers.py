@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.proving.accuracy_time import accuracy_time, target_value, time_to, value_at
-from benchmarks.proving.comparison import compare
+from benchmarks.proving.comparing.accuracy_time import accuracy_time, target_value, time_to, value_at
+from benchmarks.proving.comparing.comparison import compare
+from benchmarks.proving.comparing.results import Evaluation, Outcome
+from benchmarks.proving.comparing.skipping import Skipped, measure_skipped, spans
+from benchmarks.proving.comparing.statistics import T_QUANTILES, spread, t_quantile
+from benchmarks.proving.comparing.tables import overview, time_table, worst_of
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import parse_policy
-from benchmarks.proving.results import Evaluation, Outcome
-from benchmarks.proving.runfile import RunFile, WorkloadFacts
-from benchmarks.proving.skipping import Skipped, measure_skipped, spans
-from benchmarks.proving.statistics import T_QUANTILES, spread, t_quantile
-from benchmarks.proving.tables import overview, time_table, worst_of
+from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
 
 from egeria.events import CacheDecided, CacheUsed, ComputeProfiled, MetricLogged, ModuleFrozen, RunStarted, Thawed
 from egeria.journal import Recorder

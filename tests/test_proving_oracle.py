@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.proving import oracle, runfile
-from benchmarks.proving.branching import branch_off
-from benchmarks.proving.comparison import compare
-from benchmarks.proving.description import describe
-from benchmarks.proving.oracle import Trials, can_land, survey
+from benchmarks.proving.comparing.comparison import compare
+from benchmarks.proving.comparing.description import describe
+from benchmarks.proving.comparing.results import read_results
+from benchmarks.proving.comparing.tables import oracle_table, quality_table, timelines
 from benchmarks.proving.policies import parse_policy
-from benchmarks.proving.results import read_results
-from benchmarks.proving.runfile import RunFile, WorkloadFacts
-from benchmarks.proving.schedules import Schedule, settings_of, to_text
-from benchmarks.proving.tables import oracle_table, quality_table, timelines
+from benchmarks.proving.running import runfile
+from benchmarks.proving.running.branching import branch_off
+from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
+from benchmarks.proving.studies import oracle
+from benchmarks.proving.studies.oracle import Trials, can_land, survey
+from benchmarks.proving.studies.schedules import Schedule, settings_of, to_text
 from benchmarks.workloads.workload import Setting
 from tests.toy_workloads import build_clusters
 from torch import nn

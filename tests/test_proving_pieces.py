@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.proving import checkpoint, limit, runfile
-from benchmarks.proving.checkpoint import UnusableError
-from benchmarks.proving.execution import PAUSED_STATUS, execute
-from benchmarks.proving.limit import Limit
-from benchmarks.proving.piece import Piece
 from benchmarks.proving.policies import Policy, parse_policy
-from benchmarks.proving.training import train
+from benchmarks.proving.running import checkpoint, limit, runfile
+from benchmarks.proving.running.checkpoint import UnusableError
+from benchmarks.proving.running.execution import PAUSED_STATUS, execute
+from benchmarks.proving.running.limit import Limit
+from benchmarks.proving.running.piece import Piece
+from benchmarks.proving.running.training import train
 from benchmarks.workloads.workload import Training
 from tests.pieces import CPU, STATIC, new_training, told, wanted_run
 

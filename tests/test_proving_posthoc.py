@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.proving.posthoc import SLOPE, STABLE, Analysis, Probe, Reading
-from benchmarks.proving.posthoc_record import describe_analysis, in_any_order
+from benchmarks.proving.studies.posthoc import SLOPE, STABLE, Analysis, Probe, Reading
+from benchmarks.proving.studies.posthoc_record import describe_analysis, in_any_order
 
 COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke", "--seeds", "0"]
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]

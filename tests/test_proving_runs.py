@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import main
-from benchmarks.proving import runfile
-from benchmarks.proving.runs import sort_out
+from benchmarks.proving.running import runfile
+from benchmarks.proving.running.runs import sort_out
 
 import egeria
 from egeria.events import MetricLogged
@@ -165,7 +165,7 @@ def test_other_settings_under_the_same_name_are_refused(copy, tmp_path, capsys):
 
 def test_a_run_that_is_being_made_is_left_alone(copy, capsys, monkeypatch):
     directory = run_directory(copy, "none")
-    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", "benchmarks.proving.execution"]
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", "benchmarks.proving.running.execution"]
     with subprocess.Popen(sleeping) as process:
         try:
             record = json.loads((directory / "run.json").read_text())

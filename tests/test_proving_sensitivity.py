@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks.__main__ import main
-from benchmarks.proving.comparison import compare
+from benchmarks.proving.comparing.comparison import compare
+from benchmarks.proving.comparing.results import Evaluation, Outcome
+from benchmarks.proving.comparing.skipping import Skipped
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.results import Evaluation, Outcome
-from benchmarks.proving.runfile import RunFile, WorkloadFacts
-from benchmarks.proving.runs import Made
-from benchmarks.proving.sensitivity import draw, sweep_table
-from benchmarks.proving.skipping import Skipped
-from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
+from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
+from benchmarks.proving.running.runs import Made
+from benchmarks.proving.studies.sensitivity import draw, sweep_table
+from benchmarks.proving.studies.sweeps import Study, load_study, parse_sweeps
 
 ROOT = Path(__file__).resolve().parent.parent
 EAGER = (

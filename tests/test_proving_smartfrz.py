@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.proving.smartfrz import Examples, Labelling, Threshold, Watched, fit, judge, without_each
+from benchmarks.proving.studies.smartfrz import Examples, Labelling, Threshold, Watched, fit, judge, without_each
 
 from egeria.smartfrz import NUM_SNAPSHOTS, NUM_WEIGHTS, load_predictor
 

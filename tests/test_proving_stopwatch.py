@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 import torch
-from benchmarks.proving.stopwatch import Stopwatch
+from benchmarks.proving.running.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.bench
 

@@ -6,14 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from benchmarks.proving.comparison import compare
-from benchmarks.proving.course import Course
+from benchmarks.proving.comparing.comparison import compare
+from benchmarks.proving.comparing.results import read_outcome
 from benchmarks.proving.policies import parse_policy
-from benchmarks.proving.recipe import describe
-from benchmarks.proving.resting import Resting
-from benchmarks.proving.results import read_outcome
-from benchmarks.proving.shortening import shortened
-from benchmarks.proving.training import train
+from benchmarks.proving.running.course import Course
+from benchmarks.proving.running.recipe import describe
+from benchmarks.proving.running.rivals import Resting, shortened
+from benchmarks.proving.running.training import train
 from examples.resnet import cifar_resnet
 from tests.pieces import CPU, new_training, wanted_run
 from torch import nn

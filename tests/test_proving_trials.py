@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import main
-from benchmarks.proving import runfile
+from benchmarks.proving.comparing.results import read_results
+from benchmarks.proving.comparing.statistics import rank_correlations
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.observer import ROUNDS
-from benchmarks.proving.oracle import Survey
-from benchmarks.proving.results import read_results
-from benchmarks.proving.statistics import rank_correlations
-from benchmarks.proving.trials import (
+from benchmarks.proving.running import runfile
+from benchmarks.proving.studies.oracle import Survey
+from benchmarks.proving.studies.trials import (
     CHANGE,
     DEPTH,
     GRADIENT,
@@ -34,7 +34,7 @@ from benchmarks.proving.trials import (
     find_points,
     plan,
 )
-from benchmarks.proving.trials_record import describe_findings, find_correlations
+from benchmarks.proving.studies.trials_record import describe_findings, find_correlations
 from tests.pieces import wanted_run
 
 from egeria.events import IntervalMeasured, PlasticityRead

@@ -8,8 +8,8 @@ import pytest
 from benchmarks import advice_record, schedule_costs
 from benchmarks.__main__ import main
 from benchmarks.micro import accelerator
-from benchmarks.proving.archive import opened
-from benchmarks.proving.results import read_results
+from benchmarks.proving.comparing.archive import opened
+from benchmarks.proving.comparing.results import read_results
 
 from egeria.events import IntervalMeasured
 from egeria.report.history import read_history

@@ -10,10 +10,10 @@ import pytest
 import torch
 from benchmarks.__main__ import main
 from benchmarks.proving.catalogue import REGISTRY
-from benchmarks.proving.progress import Bars
-from benchmarks.proving.results import read_results
-from benchmarks.proving.runfile import ORACLE
-from benchmarks.proving.runs import Place, make
+from benchmarks.proving.comparing.results import read_results
+from benchmarks.proving.running.progress import Bars
+from benchmarks.proving.running.runfile import ORACLE
+from benchmarks.proving.running.runs import Place, make
 from benchmarks.workloads.registry import WORKLOADS
 from benchmarks.workloads.workload import MissingDataError, Setting, Workload
 from rich.console import Console

@@ -9,7 +9,7 @@ from zipfile import ZipFile
 import numpy as np
 import pytest
 import torch
-from benchmarks.proving.recipe import describe
+from benchmarks.proving.running.recipe import describe
 from benchmarks.workloads import mixed
 from benchmarks.workloads.vision import WORKLOADS
 from benchmarks.workloads.vision.camvid import read_camvid

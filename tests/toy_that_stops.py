@@ -10,7 +10,7 @@ import math
 import os
 import signal
 
-from benchmarks.proving import limit
+from benchmarks.proving.running import limit
 from benchmarks.workloads.workload import Setting, Training, Workload
 from tests import toy_workloads
 from torch import Tensor, nn

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.distributed.hosts import LOCAL, Host, two_hosts, why_not
-from benchmarks.proving.recipe import describe_circumstances
-from benchmarks.proving.tables import markdown
+from benchmarks.proving.comparing.tables import markdown
+from benchmarks.proving.running.recipe import describe_circumstances
 
 ITERATIONS = {"resnet56": 8, "bert": 3}
 DEPTHS = {"resnet56": "0,1,2,3", "bert": "0,1,2,3"}

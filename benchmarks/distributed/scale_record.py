@@ -19,10 +19,10 @@ from benchmarks.distributed.hosts import LOCAL, two_hosts, why_not
 from benchmarks.distributed.replica import SUBJECTS
 from benchmarks.distributed.scale import Cluster, Link, Network, Overhead, Saving, save
 from benchmarks.micro import accelerator
+from benchmarks.proving.comparing.pictures import save_figure
+from benchmarks.proving.comparing.tables import markdown
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.pictures import save_figure
-from benchmarks.proving.recipe import describe_circumstances
-from benchmarks.proving.tables import markdown
+from benchmarks.proving.running.recipe import describe_circumstances
 from egeria.layers.modules import parse_modules
 
 TWO_RANKS, ONE_ACCELERATOR = "0010-distributed", "0020-accelerator"

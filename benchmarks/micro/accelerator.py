@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import egeria
 from benchmarks.micro.interleaved import compare
-from benchmarks.proving.recipe import describe_circumstances
+from benchmarks.proving.running.recipe import describe_circumstances
 
 Batch = dict[str, Tensor]
 SHARES = (0.25, 0.5, 0.75)

@@ -12,27 +12,28 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.proving import archive, posthoc, recipe, runfile, trials
 from benchmarks.proving.catalogue import REGISTRY, find_workloads, list_workloads
-from benchmarks.proving.comparison import WorkloadComparison, compare
+from benchmarks.proving.comparing import archive
+from benchmarks.proving.comparing.comparison import WorkloadComparison, compare
+from benchmarks.proving.comparing.record import write_record
+from benchmarks.proving.comparing.results import Outcome, read_results
+from benchmarks.proving.comparing.tables import oracle_table, overview, quality_table, time_table
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.execution import build
-from benchmarks.proving.left import describe_left, find_left, status_of
-from benchmarks.proving.limit import UNLIMITED, Limit
-from benchmarks.proving.oracle import Trials, survey
 from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy, parse_settings
-from benchmarks.proving.posthoc_record import describe_analysis, write_posthoc
-from benchmarks.proving.progress import Bars
-from benchmarks.proving.record import write_record
-from benchmarks.proving.results import Outcome, read_results
-from benchmarks.proving.runfile import RunFile, WorkloadFacts
-from benchmarks.proving.runs import Place, make, sort_out
-from benchmarks.proving.sensitivity import section, write_sensitivity
-from benchmarks.proving.smartfrz import Labelling, Wanted, Watched, watch_all
-from benchmarks.proving.smartfrz_record import Lesson, train_and_record
-from benchmarks.proving.sweeps import Study, load_study, parse_sweeps
-from benchmarks.proving.tables import oracle_table, overview, quality_table, time_table
-from benchmarks.proving.trials_record import describe_findings, find_correlations, write_trials
+from benchmarks.proving.running import recipe, runfile
+from benchmarks.proving.running.execution import build
+from benchmarks.proving.running.limit import UNLIMITED, Limit
+from benchmarks.proving.running.progress import Bars
+from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
+from benchmarks.proving.running.runs import Place, describe_left, find_left, make, sort_out, status_of
+from benchmarks.proving.studies import posthoc, trials
+from benchmarks.proving.studies.oracle import Trials, survey
+from benchmarks.proving.studies.posthoc_record import describe_analysis, write_posthoc
+from benchmarks.proving.studies.sensitivity import section, write_sensitivity
+from benchmarks.proving.studies.smartfrz import Labelling, Wanted, Watched, watch_all
+from benchmarks.proving.studies.smartfrz_record import Lesson, train_and_record
+from benchmarks.proving.studies.sweeps import Study, load_study, parse_sweeps
+from benchmarks.proving.studies.trials_record import describe_findings, find_correlations, write_trials
 from benchmarks.workloads.workload import Training, Workload
 
 

@@ -27,10 +27,10 @@ else:  # pragma: no cover (the standard library has it from 3.11)
 PLAIN = "none"
 DEFAULT = "default"
 HEAD_ONLY, HALF = "head-only", "hft"
-"""Rivals that the bench itself makes, without egeria, by `resting`."""
+"""Rivals that the bench itself makes, without egeria, by `running.rivals`."""
 RESTING = (HEAD_ONLY, HALF)
 SHORT = "short"
-"""Another: plain training, but shorter, by `shortening`."""
+"""Another: plain training, but shorter, by `running.rivals`."""
 OBSERVER = "observer"
 """The bench's own policy for egeria: `benchmarks.proving.observer.Observer`, which measures and freezes nothing."""
 LONGEST_FOLDER = 100

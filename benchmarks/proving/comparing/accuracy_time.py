@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.proving.results import Evaluation, Outcome
-from benchmarks.proving.statistics import Spread, spread
+from benchmarks.proving.comparing.results import Evaluation, Outcome
+from benchmarks.proving.comparing.statistics import Spread, spread
 
 CONVERGED, NEARLY = "converged", "99 %"
 TARGETS = (CONVERGED, NEARLY)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.proving import checkpoint
-from benchmarks.proving.branching import begin_epochs
-from benchmarks.proving.checkpoint import Checkpoint
-from benchmarks.proving.course import Course
-from benchmarks.proving.limit import UNLIMITED, Limit
-from benchmarks.proving.randomness import find_generators, read_chance, set_chance
-from benchmarks.proving.stopwatch import Stopwatch
+from benchmarks.proving.running import checkpoint
+from benchmarks.proving.running.branching import begin_epochs
+from benchmarks.proving.running.checkpoint import Checkpoint
+from benchmarks.proving.running.course import Course
+from benchmarks.proving.running.limit import UNLIMITED, Limit
+from benchmarks.proving.running.randomness import find_generators, read_chance, set_chance
+from benchmarks.proving.running.stopwatch import Stopwatch
 from benchmarks.workloads.workload import Training
 
 MARGIN = 1.1

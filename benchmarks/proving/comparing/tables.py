@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.proving.accuracy_time import CLOCKS, CONVERGED, NEARLY
-from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
+from benchmarks.proving.comparing.accuracy_time import CLOCKS, CONVERGED, NEARLY
+from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadComparison
+from benchmarks.proving.comparing.skipping import Span
+from benchmarks.proving.comparing.statistics import Spread
 from benchmarks.proving.policies import DEFAULT
-from benchmarks.proving.runfile import ORACLE
-from benchmarks.proving.skipping import Span
-from benchmarks.proving.statistics import Spread
+from benchmarks.proving.running.runfile import ORACLE
 from egeria.policy.rivals import ordinal
 
 NAMES = {"wall": "wall", "cpu": "CPU"}

@@ -16,7 +16,7 @@ import torch
 import egeria
 from benchmarks.workloads.workload import Training
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def describe(training: Training) -> dict[str, Any]:

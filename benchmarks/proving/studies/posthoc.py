@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.proving import checkpoint
-from benchmarks.proving.checkpoint import UnusableError
+from benchmarks.proving.comparing.statistics import rank_correlations
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.oracle import Survey
-from benchmarks.proving.runfile import RunFile
-from benchmarks.proving.statistics import rank_correlations
+from benchmarks.proving.running import checkpoint
+from benchmarks.proving.running.checkpoint import UnusableError
+from benchmarks.proving.running.runfile import RunFile
+from benchmarks.proving.studies.oracle import Survey
 from benchmarks.workloads.workload import Training
 from egeria import tree
 from egeria.plasticity import Pwcca, pool_map, relative_sp_loss

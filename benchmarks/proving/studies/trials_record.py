@@ -10,16 +10,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.proving.comparison import WorkloadComparison, compare
-from benchmarks.proving.description import HOW_BRANCHED, HOW_JUDGED, circumstances, heading, method
-from benchmarks.proving.pictures import INK, save_figure
+from benchmarks.proving.comparing.comparison import WorkloadComparison, compare
+from benchmarks.proving.comparing.description import HOW_BRANCHED, HOW_JUDGED, circumstances, heading, method
+from benchmarks.proving.comparing.pictures import INK, save_figure
+from benchmarks.proving.comparing.record import keep_journals, to_dict, write_results
+from benchmarks.proving.comparing.results import Outcome
+from benchmarks.proving.comparing.statistics import Estimate, spread
+from benchmarks.proving.comparing.tables import markdown
 from benchmarks.proving.policies import PLAIN
-from benchmarks.proving.record import keep_journals, to_dict, write_results
-from benchmarks.proving.results import Outcome
-from benchmarks.proving.runfile import ORACLE
-from benchmarks.proving.statistics import Estimate, spread
-from benchmarks.proving.tables import markdown
-from benchmarks.proving.trials import (
+from benchmarks.proving.running.runfile import ORACLE
+from benchmarks.proving.studies.trials import (
     CHANGE,
     DEPTH,
     GRADIENT,

@@ -10,14 +10,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.proving.accuracy_time import CLOCKS
-from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
-from benchmarks.proving.description import HOW_COMPUTE, HOW_SPREAD, HOW_TIME, circumstances, heading, method
-from benchmarks.proving.pictures import INK, save_figure
-from benchmarks.proving.record import keep_journals, to_dict, write_results
-from benchmarks.proving.statistics import Spread
-from benchmarks.proving.sweeps import Point, Study, Sweep
-from benchmarks.proving.tables import NAMES, markdown
+from benchmarks.proving.comparing.accuracy_time import CLOCKS
+from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadComparison
+from benchmarks.proving.comparing.description import HOW_COMPUTE, HOW_SPREAD, HOW_TIME, circumstances, heading, method
+from benchmarks.proving.comparing.pictures import INK, save_figure
+from benchmarks.proving.comparing.record import keep_journals, to_dict, write_results
+from benchmarks.proving.comparing.statistics import Spread
+from benchmarks.proving.comparing.tables import NAMES, markdown
+from benchmarks.proving.studies.sweeps import Point, Study, Sweep
 from egeria.report.svg import module_colour
 
 PICTURE = "sensitivity.svg"

@@ -1,4 +1,4 @@
-"""Which runs are wanted, which of them are finished, and making the others, each in a process of its own."""
+"""Which runs are wanted, making those that are not finished, each in a process of its own, and what is left then."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from typing import Any
 
 import psutil
 
-from benchmarks.proving import checkpoint, runfile
-from benchmarks.proving.branching import branch_off
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.execution import NO_DATA_STATUS, OUTPUT_NAME, PAUSED_STATUS
-from benchmarks.proving.limit import LAST_S, UNLIMITED, Experience, Limit
-from benchmarks.proving.progress import Bars, Show
-from benchmarks.proving.recipe import ROOT
-from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.running import checkpoint, runfile
+from benchmarks.proving.running.branching import branch_off
+from benchmarks.proving.running.execution import NO_DATA_STATUS, OUTPUT_NAME, PAUSED_STATUS
+from benchmarks.proving.running.limit import LAST_S, UNLIMITED, Experience, Limit
+from benchmarks.proving.running.progress import Bars, Show
+from benchmarks.proving.running.recipe import ROOT
+from benchmarks.proving.running.runfile import RunFile
+
+NOT_YET_STATUS = 75
+"""Exit status where nothing failed and not all is finished: the shell's own for 'try again later'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ def _check_same(found: RunFile, run: RunFile, recipe: dict[str, Any] | None, res
 def _is_alive(found: RunFile) -> bool:
     """Tell whether a process still makes this run; its number may long be another's."""
     try:
-        return bool(found.pid) and "benchmarks.proving.execution" in psutil.Process(found.pid).cmdline()
+        return bool(found.pid) and "benchmarks.proving.running.execution" in psutil.Process(found.pid).cmdline()
     except psutil.Error:
         return False
 
@@ -218,7 +221,8 @@ class Queue:
 
 def _command(directory: Path, place: Place) -> list[str]:
     """Return the command line of a run's process."""
-    command = [sys.executable, "-u", "-m", "benchmarks.proving.execution", str(directory), "--data", str(place.data)]
+    program = [sys.executable, "-u", "-m", "benchmarks.proving.running.execution"]
+    command = [*program, str(directory), "--data", str(place.data)]
     return [*command, "--ends-at", str(place.limit.ends_at_s)] if place.limit.is_set else command
 
 
@@ -236,3 +240,29 @@ def _environment(run: RunFile) -> dict[str, str]:
     if run.tier != "gpu":
         environment["OMP_NUM_THREADS"] = "1"
     return environment
+
+
+def find_left(wanted: Sequence[RunFile], results: Path) -> list[RunFile]:
+    """Return the runs that are not finished, as they lie there; those that never began as they are wanted."""
+    found = [runfile.load(results / run.place) or run for run in wanted]
+    return [run for run in found if run.status != runfile.FINISHED]
+
+
+def describe_left(left: Sequence[RunFile], num_wanted: int, made: Made) -> str:
+    """Return what is finished and what is left, a line for each run that is part-way, and what to do."""
+    part_way = [
+        f"part-way: {run.name}, {run.epoch} of {run.recipe.get('num_epochs', '?')} epochs" for run in left if run.epoch
+    ]
+    told = f"finished: {num_wanted - len(left)} of {num_wanted} runs; left: {len(left)}."
+    if status_of(left, made) == NOT_YET_STATUS:
+        told += " Again, please: the same command goes on from here."
+    elif left and not made.num_epochs:
+        told += " No epoch ended in this time: give more --minutes."
+    return "\n".join([*part_way, told])
+
+
+def status_of(left: Sequence[RunFile], made: Made) -> int:
+    """Return 0 where nothing is left, 1 where a run failed or nothing moves in such pieces, else `NOT_YET_STATUS`."""
+    if not left:
+        return 0
+    return 1 if made.failed or not made.num_epochs else NOT_YET_STATUS

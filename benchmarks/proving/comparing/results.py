@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.proving import runfile
-from benchmarks.proving.course import CPU, EPOCH, JUDGED, WALL
+from benchmarks.proving.comparing.skipping import Skipped, Span, measure_skipped, spans
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.runfile import RunFile
-from benchmarks.proving.skipping import Skipped, Span, measure_skipped, spans
+from benchmarks.proving.running import runfile
+from benchmarks.proving.running.course import CPU, EPOCH, JUDGED, WALL
+from benchmarks.proving.running.runfile import RunFile
 from egeria.errors import JournalError
 from egeria.events import Declined, FaultCaught, IntervalMeasured, MetricLogged, RunStarted
 from egeria.report.history import History, read_history

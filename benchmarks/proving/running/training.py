@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import egeria
-from benchmarks.proving.course import CPU, EPOCH, JUDGED, LOSS, WALL, Course
-from benchmarks.proving.piece import Piece
 from benchmarks.proving.policies import Policy
-from benchmarks.proving.stopwatch import Stopwatch
+from benchmarks.proving.running.course import CPU, EPOCH, JUDGED, LOSS, WALL, Course
+from benchmarks.proving.running.piece import Piece
+from benchmarks.proving.running.stopwatch import Stopwatch
 from benchmarks.workloads.workload import Training
 
 Told = Callable[[int, float, dict[str, float]], object]

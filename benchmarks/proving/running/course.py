@@ -9,7 +9,7 @@ import torch
 
 import egeria
 from benchmarks.proving.policies import Policy
-from benchmarks.proving.resting import Resting
+from benchmarks.proving.running.rivals import Resting
 from benchmarks.workloads.workload import Training
 from egeria.events import MetricLogged, Resumed, RunClosed, RunStarted
 from egeria.journal import Recorder

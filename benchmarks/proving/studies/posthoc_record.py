@@ -11,13 +11,13 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from benchmarks.proving.comparison import WorkloadComparison
-from benchmarks.proving.description import circumstances, method
-from benchmarks.proving.pictures import INK, save_figure
-from benchmarks.proving.posthoc import MOST_BATCHES, SLOPE, STABLE, Analysis
-from benchmarks.proving.record import write_results
-from benchmarks.proving.results import Outcome
-from benchmarks.proving.tables import markdown
+from benchmarks.proving.comparing.comparison import WorkloadComparison
+from benchmarks.proving.comparing.description import circumstances, method
+from benchmarks.proving.comparing.pictures import INK, save_figure
+from benchmarks.proving.comparing.record import write_results
+from benchmarks.proving.comparing.results import Outcome
+from benchmarks.proving.comparing.tables import markdown
+from benchmarks.proving.studies.posthoc import MOST_BATCHES, SLOPE, STABLE, Analysis
 from egeria.report.svg import module_colour
 
 HOW_ANALYSED = f"""\

@@ -11,9 +11,9 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
-from benchmarks.proving.results import Outcome
-from benchmarks.proving.runfile import ORACLE
+from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadComparison
+from benchmarks.proving.comparing.results import Outcome
+from benchmarks.proving.running.runfile import ORACLE
 from egeria.report.svg import module_colour
 
 LONGEST_LABEL = 44

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.proving.comparison import WorkloadComparison, compare
+from benchmarks.proving.comparing.comparison import WorkloadComparison, compare
+from benchmarks.proving.comparing.results import read_results
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import DEFAULT, PLAIN, Policy, parse_policies, parse_policy
-from benchmarks.proving.results import read_results
 from egeria.config import Config
 from egeria.errors import ConfigError
 from egeria.policy.catalogue import find_policy, with_metric_of_policy

@@ -1,6 +1,6 @@
 """The process of one run: reads its `run.json`, trains, and says on each line of output how far it is.
 
-    python -m benchmarks.proving.execution DIRECTORY --data DIR [--ends-at S]
+    python -m benchmarks.proving.running.execution DIRECTORY --data DIR [--ends-at S]
 
 Started by `runs`. A line of output is a JSON object; what others print goes to the error output.
 """
@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.proving import checkpoint, recipe, runfile
 from benchmarks.proving.catalogue import find_workloads
-from benchmarks.proving.checkpoint import Checkpoint, UnusableError
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.limit import UNLIMITED, Limit
-from benchmarks.proving.piece import Piece
-from benchmarks.proving.runfile import RunFile
-from benchmarks.proving.shortening import shortened
-from benchmarks.proving.training import train
+from benchmarks.proving.running import checkpoint, recipe, runfile
+from benchmarks.proving.running.checkpoint import Checkpoint, UnusableError
+from benchmarks.proving.running.limit import UNLIMITED, Limit
+from benchmarks.proving.running.piece import Piece
+from benchmarks.proving.running.rivals import shortened
+from benchmarks.proving.running.runfile import RunFile
+from benchmarks.proving.running.training import train
 from benchmarks.workloads.workload import MissingDataError, Setting, Training, Workload
 
 NO_DATA_STATUS = 3

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.proving.comparison import difference_of
+from benchmarks.proving.comparing.comparison import difference_of
+from benchmarks.proving.comparing.results import Outcome
+from benchmarks.proving.comparing.statistics import Estimate, rank_correlations
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.oracle import Survey
 from benchmarks.proving.policies import OBSERVER, PLAIN, parse_policy
-from benchmarks.proving.results import Outcome
-from benchmarks.proving.runfile import ORACLE, RunFile
-from benchmarks.proving.statistics import Estimate, rank_correlations
+from benchmarks.proving.running.runfile import ORACLE, RunFile
+from benchmarks.proving.studies.oracle import Survey
 from egeria.events import IntervalMeasured, ModuleFrozen, ModulesOrdered, PlasticityRead, RunStarted
 from egeria.policy.evidence import Movement
 from egeria.policy.worth import FIRST_LOOK_SHARE

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.proving.course import EPOCH
 from benchmarks.proving.policies import Policy
-from benchmarks.proving.runfile import RunFile
+from benchmarks.proving.running.course import EPOCH
+from benchmarks.proving.running.runfile import RunFile
 from egeria.errors import JournalError
 from egeria.events import MetricLogged
 from egeria.report.history import read_history

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from benchmarks.proving.catalogue import find_workloads
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.execution import build
-from benchmarks.proving.oracle import Survey, survey
-from benchmarks.proving.posthoc import Probe
-from benchmarks.proving.training import train_epoch
+from benchmarks.proving.running.execution import build
+from benchmarks.proving.running.training import train_epoch
+from benchmarks.proving.studies.oracle import Survey, survey
+from benchmarks.proving.studies.posthoc import Probe
 from benchmarks.workloads.workload import Training
 from egeria.plasticity import linear_cka_distance
 from egeria.smartfrz import NUM_SNAPSHOTS, NUM_WEIGHTS, FreezePredictor, WeightHistory

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.proving.recipe import describe_circumstances
-from benchmarks.proving.smartfrz import Examples, Labelling, Threshold, Verdict, Watched, fit, judge, without_each
-from benchmarks.proving.stopwatch import Stopwatch
-from benchmarks.proving.tables import markdown
+from benchmarks.proving.comparing.tables import markdown
+from benchmarks.proving.running.recipe import describe_circumstances
+from benchmarks.proving.running.stopwatch import Stopwatch
+from benchmarks.proving.studies.smartfrz import (
+    Examples,
+    Labelling,
+    Threshold,
+    Verdict,
+    Watched,
+    fit,
+    judge,
+    without_each,
+)
 from egeria.smartfrz import NUM_SNAPSHOTS, NUM_WEIGHTS, save_predictor
 
 BEGINNINGS = 3

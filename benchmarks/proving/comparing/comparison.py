@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.proving.accuracy_time import CLOCKS, TARGETS, AccuracyTime, accuracy_time, value_at
+from benchmarks.proving.comparing.accuracy_time import CLOCKS, TARGETS, AccuracyTime, accuracy_time, value_at
+from benchmarks.proving.comparing.results import Outcome
+from benchmarks.proving.comparing.statistics import Spread, spread
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import DEFAULT
-from benchmarks.proving.results import Outcome
-from benchmarks.proving.runfile import ORACLE, WorkloadFacts
-from benchmarks.proving.statistics import Spread, spread
+from benchmarks.proving.running.runfile import ORACLE, WorkloadFacts
 from benchmarks.workloads.registry import WORKLOADS
 
 POINTS, PER_CENT = 0.3, 1.0

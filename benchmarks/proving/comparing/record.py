@@ -10,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.proving import archive, runfile
-from benchmarks.proving.comparison import PolicyComparison, WorkloadComparison
-from benchmarks.proving.description import describe
-from benchmarks.proving.pictures import draw_all
-from benchmarks.proving.results import Outcome
-from benchmarks.proving.sweeps import Study
+from benchmarks.proving.comparing import archive
+from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadComparison
+from benchmarks.proving.comparing.description import describe
+from benchmarks.proving.comparing.pictures import draw_all
+from benchmarks.proving.comparing.results import Outcome
+from benchmarks.proving.running import runfile
+from benchmarks.proving.studies.sweeps import Study
 from egeria.journal import FILE_NAME
 
 
