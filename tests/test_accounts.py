@@ -17,9 +17,9 @@ from torch import nn
 from egeria import attach, events
 from egeria.journal import read_journal
 from egeria.layers.batch import Batch
+from egeria.layers.freezing import ReleasedState
 from egeria.layers.memory import activation_bytes
 from egeria.layers.modules import parse_modules
-from egeria.layers.optimizer_state import ReleasedState
 from egeria.report import report
 from egeria.session import EgeriaWarning
 
@@ -258,7 +258,7 @@ class TestReleasedState:
                 assert torch.equal(value, before[parameter][name])
 
     def test_where_state_cannot_come_back_the_optimizer_begins_anew_rather_than_fail(self, monkeypatch):
-        monkeypatch.setattr("egeria.layers.optimizer_state.CPU", torch.device("meta"))  # from where nothing comes back
+        monkeypatch.setattr("egeria.layers.freezing.CPU", torch.device("meta"))  # from where nothing comes back
         parameters = [nn.Parameter(torch.randn(5)) for _ in range(2)]
         optimizer = torch.optim.Adam(parameters)
         torch.stack(parameters).sum().backward()
@@ -441,14 +441,14 @@ class TestPeakMemory:
         assert "peak memory" in str(report(tmp_path))
 
     def test_elsewhere_it_is_declined(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("egeria.session.accounts.RESET", tmp_path / "nothing")
+        monkeypatch.setattr("egeria.session.measuring.accounts.RESET", tmp_path / "nothing")
         train(tmp_path / "run", accounts={"peak_memory": True})
         assert "only Linux tells the peak" in report(tmp_path / "run").path.read_text(encoding="utf-8")
 
     def test_without_being_asked_no_counter_is_set_back(self, tmp_path, monkeypatch):
         written = tmp_path / "clear_refs"
         written.write_text("untouched")
-        monkeypatch.setattr("egeria.session.accounts.RESET", written)
+        monkeypatch.setattr("egeria.session.measuring.accounts.RESET", written)
         train(tmp_path / "run")
         assert written.read_text() == "untouched"
 

@@ -18,7 +18,7 @@ from egeria.policy import SetPeriods
 from egeria.report import report
 from egeria.report.replay import replay
 from egeria.report.wording import verdict
-from egeria.session.timing import IterationTimer
+from egeria.session.measuring.timing import IterationTimer
 from loops import Loop, differences, outside
 from menagerie import MENAGERIE
 

@@ -20,7 +20,7 @@ from egeria.policy.base import FrontPolicy
 from egeria.policy.evidence import LearningRateHistory
 from egeria.report.replay import replay
 from egeria.session.checks import unwrap_scheduler
-from egeria.session.foreseeing import Foresight, Foresights
+from egeria.session.measuring.foresight import Foresight, Foresights
 from egeria.testing import ScriptedController
 
 STEPS_PER_EPOCH, NUM_EPOCHS = 50, 20

@@ -26,7 +26,7 @@ from egeria.events import (
 from egeria.layers.landing import AveragedWeights, compare
 from egeria.report import report
 from egeria.report.replay import replay
-from egeria.session.optimizer_steps import ScaledSteps
+from egeria.session.measuring.optimizer_steps import ScaledSteps
 from loops import Loop, differences, outside
 from menagerie import MENAGERIE
 from test_cache_memory import Loop as CachedLoop

@@ -7,7 +7,7 @@ import torch
 
 from egeria import read_journal
 from egeria.events import Declined, FaultCaught, LandingEnded, ModuleFrozen
-from egeria.session.compiling import Compiling
+from egeria.session.measuring.compiling import Compiling
 from test_compile import Training, _clean  # noqa: F401  # the fixture cleans up after each test
 
 pytestmark = pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ from egeria import EgeriaWarning, attach, read_journal
 from egeria.events import FaultCaught, LandingBegan, LandingEnded
 from egeria.layers.landing import AveragedWeights
 from egeria.parallel import Replicas
-from egeria.session.optimizer_steps import ScaledSteps
+from egeria.session.measuring.optimizer_steps import ScaledSteps
 from loops import Loop, differences
 from menagerie import MENAGERIE
 from ranks import each_third, run_cases, run_ranks

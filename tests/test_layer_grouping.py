@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuts import numbered
-from egeria.layers.grouping import group_atoms, split_evenly
+from egeria.layers.atoms import group_atoms, split_evenly
 
 
 def groups(sizes, names=None, **options):

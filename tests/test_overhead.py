@@ -12,7 +12,7 @@ import egeria
 from egeria.controller import ProcessController
 from egeria.controller.process import REPAID_S
 from egeria.events import ControllerChosen, IntervalMeasured, PlasticityRead
-from egeria.session.timing import IterationTimer
+from egeria.session.measuring.timing import IterationTimer
 
 MOST_CALLS = 100
 """Python and C calls of one step. 73 when this was written, 783 where an interval ends and nothing is watched."""

@@ -260,7 +260,7 @@ def test_a_predictor_that_fails_leaves_the_training_alone(tmp_path, monkeypatch)
     def fail(*_):
         raise RuntimeError("broken weights")
 
-    monkeypatch.setattr("egeria.session.measuring.load_predictor", fail)
+    monkeypatch.setattr("egeria.session.measuring.measures.load_predictor", fail)
     journal = train(tmp_path, freeze_score=1e-9)
     assert journal.of(events.FaultCaught)[0].error.endswith("broken weights")
     assert not journal.of(events.ModuleFrozen)

@@ -12,7 +12,7 @@ from torch import nn
 import egeria
 from egeria.events import IntervalMeasured
 from egeria.journal import Recorder
-from egeria.session.optimizer_steps import MOST_ELEMENTS, OptimizerHooks, StepNoise
+from egeria.session.measuring.optimizer_steps import MOST_ELEMENTS, OptimizerHooks, StepNoise
 from loops import FAST
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import egeria
 from egeria import ConfigError, read_journal
 from egeria.events import Declined, IntervalMeasured, RunClosed, RunStarted
+from egeria.session.measuring.foresight import play
 from loops import FAST
 from ranks import run_ranks
 
@@ -410,7 +411,8 @@ def test_a_schedule_that_knows_the_model_is_foreseen_without_a_copy_of_it(tmp_pa
     scheduler = schedulers.LambdaLR(optimizer, lambda step: 1 - step / (trainer["steps"] + len(model)))
     config = {**FORECAST, "policy": {"name": "static", "schedule": "0.9:1"}}
     with attach(model, optimizer, tmp_path, scheduler=scheduler, config=config):
-        assert egeria.session.foreseeing.play(scheduler, 1, [0])[0] == pytest.approx(0.1 * (1 - 1 / (STEPS + 5)))
+        rates = play(scheduler, 1, [0])
+        assert rates == pytest.approx([0.1 * (1 - 1 / (STEPS + 5))])
 
 
 @pytest.mark.parametrize("name", UNFORESEEABLE)

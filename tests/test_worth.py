@@ -38,8 +38,8 @@ from egeria.policy import (
 from egeria.policy.evidence import TREND_INTERVALS, LossGuard
 from egeria.report import report
 from egeria.report.replay import replay
-from egeria.session.measuring import Measures
-from egeria.session.worth import StepWorth
+from egeria.session.measuring.measures import Measures
+from egeria.session.measuring.worth import StepWorth
 
 WIDTH, CLASSES, STEPS = 16, 4, 200
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from egeria import read_journal
 from egeria.events import FaultCaught, IntervalChanged, IntervalMeasured
 from egeria.layers.modules import parse_modules
-from egeria.session.worth import StepWorth
+from egeria.session.measuring.worth import StepWorth
 from ranks import run_ranks
 from test_worth import STEPS, FineTuning, Words, batches, pretrained
 

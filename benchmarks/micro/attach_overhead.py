@@ -27,7 +27,7 @@ import egeria
 from benchmarks.workloads.registry import WORKLOADS
 from benchmarks.workloads.workload import Setting, Training
 from egeria.events import ControllerChosen, IntervalChanged, PlasticityRead, ReferenceRefreshed, RunClosed
-from egeria.session.timing import Stopwatch
+from egeria.session.measuring.timing import Stopwatch
 
 SUBJECTS = ("resnet8-cifar10", "bert-sst2", "bert-sst2-lora")
 ROUNDS = 10

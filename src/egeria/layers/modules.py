@@ -18,8 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from egeria.config.checks import SHARE, check
 from egeria.errors import ConfigError, UnsupportedModelError
-from egeria.layers.atoms import TABLES, Atom, Piece, can_be_called, find_pieces, is_under, parent_of
-from egeria.layers.grouping import Group, group_atoms
+from egeria.layers.atoms import TABLES, Atom, Group, Piece, can_be_called, find_pieces, group_atoms, is_under, parent_of
 from egeria.layers.order import merge_order
 
 

@@ -19,7 +19,7 @@ MEASURED = frozenset({FORESIGHT})
 
 FIRST_LOOK_SHARE = 0.05
 """Share of the training, from its beginning, in which worth is measured; where nothing was brought by then, the session
-goes on (`egeria.session.worth.MEASURED_SHARE`)."""
+goes on (`egeria.session.measuring.worth.MEASURED_SHARE`)."""
 SETTLED_SHARE = FIRST_LOOK_SHARE / 2
 """Share of the training after which the shares of layer modules are taken, as long as there is anything else. While a
 fresh head learns, what is before it has little to go by: of a ResNet-56 the first module brings 4 % in the first half
@@ -78,8 +78,8 @@ class Worth(Forecast):
     """Freezes, of a model that came trained, what brings little for the time it takes; of others as 'forecast' does.
 
     In the first steps of a fine-tuning all layer modules go one way, and by how much the steps of each lower the
-    loss can be measured (`egeria.session.worth`). The front brings little: of MiniLM the embeddings, which take up to a
-    fifth of the time, 1 to 2 % of what all but the last module bring. What steps bring fades with the
+    loss can be measured (`egeria.session.measuring.worth`). The front brings little: of MiniLM the embeddings, which
+    take up to a fifth of the time, 1 to 2 % of what all but the last module bring. What steps bring fades with the
     learning rate. So the next front modules freeze when their share of it, faded, is under a limit times their share of
     an iteration: some at once, most while it falls. The limit is the one at which all that freezes costs
     `policy.worth_limit` of what is brought, if the rate falls straight to nothing; more where the training loss is

@@ -10,19 +10,18 @@ from typing import Any
 from egeria import tree
 from egeria.events import FreezeWaits, ModuleFrozen, PeriodsChanged, Rewrapped, Thawed
 from egeria.layers.batch import Batch
-from egeria.layers.freezing import Freezer
+from egeria.layers.freezing import Freezer, ReleasedState
 from egeria.layers.gradients import InputGradients
 from egeria.layers.modules import LayerModule, count_trainable, parameters_of
-from egeria.layers.optimizer_state import ReleasedState
 from egeria.layers.resting import DutyCycle
 from egeria.policy import Decision, Freeze, SetPeriods, Thaw
 from egeria.report.accounts import RELEASING
-from egeria.session.compiling import Compiling
 from egeria.session.following import HarmfulFreezeError, Training
 from egeria.session.landing import Decided, Landing
+from egeria.session.measuring.compiling import Compiling
+from egeria.session.measuring.timing import Stopwatch
 from egeria.session.ranks import Subject
 from egeria.session.rehearsing import Rehearsal, find_branch, rehearse
-from egeria.session.timing import Stopwatch
 
 
 def in_groups(decisions: Sequence[Decision]) -> Iterator[tuple[Decision, list[Freeze]]]:

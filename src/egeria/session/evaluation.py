@@ -30,11 +30,11 @@ from egeria.layers.shards import gather, outline
 from egeria.layers.taps import TrainingTap, capture, forward_shares
 from egeria.layers.undisturbed import CommunicationError, undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading, Unhurried
-from egeria.session.accounts import count_memory
 from egeria.session.applying import BACKWARD_SHARE
 from egeria.session.following import Training
+from egeria.session.measuring.accounts import count_memory
+from egeria.session.measuring.timing import Budget, IterationTimer, Stopwatch, count_iterations
 from egeria.session.ranks import Subject
-from egeria.session.timing import Budget, IterationTimer, Stopwatch, count_iterations
 
 FAILURES_BEFORE_GIVING_UP = 3
 

@@ -13,10 +13,10 @@ from egeria.events import FreezeWaits, LandingBegan, LandingEnded
 from egeria.layers.landing import FEWEST_PAIRS, AveragedWeights, Comparison, compare
 from egeria.layers.modules import LayerModule
 from egeria.session.following import Training
-from egeria.session.meter import to_floats
-from egeria.session.optimizer_steps import ScaledSteps
+from egeria.session.measuring.interval import to_floats
+from egeria.session.measuring.optimizer_steps import ScaledSteps
+from egeria.session.measuring.timing import Stopwatch
 from egeria.session.ranks import Subject
-from egeria.session.timing import Stopwatch
 
 WHAT = "landing"
 INTERVALS = 10

@@ -26,19 +26,19 @@ from egeria.policy import (
     SetPeriods,
     Thaw,
 )
-from egeria.session.accumulation import StepCounter
 from egeria.session.applying import in_groups
 from egeria.session.checks import MakeController
-from egeria.session.compiling import Compiling
 from egeria.session.cutting import Cut, deepest_by_gradients
 from egeria.session.following import UNDONE, HarmfulFreezeError, Training, check_calls, watch_order
-from egeria.session.measuring import Measures
-from egeria.session.meter import IntervalMeter
-from egeria.session.optimizer_steps import LayerRates, Wanted
+from egeria.session.measuring.accumulation import StepCounter
+from egeria.session.measuring.compiling import Compiling
+from egeria.session.measuring.interval import IntervalMeter
+from egeria.session.measuring.measures import Measures
+from egeria.session.measuring.optimizer_steps import LayerRates, Wanted
+from egeria.session.measuring.timing import Budget, IntervalClock, IterationTimer
 from egeria.session.parts import CutParts, PartsMaker
 from egeria.session.ranks import LostError, OutOfStepError
 from egeria.session.skipping import COMPILED, begin_skipping
-from egeria.session.timing import Budget, IntervalClock, IterationTimer
 
 POLLS_PER_INTERVAL = 4  # how often several processes ask each other for readings of a controller process
 FAULTS_BEFORE_GIVING_UP = 3

@@ -17,9 +17,9 @@ from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, PREDICTION, WEIGHTS, WORTH
 from egeria.session.following import Training
-from egeria.session.foreseeing import Foresight, Foresights
-from egeria.session.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
-from egeria.session.worth import StepWorth
+from egeria.session.measuring.foresight import Foresight, Foresights
+from egeria.session.measuring.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
+from egeria.session.measuring.worth import StepWorth
 from egeria.smartfrz import NUM_SNAPSHOTS, WeightHistory, load_predictor
 
 

@@ -15,12 +15,12 @@ from egeria.events import IntervalMeasured
 from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.report.wording import plural
-from egeria.session.accounts import Accounts
 from egeria.session.following import Training
-from egeria.session.measuring import Measures
-from egeria.session.optimizer_steps import to_numbers
+from egeria.session.measuring.accounts import Accounts
+from egeria.session.measuring.measures import Measures
+from egeria.session.measuring.optimizer_steps import to_numbers
+from egeria.session.measuring.timing import IntervalClock, IterationTimer
 from egeria.session.ranks import Subject, fingerprint
-from egeria.session.timing import IntervalClock, IterationTimer
 
 
 @dataclass(eq=False)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from egeria.session.following import Training
-from egeria.session.meter import IntervalMeter
+from egeria.session.measuring.interval import IntervalMeter
+from egeria.session.measuring.timing import Stopwatch
 from egeria.session.ranks import LostError, OutOfStepError, Subject
-from egeria.session.timing import Stopwatch
 
 MOST_MICRO_BATCHES = 1024
 """More calls without an optimizer step in between are no accumulation: the steps are made in some way unseen."""

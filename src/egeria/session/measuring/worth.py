@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from egeria.layers.backward_times import BackwardTimes
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
-from egeria.session.optimizer_steps import MOST_ELEMENTS, ByParameter, by_module, some_rows, total_of
+from egeria.session.measuring.optimizer_steps import MOST_ELEMENTS, ByParameter, by_module, some_rows, total_of
 
 MEASURED_SHARE = 0.2
 """Share of the training, from its beginning, in which worth may be measured, while the policy needs it. In the first

@@ -15,7 +15,7 @@ from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import element_shares, own_part
 from egeria.session.following import Training
-from egeria.session.timing import Stopwatch
+from egeria.session.measuring.timing import Stopwatch
 
 FAULTS_BEFORE_GIVING_UP = 3
 MOST_ELEMENTS = 1 << 16
