@@ -17,8 +17,8 @@ from benchmarks.proving.running.execution import execute
 from benchmarks.proving.running.progress import Bars
 from benchmarks.proving.running.runfile import RunFile
 from benchmarks.proving.running.runs import Place, Queue, make
+from benchmarks.proving.schedules import EARLIEST, FROZEN, Schedule, to_text
 from benchmarks.proving.studies.oracle import Trials, survey
-from benchmarks.proving.studies.schedules import EARLIEST, FROZEN, Schedule, to_text
 from rich.console import Console
 from tests.pieces import new_training, told, wanted_run
 

@@ -20,9 +20,9 @@ from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.running import runfile
 from benchmarks.proving.running.branching import branch_off
 from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
+from benchmarks.proving.schedules import Schedule, settings_of, to_text
 from benchmarks.proving.studies import oracle
 from benchmarks.proving.studies.oracle import Trials, can_land, survey
-from benchmarks.proving.studies.schedules import Schedule, settings_of, to_text
 from benchmarks.workloads.workload import Setting
 from tests.toy_workloads import build_clusters
 from torch import nn

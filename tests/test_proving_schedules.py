@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from benchmarks.proving.policies import parse_policies, parse_policy
-from benchmarks.proving.studies.schedules import (
+from benchmarks.proving.schedules import (
     EARLIEST,
     FROZEN,
     LEAST_GAIN,

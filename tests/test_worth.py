@@ -886,20 +886,6 @@ def test_it_is_the_loss_of_late_that_counts_and_not_its_scatter():
     assert falling[2] == low[2]
 
 
-def test_a_state_from_before_the_loss_was_kept_goes_on_without_it():
-    whole, later = policy(), policy()
-    course(whole, loss=lambda at: 0.25, until=40)
-    state = whole.state_dict()
-    assert state.pop("loss") == pytest.approx(0.25)
-    later.load_state_dict(state)
-    found = []
-    for evaluation in range(41, 190):
-        given = interval(evaluation, rate=1 - evaluation / 200, loss=0.25)
-        found += (decisions := whole.observe_interval(given))
-        assert later.observe_interval(given) == decisions
-    assert [decision.module for decision in found] == [2]
-
-
 def test_a_loss_that_rises_while_the_rate_falls_is_no_rate_that_rose():
     made, found = policy(worth_limit=0.06), []
     for evaluation in range(1, 190):

@@ -9,7 +9,7 @@ from benchmarks.proving.comparing.accuracy_time import NUM_CONVERGED
 from benchmarks.proving.comparing.comparison import PER_CENT, POINTS, WorkloadComparison
 from benchmarks.proving.comparing.tables import oracle_table, overview, quality_table, time_table, timelines
 from benchmarks.proving.running.runfile import ORACLE
-from benchmarks.proving.studies.schedules import settings_of
+from benchmarks.proving.schedules import settings_of
 
 HOW_SPREAD = """\
 - Mean ± sample standard deviation over seeds. A difference is paired: the run against the plain run of the same

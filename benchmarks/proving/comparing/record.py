@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from benchmarks.proving.comparing.description import describe
 from benchmarks.proving.comparing.pictures import draw_all
 from benchmarks.proving.comparing.results import Outcome
 from benchmarks.proving.running import runfile
-from benchmarks.proving.studies.sweeps import Study
 from egeria.journal import FILE_NAME
 
 
@@ -29,21 +28,23 @@ def write_record(comparisons: Sequence[WorkloadComparison], folder: Path) -> Non
     (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
 
 
-def keep_journals(comparisons: Sequence[WorkloadComparison], folder: Path, study: Study | None = None) -> None:
+def keep_journals(
+    comparisons: Sequence[WorkloadComparison], folder: Path, save: Callable[[Path], object] | None = None
+) -> None:
     """Put the journals of all runs, and what they lie beside, into the archive of a record.
 
     Args:
         comparisons: of the runs.
         folder: of the record.
-        study: what a `sensitivity` asked; kept beside the journals.
+        save: writes into a folder what is kept beside the journals, such as what a `sensitivity` asked.
     """
     with archive.unpacked(folder) as journals:
         for comparison in comparisons:
             for policy in comparison.policies:
                 for outcome in policy.outcomes:
                     _keep(outcome, journals / outcome.run.place)
-        if study is not None:
-            study.save(journals)
+        if save is not None:
+            save(journals)
 
 
 def write_results(results: Any, folder: Path) -> None:

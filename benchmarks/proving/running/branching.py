@@ -16,7 +16,7 @@ from benchmarks.proving.policies import PLAIN, parse_policy
 from benchmarks.proving.running import checkpoint, runfile
 from benchmarks.proving.running.checkpoint import UnusableError
 from benchmarks.proving.running.runfile import RunFile
-from benchmarks.proving.studies.schedules import FINEST
+from benchmarks.proving.schedules import FINEST
 from egeria.config.checks import read_timetable
 from egeria.journal import FILE_NAME as JOURNAL_NAME
 

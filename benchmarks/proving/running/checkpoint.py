@@ -22,7 +22,7 @@ from egeria.report.history import read_history
 
 FILE_NAME = "checkpoint.pt"
 KEPT_NAME = "epochs"
-SCHEMA = 1
+SCHEMA = 2
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 

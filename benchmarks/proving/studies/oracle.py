@@ -16,7 +16,7 @@ from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadCo
 from benchmarks.proving.comparing.results import Outcome, read_results
 from benchmarks.proving.policies import PLAIN, Policy, parse_policy
 from benchmarks.proving.running.runfile import COMPARISON, ORACLE, RunFile
-from benchmarks.proving.studies.schedules import Found, Schedule, Search, Verdict, to_text
+from benchmarks.proving.schedules import Found, Schedule, Search, Verdict, to_text
 from benchmarks.workloads.workload import Training
 from egeria.config import FreezingConfig
 from egeria.events import ComputeProfiled, ModulesOrdered, RunStarted

@@ -39,7 +39,7 @@ class _Row:
 def write_sensitivity(study: Study, comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
     """Write a record: README.md, results.json, one picture, the journals packed, and what was asked."""
     folder.mkdir(parents=True, exist_ok=True)
-    keep_journals(comparisons, folder, study)
+    keep_journals(comparisons, folder, study.save)
     draw(study, comparisons, folder / PICTURE)
     sweeps = [_sweep_dict(comparison, sweep) for comparison in comparisons for sweep in study.sweeps]
     write_results({"sweeps": sweeps, "comparisons": [to_dict(found) for found in comparisons]}, folder)

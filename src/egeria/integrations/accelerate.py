@@ -135,7 +135,7 @@ class AcceleratedRun(WrappedRun):
         A run that is closed decides nothing any more: it keeps the state for `accelerator.save_state`.
 
         Raises:
-            StateError: it is of a newer egeria, or of another model. Nothing has changed then.
+            StateError: it is of another egeria, or of another model. Nothing has changed then.
         """
         if self._last_state is not None:
             self._last_state = dict(state)

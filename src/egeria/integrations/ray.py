@@ -108,7 +108,7 @@ class RayRun(WrappedRun):
             Whether there was a state. A checkpoint without one is told of by a warning: nothing is frozen then.
 
         Raises:
-            StateError: the state is of a newer egeria, or of another model. Nothing has changed then.
+            StateError: the state is of another egeria, or of another model. Nothing has changed then.
         """
         checkpoint = train.get_checkpoint() if checkpoint is None else checkpoint
         if checkpoint is None:

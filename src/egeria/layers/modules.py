@@ -1,7 +1,7 @@
 """Layer modules: the record of one, and how a model is cut into them (paper §4.2.1, §6.3).
 
-`atoms` finds the repeated blocks, `grouping` puts them together by size; here the pieces around the
-blocks are given to them, in execution order, and every parameter to exactly one layer module.
+`atoms` finds the repeated blocks and puts them together by size; here the pieces around the blocks
+are given to them, in execution order, and every parameter to exactly one layer module.
 """
 
 from __future__ import annotations

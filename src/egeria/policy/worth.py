@@ -61,7 +61,7 @@ THAWS_AT = 2.0**FADING
 """Times the limit that a frozen front must be worth by now, because the rate rose to twice what it was, to thaw."""
 
 
-class Front(NamedTuple):
+class FrontPart(NamedTuple):
     """Layer modules that freeze together: those behind what is frozen, before `end`."""
 
     end: int
@@ -263,23 +263,23 @@ class Worth(Forecast):
         """What steps bring from now on, as a share of what they brought at the largest rate."""
         return 1.0 if self._rates.rose else self._rate_share**FADING  # what it rises to is not known
 
-    def _next_front(self, begin: int) -> Front | None:
+    def _next_front(self, begin: int) -> FrontPart | None:
         """Return the layer modules from `begin` on that together bring least for the time they take."""
-        best: Front | None = None
+        best: FrontPart | None = None
         worth = time = 0.0
         for place in range(begin, min(self._deepest_freeze, self._num_pretrained)):
             share = self._shares[place]
             if share is None:
                 break
             worth, time = worth + share, time + self._times[place]
-            front = Front(end=place + 1, worth=worth, time=time)
+            front = FrontPart(end=place + 1, worth=worth, time=time)
             if best is None or front.price <= best.price:
                 best = front
         return best
 
-    def _fronts(self) -> Iterator[Front]:
+    def _fronts(self) -> Iterator[FrontPart]:
         """Yield what freezes together, front to back, which is by rising price."""
-        front: Front | None = Front(end=0, worth=0.0, time=0.0)
+        front: FrontPart | None = FrontPart(end=0, worth=0.0, time=0.0)
         while front := self._next_front(front.end):
             yield front
 
@@ -337,7 +337,7 @@ class Worth(Forecast):
         return None
 
 
-def _price_limit(fronts: Sequence[Front], worth_limit: float) -> float:
+def _price_limit(fronts: Sequence[FrontPart], worth_limit: float) -> float:
     """Return the limit on the price at which all freezes together cost `worth_limit`.
 
     Args:

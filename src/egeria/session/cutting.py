@@ -83,14 +83,14 @@ class Cut:
             trainable=tuple(saved["trainable"]),
         )
 
-    def announce(self, training: Training, step: int, known: Sequence[LayerModule], cut_by: Any) -> None:
+    def announce(self, training: Training, step: int, known: Sequence[LayerModule], cut_by: Mapping[str, Any]) -> None:
         """Journal a resumed cut where it is not the known one, and say so where it was made with other settings."""
         if self.modules == tuple(known):
             return
         training.recorder.step = step
         training.recorder.write(ModulesOrdered(step=step, **self.to_dict()))
         ours = asdict(training.config.modules)
-        differing = [name for name, value in ours.items() if cut_by is not None and cut_by.get(name, value) != value]
+        differing = [name for name, value in ours.items() if cut_by.get(name, value) != value]
         if differing:
             training.recorder.decline(
                 f"cutting the model by {' and '.join(f'modules.{name}={ours[name]!r}' for name in differing)}",

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-
-from egeria.errors import StateError
-
-if TYPE_CHECKING:  # it takes half a second to import
-    from torch.distributed.checkpoint.stateful import Stateful
-
-
-from typing import cast
-
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from egeria.errors import StateError
 from egeria.parallel import ParallelStrategy
 from egeria.session.following import ModelHooks
+
+if TYPE_CHECKING:  # it takes half a second to import
+    from torch.distributed.checkpoint.stateful import Stateful
 
 
 class ModelHandle(nn.Module):
@@ -129,7 +124,7 @@ class Packed:
         """Restore a saved state.
 
         Raises:
-            StateError: it is of a newer egeria, or of another model. Nothing has changed then.
+            StateError: it is of another egeria, or of another model. Nothing has changed then.
         """
         try:
             loaded = torch.load(io.BytesIO(state["state"]), map_location="cpu", weights_only=True)

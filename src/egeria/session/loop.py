@@ -169,8 +169,8 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; StateError where it belongs to another model or policy, and nothing has changed."""
-        saved, budget = state["engine"], dict(state["budget"])
-        measured = {"losses": state["losses"], "iteration_s": state["iteration_s"], **state}
+        saved, budget, counted, rates = state["engine"], state["budget"], state["accumulation"], state["rates"]
+        measured = {name: state[name] for name in ("losses", "held_losses", "iteration_s", "measures")}
         clock = IntervalClock.from_state(state)
         modules = None if saved is None else tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
         is_needed = self.parts is not None and bool(clock.step or self.clock.step)  # else nothing was decided
@@ -188,7 +188,7 @@ class Session:
             parts, cut = self._maker.resume(modules, saved, state["norms"])
             self.parts.applier.landing.let_go()
             self._release_parts(parts)
-            cut.announce(self.training, clock.step, self.modules, saved.get("cut_by"))
+            cut.announce(self.training, clock.step, self.modules, saved["cut_by"])
             self.parts, self.modules = parts, modules
             parts.restore(saved)
             self._is_cut_to_order = clock.step > 0
@@ -198,9 +198,9 @@ class Session:
         if self.skipping is not None:
             self.skipping.count_from(clock.step)
         self.meter.load_state_dict(measured)
-        self.steps.load_state_dict(state["accumulation"])
+        self.steps.load_state_dict(counted)
         if self._rates is not None:
-            self._rates.load_state_dict(state.get("rates", {}))
+            self._rates.load_state_dict(rates)
         self.meter.measures.begin(clock.step, self.parts.policy.needs if self.parts else (), self.modules)
         self._prepare_step()
 

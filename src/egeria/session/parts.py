@@ -92,7 +92,7 @@ class PartsMaker:
         Args:
             modules: the layer modules of the saved state.
             saved: the state of its parts.
-            norms: which normalisation layers had come trained when its run began; empty where that was not saved.
+            norms: which normalisation layers had come trained when its run began.
         """
         came_trained = dict(self.training.norms)
         self.training.norms.update(norms)
