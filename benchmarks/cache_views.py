@@ -31,9 +31,9 @@ from examples.resnet import cifar_resnet
 from torch.nn import functional
 
 import egeria
-from benchmarks.cifar10_runs import commit
 from benchmarks.micro.frozen_training import Arm, Lap, Subject, cache_settings
 from benchmarks.proving.comparing import archive
+from benchmarks.proving.running.recipe import commit
 from egeria.config import CacheConfig
 
 FREE, UNFROZEN = "free", "unfrozen"

@@ -37,11 +37,3 @@ def run_example(
     curve = [float(line[5].rstrip("%")) for line in lines if line[0] == "epoch"]
     last = lines[-1]
     return {"accuracy": float(last[1].rstrip("%")), "wall_s": float(last[3]), "cpu_s": float(last[6]), "curve": curve}
-
-
-def commit() -> str:
-    """Return the commit the numbers belong to."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"

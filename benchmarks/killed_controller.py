@@ -22,8 +22,9 @@ import psutil
 import torch
 
 import egeria
-from benchmarks.cifar10_runs import commit, run_example
+from benchmarks.cifar10_runs import run_example
 from benchmarks.proving.comparing import archive
+from benchmarks.proving.running.recipe import commit
 from egeria.events import ControllerRestarted, ModuleFrozen, PlasticityRead, ReadingDropped, Thawed
 
 CONFIG = """[policy]

@@ -26,9 +26,10 @@ from examples.resnet import cifar_resnet
 from torch import Tensor, nn
 
 import egeria
-from benchmarks.cifar10_runs import commit, run_example
+from benchmarks.cifar10_runs import run_example
 from benchmarks.micro.interleaved import compare
 from benchmarks.proving.comparing import archive
+from benchmarks.proving.running.recipe import commit
 from egeria.events import FidelityChecked, RungTaken
 from egeria.layers.batch import Batch
 from egeria.reference import QuantizedReference

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import egeria
-from benchmarks.cifar10_runs import ROOT, commit
 from benchmarks.proving.comparing import archive
 from benchmarks.proving.comparing.statistics import spread
+from benchmarks.proving.running.recipe import ROOT, commit
 from benchmarks.workloads.text.corpora import read_sentiments
 from benchmarks.workloads.text.minilm import find_weights
 from egeria.events import ModuleFrozen, StageChanged, Thawed

@@ -35,9 +35,9 @@ from rich.console import Console
 from rich.table import Table
 
 import egeria
-from benchmarks.cifar10_runs import commit
 from benchmarks.micro.cache_gate import describe_gate, measure_gate
 from benchmarks.micro.frozen_training import Arm, Lap, Subject, bert, cache_settings, in_turn, residual_net
+from benchmarks.proving.running.recipe import commit
 
 PLAIN = "plain"
 FLOOR = "for nothing"

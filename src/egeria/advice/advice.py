@@ -132,10 +132,10 @@ class Advice:
             return "Not worth it: nothing can freeze."
         most = 1 - self.costs[-1].iteration_s / self.costs[0].iteration_s
         told = (
-            f"With all that may freeze frozen an iteration takes {percent(most)} less time, and with the front half of "
+            f"with all that may freeze frozen an iteration takes {percent(most)} less time, and with the front half of "
             f"that from half of the training on, training takes {percent(self.half_saving)} less"
         )
-        return f"Worth a try: {_lower(told)}." if self.is_worth_it else f"Not worth it: {_lower(told)}."
+        return f"{'Worth a try' if self.is_worth_it else 'Not worth it'}: {told}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -224,7 +224,3 @@ def _between(points: Sequence[tuple[int, float]], depth: int) -> float:
 
 def _aligned(column: str, cell: str, width: int) -> str:
     return cell.ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]

@@ -273,7 +273,7 @@ class ActivationCache:
         self.report()
         self.mode.close()
         self.mode, self._has_reported_damage, self._is_other_loader = mode, False, False
-        self._rollback = None if mode.name == PlainForward.name else Rollback(self.model)
+        self._rollback = Rollback(self.model) if isinstance(mode, Generation) else None
 
     def place(self) -> CacheDirectory:
         """Return where stores go, made when it is first asked for. Raises `StoreError`."""

@@ -146,8 +146,6 @@ class Rollback:
 class PlainForward:
     """The forward pass as it is."""
 
-    name = "computed"
-
     def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
         """Call the model."""
         return call(plain=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +66,6 @@ class Generation:
     verify_batches: int
     """Batches from the store between two checks."""
     payback: PaybackCheck
-    name: ClassVar[str] = "stored"
 
     def __post_init__(self) -> None:
         self.use = Use()

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,7 +150,6 @@ class MemoryForward:
     """Smaller batches are left alone: other kernels run, to other last bits."""
     review: Review | None
     """Asks again if this pays; None where that is not asked."""
-    name: ClassVar[str] = "stored"
 
     def __post_init__(self) -> None:
         self.use = Use()

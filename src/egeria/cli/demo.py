@@ -23,29 +23,14 @@ KINDS = ("plain", "egeria")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Fine-tune plainly and with egeria; print the comparison and the paths of the reports."""
-    compare(
-        console,
-        arguments.directory,
-        seeds=arguments.seeds,
-        epochs=EPOCHS if arguments.epochs is None else arguments.epochs,
-    )
-    return 0
-
-
-def compare(console: Console, directory: Path, *, seeds: int = 3, epochs: int = EPOCHS) -> None:
-    """Fine-tune with each seed plainly and with egeria; print the table and where the reports are.
-
-    Args:
-        console: where to print.
-        directory: where journals and reports go.
-        seeds: runs of each kind.
-        epochs: epochs of a run.
+    """Fine-tune with each seed plainly and with egeria; print the comparison and the paths of the reports.
 
     Raises:
         ConfigError: fewer than 1 seed or 4 epochs.
         EgeriaError: scikit-learn is not installed.
     """
+    directory, seeds = arguments.directory, arguments.seeds
+    epochs = EPOCHS if arguments.epochs is None else arguments.epochs
     if seeds < 1 or epochs < FEWEST_EPOCHS:
         raise ConfigError(
             f"A demo needs at least 1 seed and {FEWEST_EPOCHS} epochs, found {seeds} and {epochs}. Ask for more."
@@ -68,6 +53,7 @@ def compare(console: Console, directory: Path, *, seeds: int = 3, epochs: int = 
     reports = [egeria.report(directory / f"seed{seed}") for seed in range(seeds)]
     console.print(reports[0])
     console.print("Reports:", *(found.path for found in reports), sep="\n  ", soft_wrap=True)
+    return 0
 
 
 def _bars(console: Console) -> Progress:

@@ -116,13 +116,12 @@ class Recorder:
         if by_this_process or not self._echoes:
             self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training continues.")
 
-    def fault(self, where: str, error: Exception) -> int:
-        """Journal a failure of ours, warn the first time, and return how many there were in this place."""
+    def fault(self, where: str, error: Exception) -> None:
+        """Journal a failure of ours, with how many there were in this place, and warn the first time."""
         count = self._faults[where] = self._faults.get(where, 0) + 1
         text = f"{type(error).__name__}: {error}"
         self.write(FaultCaught(step=self.step, where=where, error=text, count=count))
         self.warn(f"fault in {where}", f"egeria: {where} failed ({text}). Training continues; see the journal.")
-        return count
 
     def _open(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
