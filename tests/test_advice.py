@@ -23,9 +23,8 @@ import egeria
 from egeria import advise
 from egeria.errors import ConfigError
 from loops import Loop, differences, outside
-from menagerie import MENAGERIE
+from menagerie import each_supported
 
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 BACKWARD_S, FORWARD_S, BLOCK_S, NUM_BLOCKS = 0.01, 0.016, 0.001, 4
 PLAIN_S = FORWARD_S + NUM_BLOCKS * (BLOCK_S + BACKWARD_S)
 
@@ -54,7 +53,7 @@ def clock(monkeypatch):
 # It changes nothing
 
 
-@pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
+@each_supported
 def test_a_training_that_asked_for_advice_goes_on_to_the_bit_as_one_that_did_not(specimen):
     plain, asking = Loop(specimen), Loop(specimen)
     for loop in (plain, asking):

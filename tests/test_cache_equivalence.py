@@ -15,9 +15,8 @@ from egeria.events import CacheDecided, CacheUsed, ModuleFrozen
 from egeria.session import EgeriaWarning
 from egeria.testing import ScriptedController
 from loops import differences
-from menagerie import MENAGERIE
+from menagerie import each_supported
 
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 REFUSED = {
     "Noisy": "random",
     "Replacing": "",
@@ -103,7 +102,7 @@ def train(specimen, directory, **cache):
 
 
 @pytest.mark.parametrize("enabled", [True, "auto"], ids=["on the disk", "in memory"])
-@pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
+@each_supported
 def test_law_3_stored_is_computed(specimen, enabled, tmp_path):
     plain = train(specimen, tmp_path / "plain", enabled=False)
     cached = train(specimen, tmp_path / "cached", enabled=enabled, gate="open", verify_batches=3)

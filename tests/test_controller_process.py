@@ -42,11 +42,9 @@ from egeria.plasticity import sp_loss
 from egeria.report.replay import replay
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS, each_supported
 from strays import is_gone_within, nothing_left_behind
 
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
-SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 OPEN = {"load_limit": 1.0, "budget_share": 1000.0}
 LONGEST_WAIT_S = 60
 
@@ -103,7 +101,7 @@ def decisions(directory):
     return [(event.kind, event.step) for event in told(directory, StageChanged, ModuleFrozen, Thawed)]
 
 
-@pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
+@each_supported
 def test_law_2_inline_and_process_read_and_decide_alike(specimen, tmp_path, lent):
     loops = {}
     for kind in ("process", "inline"):

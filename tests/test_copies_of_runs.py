@@ -19,9 +19,9 @@ from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, outside
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS
 
-SPECIMEN = next(specimen for specimen in MENAGERIE if specimen.name == "residual")
+SPECIMEN = SPECIMENS["residual"]
 
 
 def saved(model):

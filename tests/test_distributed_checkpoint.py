@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from egeria import StateError, read_journal
 from egeria.events import FaultCaught, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, differences
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS
 from ranks import run_ranks
 from test_shards import sharded, whole
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 CONFIG = {**FAST, "freezing": {"tolerance_share": 3.0}}
 STEPS = 24
 

@@ -20,12 +20,8 @@ from egeria.report.replay import replay
 from egeria.report.wording import verdict
 from egeria.session.measuring.timing import IterationTimer
 from loops import Loop, differences, outside
-from menagerie import MENAGERIE
+from menagerie import each_stateless, each_supported
 
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
-STATELESS = [specimen for specimen in SUPPORTED if specimen.name != "CarryingState"]  # it has state in no checkpoint
-each_stateless = pytest.mark.parametrize("specimen", STATELESS, ids=lambda specimen: specimen.name)
-each_supported = pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1),

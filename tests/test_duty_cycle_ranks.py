@@ -19,20 +19,19 @@ from egeria.events import Declined, FaultCaught, PeriodsChanged
 from egeria.parallel import Replicas
 from egeria.session import EgeriaWarning
 from loops import Loop, differences
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS, SUPPORTED_NAMES
 from ranks import each_third, run_cases, run_ranks
 from test_duty_cycle import MLP, OPTIMIZERS, attached, static
 from test_shards import AS_ONE, NOT_SHARDED, ROUNDED, sharded, whole
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
 SCHEDULE = "0.05:1/8,2/4,9/2 0.3:1,9/2 0.5:0,9/4 0.6:0"
 
 
 def train(name, folder):
     """Train with periods, a freeze among them, and a thaw; return what was in force after each step, and the end."""
     several = {"parallel": Replicas(find_unused_parameters=True)} if distributed.get_world_size() > 1 else {}
-    loop = Loop(SUPPORTED[name], attached(Path(folder, name), SCHEDULE) | several)
+    loop = Loop(SPECIMENS[name], attached(Path(folder, name), SCHEDULE) | several)
     course = []
     for _ in range(28):
         loop.step()
@@ -41,7 +40,7 @@ def train(name, folder):
     return course, loop.everything()
 
 
-@pytest.mark.parametrize("name", each_third(SUPPORTED, always=["stochastic_depth"]))
+@pytest.mark.parametrize("name", each_third(SUPPORTED_NAMES, always=["stochastic_depth"]))
 def test_law_6_two_ranks_train_like_one(name, tmp_path):
     [(course, end)] = run_ranks(train, name, str(tmp_path / "one"), num_ranks=1)
     for also, found in run_ranks(train, name, str(tmp_path / "two")):
@@ -246,7 +245,7 @@ def test_a_loop_that_switches_gradients_on_has_the_last_word():
 
 
 def train_in_parts(name, folder):
-    specimen = SUPPORTED[name]
+    specimen = SPECIMENS[name]
     if distributed.get_world_size() > 1:
         specimen = sharded(specimen)
     loop = Loop(specimen, attached(Path(folder, name), SCHEDULE))
@@ -260,7 +259,7 @@ def train_in_parts(name, folder):
     return course, whole(loop.everything())
 
 
-IN_PARTS = [name for name in SUPPORTED if name not in NOT_SHARDED.keys() | ROUNDED]
+IN_PARTS = [name for name in SUPPORTED_NAMES if name not in NOT_SHARDED.keys() | ROUNDED]
 
 
 @pytest.mark.parametrize("name", each_third(IN_PARTS, always=AS_ONE))

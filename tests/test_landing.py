@@ -28,13 +28,9 @@ from egeria.report import report
 from egeria.report.replay import replay
 from egeria.session.measuring.optimizer_steps import ScaledSteps
 from loops import Loop, differences, outside
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS, each_stateless, each_supported
 from test_cache_memory import Loop as CachedLoop
 
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
-STATELESS = [specimen for specimen in SUPPORTED if specimen.name != "CarryingState"]  # it has state in no checkpoint
-each_stateless = pytest.mark.parametrize("specimen", STATELESS, ids=lambda specimen: specimen.name)
-each_supported = pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
 MODES = ["average", "anneal", "both"]
 AVERAGING = ["average", "both"]
 TOTAL, STEPS, PAIRS = 200, 12, 3
@@ -369,7 +365,7 @@ def test_modules_that_are_updated_at_some_steps_only_land_too(mode, tmp_path):
 
 
 def test_without_a_known_length_it_takes_ten_intervals(tmp_path):
-    specimen = next(specimen for specimen in SUPPORTED if specimen.name == "residual")
+    specimen = SPECIMENS["residual"]
     config = {
         "policy": {"name": "egeria"},
         "plasticity": {"interval_steps": 3, "window": 2},

@@ -17,21 +17,20 @@ from egeria.layers.landing import AveragedWeights
 from egeria.parallel import Replicas
 from egeria.session.measuring.optimizer_steps import ScaledSteps
 from loops import Loop, differences
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS, SUPPORTED_NAMES
 from ranks import each_third, run_cases, run_ranks
 from test_duty_cycle import MLP, OPTIMIZERS
 from test_landing import attached, failing
 from test_shards import AS_ONE, NOT_SHARDED, ROUNDED, shard, sharded, whole
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
 SCHEDULE = "0.02:1 0.04:9 0.24:0"
 STEPS = 28
 
 
 def course_of(name, folder, *, in_parts=False):
     """Train with landings, a freeze, and a thaw; return what was in force after each step, and the end."""
-    specimen, several = SUPPORTED[name], {}
+    specimen, several = SPECIMENS[name], {}
     if distributed.get_world_size() > 1:
         specimen = sharded(specimen) if in_parts else specimen
         several = {} if in_parts else {"parallel": Replicas(find_unused_parameters=True)}
@@ -53,7 +52,7 @@ def landings(folder):
     return [event.to_dict() for event in (*journal.of(LandingBegan), *journal.of(LandingEnded))]
 
 
-@pytest.mark.parametrize("name", each_third(SUPPORTED))
+@pytest.mark.parametrize("name", each_third(SUPPORTED_NAMES))
 def test_law_6_two_ranks_land_like_one(name, tmp_path):
     [(course, end)] = run_ranks(course_of, name, str(tmp_path / "one"), num_ranks=1)
     for also, found in run_ranks(course_of, name, str(tmp_path / "two")):
@@ -63,7 +62,7 @@ def test_law_6_two_ranks_land_like_one(name, tmp_path):
     assert not read_journal(tmp_path / "two" / name).of(FaultCaught)
 
 
-IN_PARTS = [name for name in SUPPORTED if name not in NOT_SHARDED.keys() | ROUNDED]
+IN_PARTS = [name for name in SUPPORTED_NAMES if name not in NOT_SHARDED.keys() | ROUNDED]
 
 
 @pytest.mark.parametrize("name", each_third(IN_PARTS, always=AS_ONE))

@@ -10,13 +10,11 @@ from egeria.events import Declined, ModuleFrozen, PlasticityRead, StageChanged
 from egeria.report.replay import replay
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
-from menagerie import MENAGERIE
+from menagerie import MENAGERIE, SUPPORTED, each_supported
 
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 UNSUPPORTED = [specimen for specimen in MENAGERIE if specimen.unsupported]
 DOZEN = SUPPORTED[:: max(1, len(SUPPORTED) // 12)]
 each = pytest.mark.parametrize("specimen", MENAGERIE, ids=lambda specimen: specimen.name)
-each_supported = pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
 each_of_a_dozen = pytest.mark.parametrize("specimen", DOZEN, ids=lambda specimen: specimen.name)
 each_unsupported = pytest.mark.parametrize("specimen", UNSUPPORTED, ids=lambda specimen: specimen.name)
 

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import egeria
 from egeria.testing import ScriptedController
 from loops import FAST
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS
 from ranks import run_cases, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-SPECIMEN = next(specimen for specimen in MENAGERIE if specimen.name == "residual")
+SPECIMEN = SPECIMENS["residual"]
 STEPS = 40
 WHERE = ["given", "before", "after", "container", "container before", "run.model"]
 

@@ -15,11 +15,10 @@ from egeria.events import ModuleFrozen, PlasticityRead, Rewrapped, StageChanged,
 from egeria.parallel import Replicas
 from egeria.report.replay import replay
 from loops import FAST, Loop, differences
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS, SUPPORTED_NAMES
 from ranks import each_third, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
 CONFIG = {**FAST, "freezing": {"tolerance_share": 3.0}}
 STEPS = 20
 
@@ -39,7 +38,7 @@ def train(name: str, folder: str, data_seed: int | None = None) -> Course:
     """Train for some steps, lower the rate, and go on; on other data in each process if there is a seed."""
     several = {"parallel": Replicas(find_unused_parameters=True)} if distributed.get_world_size() > 1 else {}
     attach = {"config": CONFIG, "controller": "inline", "directory": Path(folder, name), **several}
-    loop = Loop(SUPPORTED[name], attach)
+    loop = Loop(SPECIMENS[name], attach)
     if data_seed is not None:
         loop.data.manual_seed(data_seed + distributed.get_rank())
     course = Course(frozen=[], end={}, frozen_tensors=[])
@@ -74,7 +73,7 @@ def decisions(folder: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", SUPPORTED_NAMES)
 def test_law_6_two_ranks_decide_and_train_like_one(name, tmp_path):
     [one] = run_ranks(train, name, str(tmp_path / "one"), num_ranks=1)
     for course in run_ranks(train, name, str(tmp_path / "two")):
@@ -84,7 +83,7 @@ def test_law_6_two_ranks_decide_and_train_like_one(name, tmp_path):
     assert max(one.frozen) > 1 and read_journal(tmp_path / "one" / name).of(Thawed)
 
 
-@pytest.mark.parametrize("name", each_third(SUPPORTED))
+@pytest.mark.parametrize("name", each_third(SUPPORTED_NAMES))
 def test_law_6_ranks_agree_at_every_step_on_data_of_their_own(name, tmp_path):
     first, second = run_ranks(train, name, str(tmp_path), 7)
     assert first.frozen == second.frozen and max(first.frozen) > 0

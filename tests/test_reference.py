@@ -38,14 +38,13 @@ from egeria.reference import (
 )
 from egeria.reference.formats import StaticInt8
 from loops import FAST, outside
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS, each_supported
 
 OLD = Machine()
 VNNI = Machine(vnni=True)
 BF16 = Machine(vnni=True, avx512_bf16=True)
 AMX = Machine(vnni=True, avx512_bf16=True, amx=True)
 PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -337,7 +336,7 @@ def test_activations_of_huggingface_models_are_close(name, rung):
         assert relative_error(reference.activation(tap, batch), expected) < 0.15
 
 
-@pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
+@each_supported
 @pytest.mark.parametrize("here", [OLD, AMX], ids=["old", "amx"])
 def test_every_beast_is_served(specimen, here):
     torch.manual_seed(0)
@@ -554,7 +553,7 @@ def test_a_failure_while_running_leads_on(monkeypatch):
 
 
 def test_what_cannot_be_copied_is_refused():
-    specimen = next(specimen for specimen in MENAGERIE if specimen.name == "Uncopyable")
+    specimen = SPECIMENS["Uncopyable"]
     with pytest.raises(ReferenceModelError, match="deep copy"):
         QuantizedReference(["parts.0"]).refresh(specimen.build(), batch_of(torch.randn(2, 8)))
 

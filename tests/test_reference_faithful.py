@@ -282,8 +282,8 @@ from egeria.layers.batch import Batch
 from egeria.layers.modules import parse_modules
 from egeria.reference import QuantizedReference, Machine
 from egeria.reference.snapshot import in_fp32
-from menagerie import MENAGERIE
-specimen = next(specimen for specimen in MENAGERIE if specimen.name == "SkipConnected")
+from menagerie import SPECIMENS
+specimen = SPECIMENS["SkipConnected"]
 torch.manual_seed(0)
 model = specimen.build()
 args, kwargs = specimen.example(torch.Generator().manual_seed(0))

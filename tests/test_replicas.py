@@ -18,11 +18,10 @@ from egeria.layers.modules import parse_modules
 from egeria.parallel import Replicas, choose_parallel
 from egeria.testing import ScriptedController
 from loops import FAST
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS
 from ranks import run_cases, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 
 
 def count_bytes(sizes, bucket):

@@ -27,7 +27,7 @@ from egeria.report.history import read_history
 from egeria.report.replay import replay
 from egeria.report.summary import summarize
 from loops import FAST, Loop, differences
-from menagerie import MENAGERIE
+from menagerie import MENAGERIE, SPECIMENS
 from ranks import run_ranks
 
 STEPS = 60
@@ -37,7 +37,6 @@ BY_THE_CLOCK = (CacheDecided, CacheUsed)
 """Whether storing pays is measured anew by each process; what training comes to does not depend on it."""
 CARRIES = "CarryingState"
 """It keeps numbers in plain attributes, which no checkpoint of a loop has."""
-SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 RESUMABLE = [specimen for specimen in MENAGERIE if not specimen.unsupported and specimen.name != CARRIES]
 INLINE = {"config": {**FAST, "freezing": {"tolerance_share": 2.0}}, "controller": "inline"}
 

@@ -25,9 +25,8 @@ from egeria.policy.base import FrontPolicy
 from egeria.report.replay import replay
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS
 
-SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 STEPS = 60
 # Settings under which each policy freezes within 60 steps and, where it can, thaws.
 POLICY = {

@@ -16,10 +16,10 @@ from egeria import ConfigError, EgeriaWarning, read_journal
 from egeria.events import Event, ModuleFrozen, PlasticityRead, RungTaken, RunStarted
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, outside
-from menagerie import MENAGERIE, Specimen
+from menagerie import SPECIMENS, Specimen
 from ranks import run_ranks
 
-PARTS = next(specimen for specimen in MENAGERIE if specimen.name == "PartsByName")
+PARTS = SPECIMENS["PartsByName"]
 
 
 def loop_in(directory, specimen=PARTS, **attach):

@@ -32,9 +32,8 @@ from egeria.policy import find_policy
 from egeria.session import evaluation, rehearsing
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS
 
-SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 PARTS = SPECIMENS["PartsByName"]
 
 

@@ -21,11 +21,10 @@ from egeria.layers.taps import forward_shares
 from egeria.parallel import Sharded, choose_parallel
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS, SUPPORTED_NAMES
 from ranks import each_third, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-SUPPORTED = {specimen.name: specimen for specimen in MENAGERIE if not specimen.unsupported}
 CONFIG = {
     **FAST,
     "plasticity": {**FAST["plasticity"], "mode": "train"},
@@ -68,7 +67,7 @@ def whole(state):
 
 
 def train(name, folder):
-    specimen = SUPPORTED[name]
+    specimen = SPECIMENS[name]
     if distributed.get_world_size() > 1:
         try:
             Loop(sharded(specimen)).step(2)
@@ -100,7 +99,7 @@ def decisions(folder):
     ]
 
 
-@pytest.mark.parametrize("name", each_third(SUPPORTED, always=AS_ONE | NOT_SHARDED.keys() | ROUNDED))
+@pytest.mark.parametrize("name", each_third(SUPPORTED_NAMES, always=AS_ONE | NOT_SHARDED.keys() | ROUNDED))
 def test_two_ranks_that_share_the_parameters_decide_and_train_like_one(name, tmp_path):
     two = run_ranks(train, name, str(tmp_path / "two"))
     if name in NOT_SHARDED:

@@ -22,11 +22,10 @@ from egeria.skipping import prefix as skip
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.rows import RowArguments, signature
 from loops import outside
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS, SUPPORTED
 from menagerie.oddities import Parcel, Parts
 from skipping import Frozen, assert_replay_is_computing, batch_of, num_rows, unequal
 
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 REFUSED = {
     "stochastic_depth": "is random",
     "Noisy": "is random",
@@ -74,7 +73,7 @@ def test_law_3_replaying_is_computing_or_refused_with_a_reason(specimen):
 
 
 def test_law_3_with_tied_weights_frozen():
-    specimen = next(specimen for specimen in SUPPORTED if specimen.name == "Tied")
+    specimen = SPECIMENS["Tied"]
     plain, skipping = (Frozen(specimen.build, example_of(specimen), 2, freeze_tied=True) for _ in range(2))
     assert_replay_is_computing(plain, skipping, skipping.find(), example_of(specimen, 1))
 
@@ -210,7 +209,7 @@ def test_a_last_output_that_nobody_reads_does_not_cross():
 
 
 def test_a_part_called_twice_stays_and_runs_itself():
-    specimen = next(specimen for specimen in SUPPORTED if specimen.name == "CalledTwice")
+    specimen = SPECIMENS["CalledTwice"]
     frozen = Frozen(specimen.build, example_of(specimen), 2)
     prefix = frozen.find()
     calls = []
@@ -234,7 +233,7 @@ def test_models_of_one_batch_size_run_whole():
 
 
 def test_recorded_and_replayed_rows_are_copies():
-    specimen = next(specimen for specimen in SUPPORTED if specimen.name == "InPlace")
+    specimen = SPECIMENS["InPlace"]
     frozen = Frozen(specimen.build, example_of(specimen), 1)
     prefix = frozen.find()
     with prefix.recording() as recording:
@@ -248,7 +247,7 @@ def test_recorded_and_replayed_rows_are_copies():
 
 
 def test_strides_come_back_whatever_the_layout_of_the_rows():
-    specimen = next(specimen for specimen in SUPPORTED if specimen.name == "channels_last")
+    specimen = SPECIMENS["channels_last"]
     frozen = Frozen(specimen.build, example_of(specimen), 1)
     prefix = frozen.find()
     strides = []
@@ -261,7 +260,7 @@ def test_strides_come_back_whatever_the_layout_of_the_rows():
 
 
 def test_computing_ends_behind_the_boundary_and_leaves_the_arguments():
-    specimen = next(specimen for specimen in SUPPORTED if specimen.name == "OverwritingItsInput")
+    specimen = SPECIMENS["OverwritingItsInput"]
     frozen = Frozen(specimen.build, example_of(specimen), 2)
     prefix = frozen.find()
     ran = []

@@ -17,6 +17,7 @@ from egeria import read_journal
 from egeria.events import FaultCaught, ModuleFrozen, Resumed, Rewrapped, Thawed
 from egeria.report.replay import replay
 from loops import differences
+from menagerie import SUPPORTED_NAMES
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -52,7 +53,7 @@ DRIFTS = {"stochastic_depth"}
 """Where a block that is skipped or not makes so much of rounding that a decision comes an interval later."""
 
 
-@pytest.mark.parametrize("name", [name for name in equivalence.SUPPORTED if name not in DRIFTS])
+@pytest.mark.parametrize("name", [name for name in SUPPORTED_NAMES if name not in DRIFTS])
 def test_law_6_three_ranks_decide_and_train_like_one(name, tmp_path):
     one, three = one_and_three(equivalence.train, name, tmp_path)
     for course in three:
@@ -66,7 +67,7 @@ def test_law_6_three_ranks_decide_and_train_like_one(name, tmp_path):
     assert max(one.frozen) > 1 and read_journal(tmp_path / "three" / name).of(Thawed)
 
 
-@pytest.mark.parametrize("name", equivalence.SUPPORTED)
+@pytest.mark.parametrize("name", SUPPORTED_NAMES)
 def test_law_6_three_ranks_agree_at_every_step_on_data_of_their_own(name, tmp_path):
     courses = run_three(equivalence.train, name, str(tmp_path), 7)
     shared = [
@@ -83,7 +84,7 @@ def test_law_6_three_ranks_agree_at_every_step_on_data_of_their_own(name, tmp_pa
 
 
 @pytest.mark.parametrize("work", [test_landing_ranks.course_of, test_duty_cycle_ranks.train])
-@pytest.mark.parametrize("name", equivalence.SUPPORTED)
+@pytest.mark.parametrize("name", SUPPORTED_NAMES)
 def test_three_ranks_land_and_rest_like_one(work, name, tmp_path):
     (course, end), three = one_and_three(work, name, tmp_path)
     for also, found in three:

@@ -21,9 +21,9 @@ from egeria.report.build import write_files
 from egeria.report.trackers import find_trackers, scalars
 from egeria.testing import ScriptedController
 from loops import FAST, Loop
-from menagerie import MENAGERIE
+from menagerie import SPECIMENS
 
-PARTS = next(specimen for specimen in MENAGERIE if specimen.name == "PartsByName")
+PARTS = SPECIMENS["PartsByName"]
 KEYS = {f"egeria/{name}" for name in ("frozen", "params_frozen", "time_saved_s", "plasticity", "overhead")}
 ALL_KEYS = KEYS | {"egeria/compute_skipped", "egeria/memory_freed_bytes"}
 

@@ -9,12 +9,8 @@ from egeria.events import FaultCaught, IntervalMeasured
 from egeria.policy import worth
 from egeria.report.replay import replay
 from loops import Loop, differences, outside
-from menagerie import MENAGERIE
+from menagerie import each_stateless, each_supported
 
-SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
-STATELESS = [specimen for specimen in SUPPORTED if specimen.name != "CarryingState"]  # it has state in no checkpoint
-each_stateless = pytest.mark.parametrize("specimen", STATELESS, ids=lambda specimen: specimen.name)
-each_supported = pytest.mark.parametrize("specimen", SUPPORTED, ids=lambda specimen: specimen.name)
 NUM_STEPS = 24  # of 200, of which ten are measured
 
 
