@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.__main__ import main
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.running.execution import build
 from benchmarks.proving.running.runfile import WAITING, RunFile, WorkloadFacts
@@ -16,10 +17,22 @@ from tests import toy_workloads
 from egeria.events import IntervalMeasured, MetricLogged, ModuleFrozen, PlasticityRead, StageChanged, Thawed
 from egeria.report.history import read_history
 
+ROOT = Path(__file__).resolve().parent.parent
 (TOY, *_) = toy_workloads.WORKLOADS
 TOYS = "tests.toy_workloads"
+COMMON = ["--workloads", TOYS, "--tier", "smoke"]
 CPU = torch.device("cpu")
 STATIC = parse_policy("static:schedule=0.3:1+0.7:2")
+
+
+def bench(*arguments: object) -> int:
+    """Run `python -m benchmarks` with these arguments, here; return its exit status."""
+    return main([str(argument) for argument in arguments])
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Return what all files of a folder hold."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def new_training() -> Training:

@@ -17,12 +17,11 @@ from benchmarks.proving.running.limit import Experience, Limit
 from benchmarks.proving.running.piece import Piece
 from benchmarks.proving.running.randomness import find_generators, read_chance, set_chance
 from benchmarks.proving.running.training import train
-from tests.pieces import CPU, STATIC, new_training, told
+from tests.pieces import CPU, ROOT, STATIC, new_training, told
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from egeria.report.history import read_history
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMON = ["--tier", "gpu", "--device", "cpu", "--seeds", "0"]
 # Processes that import torch take long on machines that do other things too.
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]

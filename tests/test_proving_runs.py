@@ -11,26 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.__main__ import main
 from benchmarks.proving.running import runfile
 from benchmarks.proving.running.runs import sort_out
+from tests.pieces import COMMON, ROOT, bench
 
 import egeria
 from egeria.events import MetricLogged
 
-ROOT = Path(__file__).resolve().parent.parent
 EAGER = (
     "egeria:plasticity.interval_steps=2,plasticity.window=2,bootstrapping.change_threshold=0.99,"
     "controller.kind=inline,controller.budget_share=1.0,freezing.tolerance_share=0.9"
 )
 # Processes that import torch take long on machines that do other things too.
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
-COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke"]
 # Each process takes seconds to import torch: one set of runs serves all tests that only read it.
-
-
-def bench(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.__main__ import main
 from benchmarks.proving.comparing.comparison import compare
 from benchmarks.proving.comparing.results import Evaluation, Outcome
 from benchmarks.proving.comparing.skipping import Skipped
@@ -19,28 +18,19 @@ from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.running.runs import Made
 from benchmarks.proving.studies.sensitivity import draw, sweep_table
 from benchmarks.proving.studies.sweeps import Study, load_study, parse_sweeps
+from tests.pieces import COMMON, ROOT, bench, files
 
-ROOT = Path(__file__).resolve().parent.parent
 EAGER = (
     "egeria:plasticity.interval_steps=2,bootstrapping.change_threshold=0.99,controller.kind=inline,"
     "controller.budget_share=1.0,freezing.tolerance_share=0.9"
 )
 SWEEP = f"{EAGER},plasticity.window=2,10"
-COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke"]
 # Processes that import torch take long on machines that do other things too.
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
 
 
-def bench(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
 def journals(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("journal.jsonl")}
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from benchmarks.__main__ import main
 from benchmarks.proving.studies.smartfrz import Examples, Labelling, Threshold, Watched, fit, judge, without_each
+from tests.pieces import COMMON
 
 from egeria.smartfrz import NUM_SNAPSHOTS, NUM_WEIGHTS, load_predictor
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
-COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke"]
 
 
 def test_a_module_may_freeze_once_it_has_been_like_the_trained_one_for_a_while():

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.__main__ import main
 from benchmarks.proving.comparing.results import read_results
 from benchmarks.proving.comparing.statistics import rank_correlations
 from benchmarks.proving.errors import RefusedError
@@ -35,13 +34,11 @@ from benchmarks.proving.studies.trials import (
     plan,
 )
 from benchmarks.proving.studies.trials_record import describe_findings, find_correlations
-from tests.pieces import wanted_run
+from tests.pieces import COMMON, ROOT, bench, files, wanted_run
 
 from egeria.events import IntervalMeasured, PlasticityRead
 from egeria.report.history import read_history
 
-ROOT = Path(__file__).resolve().parent.parent
-COMMON = ["--workloads", "tests.toy_workloads", "--tier", "smoke"]
 ASKED = ["toy-tuned", *COMMON, "--seeds", "0,1", "--times", "0.06,0.6", "--depths", "1,3,4"]
 NUM_STEPS = 1000
 # Processes that import torch take long on machines that do other things too.
@@ -268,14 +265,6 @@ def test_plain_runs_come_first_and_keep_what_trials_branch_off_from():
 
 
 # The command
-
-
-def bench(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
