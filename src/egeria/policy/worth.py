@@ -277,11 +277,11 @@ class Worth(Forecast):
                 best = front
         return best
 
-    def _fronts(self) -> Iterator[FrontPart]:
+    def _fronts(self, begin: int = 0) -> Iterator[FrontPart]:
         """Yield what freezes together, front to back, which is by rising price."""
-        front: FrontPart | None = FrontPart(end=0, worth=0.0, time=0.0)
-        while front := self._next_front(front.end):
+        if front := self._next_front(begin):
             yield front
+            yield from self._fronts(front.end)
 
     def _freeze_fronts(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze all that is worth little enough by now."""
