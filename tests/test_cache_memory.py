@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import re
 import time
 import warnings
 import weakref
@@ -772,7 +773,8 @@ def test_serving_that_is_slower_than_computing_ends(tmp_path, monkeypatch):
         warnings.simplefilter("error")
         loop = PatientLoop(tmp_path).finish()
     assert [event.mode for event in loop.journal(CacheDecided)] == ["stored", "computed"]
-    assert "an iteration in which 100% of the samples were stored before takes" in loop.reasons[-1]
+    # Where the windows begin depends on the pace: one of their batches may have had a sample that was new.
+    assert re.search(r"in which (9\d|100)% of the samples were stored before takes", loop.reasons[-1])
 
 
 def test_what_storing_saves_is_not_judged_by_iterations_that_still_get_shorter(tmp_path):
