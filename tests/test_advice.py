@@ -11,6 +11,7 @@ import json
 import random
 import time
 import weakref
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import egeria
 from egeria import advise
 from egeria.errors import ConfigError
+from egeria.random_state import MAX_OBJECTS, held_generators
 from loops import Loop, differences, outside
 from menagerie import each_supported
 
@@ -610,6 +612,21 @@ def test_generators_deep_in_a_data_set_and_in_the_loss_stay():
     ask(loader=DataLoader(subset, batch_size=4), loss=mixed)
     assert torch.equal(own.get_state(), before[0])
     assert mixing.getstate() == before[1]
+
+
+def test_generators_stay_where_an_evaluation_holds_a_large_model_too():
+    other, mixing = nn.Sequential(*(blocks() for _ in range(20))), random.Random(3)
+    holder = SimpleNamespace(mixing=mixing)
+    for _ in range(4):
+        holder = SimpleNamespace(inner=holder)
+    assert held_generators((other, holder), MAX_OBJECTS) == {}, "few objects would not do"
+
+    def evaluate(model):
+        return other, holder.inner.inner.inner.inner.mixing.random()
+
+    before = mixing.getstate()
+    ask(evaluate=evaluate, iterations_per_evaluation=5)
+    assert mixing.getstate() == before
 
 
 class Given(Dataset):

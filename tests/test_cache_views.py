@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 
-from egeria.cache.augmentation import BatchKind, ViewedDataset, ViewedIndex, held_generators, seed_of
+from egeria.cache.augmentation import BatchKind, ViewedDataset, ViewedIndex, seed_of
 from egeria.cache.fingerprint import agree, fingerprints
 from egeria.cache.loader import SampleFeed
+from egeria.random_state import held_generators
 
 COUNT = 12
 GLOBAL = np.random.default_rng(0)

@@ -131,13 +131,14 @@ def test_nothing_is_left_of_what_a_model_keeps_in_attributes():
     assert all(torch.equal(*pair) for pair in zip(*twins, strict=True))
 
 
-def test_tensors_of_other_kinds_are_left_alone():
+def test_what_cannot_be_copied_is_left_alone():
     model = Remembering()
     model.register_buffer("calls", torch.zeros(()))
     with torch.inference_mode():
         model.seen = torch.ones(3)
     model.sparse = nn.Parameter(torch.eye(3).to_sparse())
     model.large, model.small = torch.zeros(MOST_BYTES // 4 + 1), torch.zeros(4)
+    model.of_system = random.SystemRandom()  # has no state to be kept
     with undisturbed(model):
         model(torch.ones(3, 8))
         for kept in (model.calls, model.large, model.small):

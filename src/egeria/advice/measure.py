@@ -20,12 +20,12 @@ from egeria import dist
 from egeria.advice.advice import Advice
 from egeria.advice.instruments import DeviceClock, devices_of
 from egeria.advice.rehearsal import NUM_BATCHES, CopyInTraining, Loss
-from egeria.advice.source import Source, Witness, kept_generators
+from egeria.advice.source import Source, Witness
 from egeria.config import Config
 from egeria.errors import ConfigError
 from egeria.layers.copies import copies_of_computed
 from egeria.layers.shards import is_compiled
-from egeria.layers.undisturbed import kept_random_state
+from egeria.random_state import kept_generators, kept_random_state
 from egeria.session.checks import read_config, unwrap_loader
 
 NUM_ROUNDS = 4

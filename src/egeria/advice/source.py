@@ -1,16 +1,12 @@
-"""The batches of a loader, without using it up; the generators and the state of a training, kept as they were."""
+"""The batches of a loader, without using it up; the state of a training, kept as it was."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,8 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from egeria.cache import length_of
 from egeria.errors import ConfigError
 
-LONGEST, DEEPEST = 100, 12
-"""Containers and nested objects in which generators are looked for; a longer list holds samples."""
 NUM_DRAWN_TWICE = 16
 """Samples that are drawn twice: what is random at every second time, as a flip is, goes unseen once in 65,000 times."""
 
@@ -132,53 +126,6 @@ class Witness:
                 gradient.copy_(values)
         for buffer, _, values in self._buffers:
             buffer.copy_(values)
-
-
-@contextmanager
-def kept_generators(*holders: Any) -> Iterator[None]:
-    """Restore the random generators that objects lead to, such as a loader, its data set and its augmentation."""
-    seen: set[int] = set()
-    restoring = [restore for holder in holders for restore in _states(holder, DEEPEST, seen)]
-    try:
-        yield
-    finally:
-        for restore in restoring:
-            restore()
-
-
-def _states(holder: Any, deepest: int, seen: set[int]) -> Iterator[Callable[[], object]]:
-    """Yield what sets each generator that an object leads to back to where it is now."""
-    if id(holder) in seen or not deepest:
-        return
-    seen.add(id(holder))
-    if isinstance(holder, (torch.Generator, np.random.RandomState)):
-        given: Any = holder
-        yield partial(given.set_state, given.get_state())
-    elif isinstance(holder, random.Random):
-        yield partial(holder.setstate, holder.getstate())
-    elif isinstance(holder, np.random.Generator):
-        yield partial(setattr, holder.bit_generator, "state", copy.deepcopy(holder.bit_generator.state))
-    else:
-        for part in _parts(holder):
-            yield from _states(part, deepest - 1, seen)
-
-
-def _parts(holder: Any) -> list[Any]:
-    """Return what an object holds, as far as that may be, or lead to, a generator."""
-    if isinstance(holder, (Tensor, np.ndarray, type, str, bytes, int, float)):
-        return []
-    if isinstance(holder, (Mapping, list, tuple)):
-        return list(holder.values() if isinstance(holder, Mapping) else holder) if len(holder) <= LONGEST else []
-    found = list(getattr(holder, "__dict__", {}).values())
-    slots = (name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ()))
-    found += [getattr(holder, name) for name in slots if hasattr(holder, name)]
-    if isinstance(holder, functools.partial):
-        found += [holder.func, holder.args, holder.keywords]
-    found.append(getattr(holder, "__self__", None))
-    for cell in getattr(holder, "__closure__", None) or ():
-        with suppress(ValueError):  # an empty one
-            found.append(cell.cell_contents)
-    return found if len(found) <= LONGEST else []
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -6,9 +6,7 @@ random numbers started anew from a hash of (base seed, sample, view), and put ba
 
 from __future__ import annotations
 
-import functools
 import random
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria.random_state import held_generators, restoring
+
 KINDS = ("unknown", "samples", "collated", "not joinable", "not repeatable")
 UNKNOWN, SAMPLES, COLLATED, NOT_JOINABLE, NOT_REPEATABLE = KINDS
 REFUSALS = {
@@ -30,12 +30,6 @@ REFUSALS = {
     NOT_REPEATABLE: "a sample came out differently twice although every generator in reach was seeded alike; "
     "draw from `random`, `numpy.random`, torch or from generators that the data set or its transforms hold",
 }
-MAX_OBJECTS = 500
-MAX_MEMBERS = 64  # longer containers hold data, not transforms
-MAX_DEPTH = 8
-METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, Tensor, np.ndarray, torch.dtype)
 
 
 class ViewedIndex(int):
@@ -206,11 +200,11 @@ class ViewMaker:
         held = held_generators(self.dataset)  # anew each time: some are made when first used, in the worker
         # Not the module `torch`: its `manual_seed` takes 70 times as long and touches every device.
         self._sources = {"python": random, "numpy": np.random, "torch": torch.default_generator, **held}
-        restoring = [_restoring(source) for source in self._sources.values()]
+        states = [restoring(source) for source in self._sources.values()]
         try:
             yield
         finally:
-            for restore in restoring:
+            for restore in states:
                 restore()
 
 
@@ -286,74 +280,3 @@ def _seed(source: Any, seed: int) -> None:
         source.bit_generator.state = type(source.bit_generator)(seed).state
     else:
         source.seed(seed >> 32 if source is np.random or isinstance(source, np.random.RandomState) else seed)
-
-
-def _restoring(source: Any) -> Callable[[], None]:
-    """Return what puts back the state that a generator, or the module of a global one, has now."""
-    if isinstance(source, np.random.Generator):
-        return functools.partial(setattr, source.bit_generator, "state", source.bit_generator.state)
-    if hasattr(source, "getstate"):  # Python's
-        return functools.partial(source.setstate, source.getstate())
-    return functools.partial(source.set_state, source.get_state())
-
-
-def held_generators(root: Any) -> dict[str, Any]:
-    """Return the generators an object holds, by the path to them, the same in every process.
-
-    Looks into attributes, short containers, what functions, partials and methods were made with, and the globals
-    that these functions name, to a bounded depth and number. Those out of reach (in C extensions) stay as they are.
-    """
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    waiting = [("", root, 0)]
-    while waiting and len(seen) < MAX_OBJECTS:
-        path, thing, depth = waiting.pop(0)
-        if isinstance(thing, LEAVES) or id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, GENERATORS):
-            if not isinstance(thing, random.SystemRandom):
-                found[path] = thing
-        elif depth < MAX_DEPTH:
-            waiting += [(f"{path}.{name}", member, depth + 1) for name, member in _members(thing)]
-    return found
-
-
-def _members(thing: Any) -> list[tuple[Any, Any]]:
-    if isinstance(thing, Mapping):
-        return list(thing.items()) if type(thing) is dict and len(thing) <= MAX_MEMBERS else []
-    if isinstance(thing, (list, tuple)):
-        return list(enumerate(thing)) if len(thing) <= MAX_MEMBERS else []
-    if isinstance(thing, functools.partial):
-        return [("function", thing.func), ("arguments", thing.args), ("keywords", thing.keywords)]
-    if isinstance(thing, types.MethodType):
-        return [("self", thing.__self__), ("function", thing.__func__)]
-    if isinstance(thing, types.FunctionType):
-        return list(_members_of_function(thing))
-    methods = [vars(cls).get(name) for cls in type(thing).__mro__ for name in METHODS]
-    return [*_attributes(thing), *(("method", method) for method in methods if type(method) is types.FunctionType)]
-
-
-def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    attributes = getattr(thing, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from list(attributes.items())
-    for cls in type(thing).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if isinstance(vars(cls).get(name), types.MemberDescriptorType) and hasattr(thing, name):
-                yield name, getattr(thing, name)
-
-
-def _members_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for index, cell in enumerate(function.__closure__ or ()):
-        try:
-            yield f"cell{index}", cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    yield "defaults", function.__defaults__
-    yield "keyword_defaults", function.__kwdefaults__
-    for name in function.__code__.co_names:
-        member = function.__globals__.get(name)
-        if isinstance(member, GENERATORS):
-            yield f"global {name}", member

@@ -13,7 +13,6 @@ from torch import nn
 from egeria.cache.decision import GenerationOpener, Outlook, Share
 from egeria.cache.fingerprint import fingerprints
 from egeria.cache.forward_modes import (
-    WATCHED_FORWARDS,
     PlainForward,
     Rollback,
     StaleError,
@@ -265,9 +264,7 @@ class ActivationCache:
         self._record("computed", str(error))
 
     def _timed_forward(self) -> TimedForward:
-        names = [name for module in self._modules for name in module.submodules]
-        roots = [self.model.get_submodule(name) for name in names]
-        return TimedForward(roots, 0 if self.settings.gate == "open" else WATCHED_FORWARDS)
+        return TimedForward.of(self.model, self._modules, self.settings.gate)
 
     def _switch_to(self, mode: PlainForward | Generation) -> None:
         self.report()

@@ -18,7 +18,9 @@ from egeria.cache.samples import BatchIndices
 from egeria.errors import EgeriaError, UncacheableError
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import FrozenTensors
-from egeria.layers.undisturbed import RandomState, generators_of_accelerators, restore_table
+from egeria.layers.modules import LayerModule
+from egeria.layers.undisturbed import restore_table
+from egeria.random_state import RandomState, generators_of_accelerators
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.probe import has_nan
 
@@ -166,6 +168,12 @@ class TimedForward(PlainForward):
     """Of the forwards."""
     _spans: list[tuple[Moment, Moment]] = field(default_factory=list)
     """Beginning and end of the frozen front in each of them."""
+
+    @classmethod
+    def of(cls, model: nn.Module, modules: Sequence[LayerModule], gate: str) -> TimedForward:
+        """Watch a model with these layer modules frozen; with an open gate, which asks for no times, none are taken."""
+        roots = [model.get_submodule(name) for module in modules for name in module.submodules]
+        return cls(roots, 0 if gate == "open" else WATCHED_FORWARDS)
 
     @property
     def iteration_s(self) -> float:

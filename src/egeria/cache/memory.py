@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from egeria.cache.decision import Outlook
 from egeria.cache.forward_modes import (
-    WATCHED_FORWARDS,
     PlainForward,
     Rollback,
     TimedForward,
@@ -261,8 +260,7 @@ class MemoryCache:
         self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _timed_forward(self) -> TimedForward:
-        roots = [self.model.get_submodule(name) for module in self._modules for name in module.submodules]
-        return TimedForward(roots, 0 if self.settings.gate == "open" else WATCHED_FORWARDS)
+        return TimedForward.of(self.model, self._modules, self.settings.gate)
 
     def _is_settled(self, timed: TimedForward) -> bool:
         """Return whether iterations are no longer much shorter than when they were watched before."""

@@ -19,8 +19,8 @@ from egeria.controller.shared_memory import SharedQueue, pack
 from egeria.errors import ControllerError, brief
 from egeria.events import ControllerChosen, ControllerRestarted, Declined, ReadingDropped, RungTaken
 from egeria.layers.batch import Batch
-from egeria.layers.undisturbed import RandomState
 from egeria.policy import Reading
+from egeria.random_state import RandomState
 
 SPARE_CORES = 2
 LARGEST_SKELETON_BYTES = 64 * 2**20

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import random
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from egeria import dist
+from egeria.random_state import Generator, kept_random_state, restoring
 
 _own_passes = threading.local()
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -136,62 +133,6 @@ def undisturbed(model: nn.Module, *, gradients: bool = False, keeps_modes: bool 
         before.restore(learning)
 
 
-@contextmanager
-def kept_random_state(model: nn.Module) -> Iterator[None]:
-    """Restore the random states of Python, numpy and torch, on the CPU and the model's devices, after the block."""
-    before = RandomState.current()
-    try:
-        with torch.random.fork_rng(devices=_accelerators(model)):
-            yield
-    finally:
-        before.set()
-
-
-@dataclass(frozen=True, slots=True)
-class RandomState:
-    """The random states of Python, numpy and torch on the CPU."""
-
-    of_python: Any
-    of_numpy: Any
-    of_torch: Tensor
-
-    @classmethod
-    def current(cls) -> RandomState:
-        """Return them as they are."""
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
-
-    def set(self) -> None:
-        """Go on from here: a model that draws random numbers in inference mode draws the same again."""
-        random.setstate(self.of_python)
-        np.random.set_state(self.of_numpy)
-        torch.set_rng_state(self.of_torch)
-
-
-def seed_random_state(model: nn.Module, seed: int) -> None:
-    """Begin all random numbers anew: those of Python, numpy and torch, on the CPU and the model's devices alone."""
-    random.seed(seed)
-    np.random.seed(seed)
-    for generator in _generators(model):
-        generator.manual_seed(seed)
-
-
-def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Return a value that changes with every random number that Python, numpy or torch draw."""
-    of_numpy: Any = np.random.get_state(legacy=False)
-    of_torch = tuple(generator.get_state().numpy().tobytes() for generator in _generators(model))
-    key, position = of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
-    return (random.getstate(), key, position, of_numpy["has_gauss"], of_numpy["gauss"], *of_torch)
-
-
-def generators_of_accelerators(model: nn.Module) -> list[torch.Generator]:
-    """Return what random numbers come from on the accelerators that a model is on."""
-    return [torch.cuda.default_generators[index] for index in _accelerators(model)]
-
-
-def _generators(model: nn.Module) -> list[torch.Generator]:
-    return [torch.default_generator, *generators_of_accelerators(model)]
-
-
 def _learning_buffers(modules: list[nn.Module]) -> set[int]:
     """Return the buffers of modules in training mode: batch normalisation moves its own without counting versions."""
     return {id(buffer) for module in modules if module.training for buffer in module._buffers.values()}
@@ -209,14 +150,8 @@ def _is_small(tensor: Tensor) -> bool:
 
 def _restoring(value: Any) -> Callable[[], object] | None:
     """Return what gives an attribute back the contents that it has now; None for what has none that are known."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
-    if isinstance(value, np.random.RandomState):
-        return partial(value.set_state, value.get_state())
+    if isinstance(value, Generator):
+        return restoring(value)
     if type(value) in _CONTAINERS:
         return partial(_refill, value, value.copy())
     return None
@@ -233,8 +168,3 @@ def restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
     for name in table.keys() - before.keys():
         del table[name]
     table.update(before)
-
-
-def _accelerators(model: nn.Module) -> list[int]:
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    return sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from egeria.errors import ConfigError, ReferenceModelError, brief
 from egeria.events import RungTaken
 from egeria.layers.batch import Autocast, Batch
-from egeria.layers.undisturbed import kept_random_state
+from egeria.random_state import kept_random_state
 from egeria.reference.formats import FORMATS, FormatInputs, NumberFormat
 from egeria.reference.machine import FormatName, Machine
 from egeria.reference.quantization import silence

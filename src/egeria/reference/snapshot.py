@@ -18,7 +18,8 @@ from egeria.errors import ReferenceModelError
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.copies import copies_of_computed, remove_ours, take_off_wrappers
 from egeria.layers.taps import TapReachedError, capture
-from egeria.layers.undisturbed import kept_random_state, undisturbed
+from egeria.layers.undisturbed import undisturbed
+from egeria.random_state import kept_random_state
 from egeria.reference.machine import Workload
 
 _MOST_ERROR = 0.5

@@ -19,12 +19,12 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from egeria import tree
 from egeria.layers.batch import Batch
-from egeria.layers.undisturbed import generators_of_accelerators, kept_random_state, random_fingerprint, undisturbed
+from egeria.layers.undisturbed import undisturbed
+from egeria.random_state import Generator, generators_of_accelerators, kept_random_state, random_fingerprint
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _NUM_RANDOM_STATES = 3
 _OUTLETS = "egeria_outlets"
 """Attribute of a traced part under which the modules lie that its taps are read at."""
@@ -213,7 +213,7 @@ def _find_parts(model: nn.Module, name: str, taps: Sequence[str], call: _Call) -
     if not _has_convolutions(module):
         return []
     # Tracing starts after what has been put on the module from outside, and draws its random numbers once and for all.
-    draws = any(isinstance(value, _GENERATORS) for inner in module.modules() for value in vars(inner).values())
+    draws = any(isinstance(value, Generator) for inner in module.modules() for value in vars(inner).values())
     if not draws and not is_altered(module):
         with suppress(Exception):  # whatever a model's own code does with a proxy: it cannot be traced
             graph, inside = _trace(model, name, taps)

@@ -18,7 +18,8 @@ from egeria import tree
 from egeria.errors import without_frames
 from egeria.layers.batch import Batch
 from egeria.layers.taps import TapReachedError
-from egeria.layers.undisturbed import random_fingerprint, seed_random_state, undisturbed
+from egeria.layers.undisturbed import undisturbed
+from egeria.random_state import random_fingerprint, seed_random_state
 from egeria.skipping.attributes import attributes_of, set_since
 from egeria.skipping.replay import Place, Template, Values, stubbed
 

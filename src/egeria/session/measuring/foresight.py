@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from egeria.layers.undisturbed import RandomState
+from egeria.random_state import RandomState
 
 MOST_CALLS = 1_000_000
 """A longer schedule is not played forward; at 3 to 10 µs a call this one takes seconds."""
