@@ -11,6 +11,7 @@ from benchmarks.micro import accelerator
 from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.comparing.results import read_results
 
+from egeria.config import Config
 from egeria.events import IntervalMeasured
 from egeria.report.history import read_history
 from egeria.report.price import freezes, worth_shares
@@ -106,7 +107,15 @@ def test_the_command_finds_the_cost_of_each_part_again(tmp_path, monkeypatch, ca
     assert {point["schedule"] for point in found["points"]} == {it.replace("+", " ") for it in schedules}
     skipped = [point["skipped"] for point in found["points"]]
     assert skipped == sorted(skipped, reverse=True) and skipped[-1] > 0
-    more = ["--rivals", "--limits", "0.001,0.06,1", "--out", str(tmp_path / "three"), "--tier", "smoke"]
+    more = [
+        "--rivals",
+        "--limits",
+        f"0.001,{Config().policy.worth_limit},1",
+        "--out",
+        str(tmp_path / "three"),
+        "--tier",
+        "smoke",
+    ]
     schedule_costs.main(["--results", str(results), *more])
     beside = json.loads((tmp_path / "three" / "results.json").read_text())
     parts = {point["schedule"]: point["part"] for point in beside["points"]}
