@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import egeria
 from egeria import advise
 from egeria.errors import ConfigError
-from egeria.random_state import MAX_OBJECTS, held_generators
+from egeria.random_state import OFTEN, held_generators
 from loops import Loop, differences, outside
 from menagerie import each_supported
 
@@ -619,14 +620,74 @@ def test_generators_stay_where_an_evaluation_holds_a_large_model_too():
     holder = SimpleNamespace(mixing=mixing)
     for _ in range(4):
         holder = SimpleNamespace(inner=holder)
-    assert held_generators((other, holder), MAX_OBJECTS) == {}, "few objects would not do"
+    assert held_generators((other, holder), OFTEN) == {}, "so few objects would not do"
+    before, drawn = mixing.getstate(), []
 
     def evaluate(model):
-        return other, holder.inner.inner.inner.inner.mixing.random()
+        drawn.append((other, holder.inner.inner.inner.inner.mixing.random()))
 
-    before = mixing.getstate()
     ask(evaluate=evaluate, iterations_per_evaluation=5)
-    assert mixing.getstate() == before
+    assert drawn and mixing.getstate() == before
+
+
+class Tossing(Noisy):
+    """Draws by whatever it is given, which leads to a generator."""
+
+    def __init__(self, draws):
+        self.draws = draws
+
+    def __getitem__(self, place):
+        return torch.randn(8) + self.draws(), place % 2
+
+
+def deep(rng, edges):
+    def draw():
+        return rng.random()
+
+    for _ in range(edges):
+        draw = functools.partial(draw)
+    return draw
+
+
+class Holding:
+    """Draws by one of the generators in a container."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __call__(self):
+        return self.held[1].random()
+
+
+def with_attribute(rng):
+    def draw():
+        return draw.rng.random()
+
+    draw.rng = rng
+    return draw
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rng: rng.random,
+        with_attribute,
+        functools.partial(deep, edges=3),
+        lambda rng: Holding(collections.defaultdict(random.Random, {1: rng})),
+        lambda rng: Holding({1: rng, "1": random.Random(0)}),
+        lambda rng: Holding([random.Random(0), rng] * 40),
+    ],
+    ids=["method", "attribute", "depth", "defaultdict", "like names", "long list"],
+)
+def test_generators_stay_however_a_data_set_holds_them(make):
+    rng = random.Random(3)
+    before = rng.getstate()
+    dataset = Tossing(make(rng))
+    dataset[0]
+    assert rng.getstate() != before
+    before = rng.getstate()
+    ask(loader=DataLoader(dataset, batch_size=4), rounds=1)
+    assert rng.getstate() == before
 
 
 class Given(Dataset):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,25 @@ from torch import Tensor, nn
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """What objects of the user's may hold to draw from."""
-MAX_OBJECTS, MANY_OBJECTS = 500, 100_000
-"""Among which the generators that an object leads to are looked for: where that is done often, and where it is once."""
-MAX_MEMBERS = 64  # longer containers hold data, not transforms
-MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """How far the generators that an object leads to are looked for."""
+
+    objects: int
+    """That are looked at."""
+    members: int
+    """Of a container: longer ones hold data, not transforms."""
+    depth: int
+    """Edges from the object."""
+    any_mapping: bool
+    """Whether others than plain dictionaries are looked into, which may read what they hold from somewhere."""
+
+
+OFTEN = Reach(objects=500, members=64, depth=8, any_mapping=False)
+"""For each batch."""
+ONCE = Reach(objects=100_000, members=100, depth=11, any_mapping=True)
 METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
 LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, Tensor, np.ndarray, torch.dtype)
 
@@ -94,7 +110,7 @@ def restoring(source: Any) -> Callable[[], object]:
 @contextmanager
 def kept_generators(*holders: Any) -> Iterator[None]:
     """Restore the generators that objects lead to, such as a loader, its data set and its augmentation."""
-    held = [source for holder in holders for source in held_generators(holder, MANY_OBJECTS).values()]
+    held = [source for holder in holders for source in held_generators(holder, ONCE).values()]
     states = [restoring(source) for source in held]
     try:
         yield
@@ -103,41 +119,53 @@ def kept_generators(*holders: Any) -> Iterator[None]:
             restore()
 
 
-def held_generators(root: Any, max_objects: int = MAX_OBJECTS) -> dict[str, Generator]:
+def held_generators(root: Any, reach: Reach = OFTEN) -> dict[str, Generator]:
     """Return the generators an object holds, by the path to them, the same in every process.
 
     Looks into attributes, short containers, what functions, partials and methods were made with, and the globals
-    that these functions name, to a bounded depth and number. Those out of reach (in C extensions) stay as they are.
+    that these functions name. Those out of reach (in C extensions) stay as they are.
     """
     found: dict[str, Generator] = {}
     seen: set[int] = set()
-    waiting = [("", root, 0)]
-    while waiting and len(seen) < max_objects:
-        path, thing, depth = waiting.pop(0)
-        if isinstance(thing, LEAVES) or id(thing) in seen:
+    waiting = deque([("", root, 0)])
+    while waiting and len(seen) < reach.objects:
+        path, thing, depth = waiting.popleft()
+        if id(thing) in seen:
             continue
         seen.add(id(thing))
         if isinstance(thing, Generator):
             if not isinstance(thing, random.SystemRandom):
-                found[path] = thing
-        elif depth < MAX_DEPTH:
-            waiting += [(f"{path}.{name}", member, depth + 1) for name, member in _members(thing)]
+                found[f"{path} {len(found)}" if path in found else path] = thing
+        elif depth < reach.depth:
+            waiting += [
+                (f"{path}.{name if isinstance(name, (str, int)) else type(name).__name__}", member, depth + 1)
+                for name, member in _members(thing, reach)
+                if not isinstance(member, LEAVES)
+            ]
     return found
 
 
-def _members(thing: Any) -> list[tuple[Any, Any]]:
-    if isinstance(thing, Mapping):
-        return list(thing.items()) if type(thing) is dict and len(thing) <= MAX_MEMBERS else []
-    if isinstance(thing, (list, tuple)):
-        return list(enumerate(thing)) if len(thing) <= MAX_MEMBERS else []
+def _members(thing: Any, reach: Reach) -> Iterable[tuple[Any, Any]]:
+    if isinstance(thing, (Mapping, list, tuple)):
+        return _entries(thing, reach)
     if isinstance(thing, functools.partial):
-        return [("function", thing.func), ("arguments", thing.args), ("keywords", thing.keywords)]
+        return ("function", thing.func), ("arguments", thing.args), ("keywords", thing.keywords)
     if isinstance(thing, types.MethodType):
-        return [("self", thing.__self__), ("function", thing.__func__)]
+        return ("self", thing.__self__), ("function", thing.__func__)
+    if isinstance(thing, types.BuiltinMethodType):  # such as the `random` of a generator
+        return (("self", thing.__self__),)
     if isinstance(thing, types.FunctionType):
-        return list(_members_of_function(thing))
+        return (*_members_of_function(thing), *_attributes(thing))
     methods = [vars(cls).get(name) for cls in type(thing).__mro__ for name in METHODS]
     return [*_attributes(thing), *(("method", method) for method in methods if type(method) is types.FunctionType)]
+
+
+def _entries(container: Any, reach: Reach) -> list[tuple[Any, Any]]:
+    if len(container) > reach.members:
+        return []
+    if not isinstance(container, Mapping):
+        return list(enumerate(container))
+    return list(container.items()) if reach.any_mapping or type(container) is dict else []
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
