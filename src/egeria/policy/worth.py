@@ -32,7 +32,7 @@ of the loss: of clipped gradients it is a part of that only, the same for all mo
 SHARE_ERRORS = 2.0
 """Standard errors that are added to the share of a layer module, so that what is not known well does not freeze early:
 of a ResNet-20 the first had 0.7 ± 0.8 % with one seed and 11.7 ± 1.2 % with another. They are those of a ratio: what a
-batch makes of all modules alike is none. Shares of 100 runs scatter by 1.2 times as much (record 0039)."""
+batch makes of all modules alike is none. By as much do shares scatter between runs (record 0039)."""
 RARER = ((4, 1.8), (2, 6.0))
 """Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely: about as if
 leaving out a share `s` of the updates lost `s ** 2.5` of what all of them bring. Where it was tried they lost more."""
