@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +121,8 @@ class BackwardTimes:
         if ended is not None and ended[0] == num_modules and iteration_s > 0:
             seconds = _by_module(*ended)
             if seconds is not None:
-                self._shares.append([part / iteration_s for part in seconds])
+                whole_s = max(iteration_s, math.fsum(seconds))  # a step that was held up takes longer than the mean
+                self._shares.append([part / whole_s for part in seconds])
         self._shares = [shares for shares in self._shares if len(shares) == num_modules + 1]
         if not self._shares:
             return None
