@@ -641,11 +641,13 @@ class Tossing(Noisy):
 
 
 def deep(rng, edges):
-    def draw():
-        return rng.random()
+    def wrapped(draw):
+        return lambda: draw()  # noqa: PLW0108 - one cell more
 
+    draw = functools.partial(random.Random.random, rng)
     for _ in range(edges):
-        draw = functools.partial(draw)
+        draw = wrapped(draw)
+    assert held_generators(draw, OFTEN) == {}, "it is deeper than is looked for each batch"
     return draw
 
 
@@ -672,7 +674,7 @@ def with_attribute(rng):
     [
         lambda rng: rng.random,
         with_attribute,
-        functools.partial(deep, edges=3),
+        functools.partial(deep, edges=7),
         lambda rng: Holding(collections.defaultdict(random.Random, {1: rng})),
         lambda rng: Holding({1: rng, "1": random.Random(0)}),
         lambda rng: Holding([random.Random(0), rng] * 40),
