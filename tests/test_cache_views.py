@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import random
+import shelve
 from collections import namedtuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_wor
 from egeria.cache.augmentation import BatchKind, ViewedDataset, ViewedIndex, seed_of
 from egeria.cache.fingerprint import agree, fingerprints
 from egeria.cache.loader import SampleFeed
-from egeria.random_state import held_generators
+from egeria.random_state import OFTEN, ONCE, held_generators
 
 COUNT = 12
 GLOBAL = np.random.default_rng(0)
@@ -504,6 +505,21 @@ def test_the_wrapper_passes_for_the_data_set():
     assert hasattr(ViewedDataset(Listed(None), 0, BatchKind()), "__getitems__")
     outside = pickle.loads(pickle.dumps(ViewedDataset(Images("t"), 0, BatchKind())))
     assert type(outside) is Images and outside.transform == "t"
+
+
+@pytest.mark.parametrize("reach", [OFTEN, ONCE])
+def test_what_cannot_be_looked_at_is_passed_over(tmp_path, reach):
+    class Unbound:
+        def __getattribute__(self, name):
+            raise RuntimeError("no object is bound to this proxy")
+
+    dataset = Images(torch.sin)
+    dataset.proxy, dataset.generator = Unbound(), random.Random(0)
+    with shelve.open(tmp_path / "samples") as dataset.closed:
+        pass
+    assert list(held_generators(dataset, reach)) == [".generator"]
+    (batch,) = viewed_epochs(dataset, epochs=1)
+    assert len(batch) == COUNT
 
 
 def test_workers_find_the_users_data_set():

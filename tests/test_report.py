@@ -335,9 +335,10 @@ def test_what_freezing_gave_up_is_told_by_worth(tmp_path):
         ((frozen(50, 0, 0.1), events.Thawed(step=60, frozen_before=1, reason="the loss rose", window=5)), 0.25),
         ((frozen(50, 0, 0.1),), -0.5),
         ((frozen(50, 0, 0.1),), None),
+        ((reading(45), frozen(50, 0, 0.1)), 0.25),  # by plasticity, since worth did not stand out
     ],
 )
-def test_where_nothing_is_frozen_at_the_end_or_the_loss_tells_nothing_no_price_is_told(tmp_path, between, loss):
+def test_where_nothing_is_frozen_at_the_end_or_its_price_is_not_known_none_is_told(tmp_path, between, loss):
     summary = summary_of(tmp_path, [started(), *fine_tuning(*between, loss=loss), closed(100)])
     assert summary.given_up is None and foretold(summary) == []
 

@@ -7,7 +7,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,15 +133,16 @@ def held_generators(root: Any, reach: Reach = OFTEN) -> dict[str, Generator]:
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, Generator):
-            if not isinstance(thing, random.SystemRandom):
-                found[f"{path} {len(found)}" if path in found else path] = thing
-        elif depth < reach.depth:
-            waiting += [
-                (f"{path}.{name if isinstance(name, (str, int)) else type(name).__name__}", member, depth + 1)
-                for name, member in _members(thing, reach)
-                if not isinstance(member, LEAVES)
-            ]
+        with suppress(Exception):  # a mapping that is closed, a proxy of nothing: it stays as it is
+            if isinstance(thing, Generator):
+                if not isinstance(thing, random.SystemRandom):
+                    found[f"{path} {len(found)}" if path in found else path] = thing
+            elif depth < reach.depth:
+                waiting += [
+                    (f"{path}.{name if isinstance(name, (str, int)) else type(name).__name__}", member, depth + 1)
+                    for name, member in _members(thing, reach)
+                    if not issubclass(type(member), LEAVES)
+                ]
     return found
 
 
@@ -161,11 +162,11 @@ def _members(thing: Any, reach: Reach) -> Iterable[tuple[Any, Any]]:
 
 
 def _entries(container: Any, reach: Reach) -> list[tuple[Any, Any]]:
+    if isinstance(container, Mapping) and not (reach.any_mapping or type(container) is dict):
+        return []  # a user's, of which even the length may cost much
     if len(container) > reach.members:
         return []
-    if not isinstance(container, Mapping):
-        return list(enumerate(container))
-    return list(container.items()) if reach.any_mapping or type(container) is dict else []
+    return list(container.items() if isinstance(container, Mapping) else enumerate(container))
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -32,7 +32,8 @@ class BackwardTimes:
     The backward pass of a layer module lies between the gradient of its output and that of the one before it; that of
     the first one ends with the pass, or where that of another forward pass begins. What follows until the optimizer's
     step, such as clipping, or waiting for other processes, is timed as well. Time is that of the stream on CUDA,
-    elsewhere that of the clock. A fault of ours in a pass ends the timing.
+    elsewhere that of the clock. A fault of ours ends the timing, and so do gradients on several devices, whose streams
+    have no time in common.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class BackwardTimes:
         self._seen: set[int] = set()
         """Places of the layer modules that the forward pass under way has come through."""
         self._num_modules = 0
+        self._device = torch.device("cpu")  # of the newest gradient
         self._shares: list[list[float]] = []
         """Of an iteration, for each step that was timed: what each layer module took, then what the loop did."""
 
@@ -70,9 +72,11 @@ class BackwardTimes:
         """Note that the backward passes of the step are over."""
         passes = [stamps for stamps in self._passes if stamps]  # one without is of a loss that nothing was made of
         if self._handles and passes:
-            is_cuda = not isinstance(next(iter(passes[0].values())), float)
-            self._ended = self._num_modules, passes, _now(is_cuda)
+            self.guard(lambda: self._end(passes))
             self.disarm()
+
+    def _end(self, passes: list[dict[int, Stamp]]) -> None:
+        self._ended = self._num_modules, passes, _now(self._device)
 
     def begin_pass(self, place: int, output: Any) -> None:
         """Watch for the gradient of an output; the first layer module begins a pass."""
@@ -85,21 +89,22 @@ class BackwardTimes:
             stamps = self._passes[-1]
 
             def note(gradient: Tensor) -> None:
-                self.guard(lambda: self._note(stamps, place, gradient.is_cuda))
+                self.guard(lambda: self._note(stamps, place, gradient.device))
 
             activation.register_hook(note)  # type: ignore[no-untyped-call]
 
-    def _note(self, stamps: dict[int, Stamp], place: int, is_cuda: bool) -> None:
+    def _note(self, stamps: dict[int, Stamp], place: int, device: torch.device) -> None:
+        self._device = device
         if not stamps:
             for earlier in self._passes:  # in one backward pass through several forward passes, the last one is first
                 if earlier:
-                    earlier.setdefault(OVER, _now(is_cuda))
-            finish = partial(self.guard, lambda: stamps.setdefault(OVER, _now(is_cuda)))
+                    earlier.setdefault(OVER, _now(device))
+            finish = partial(self.guard, lambda: stamps.setdefault(OVER, _now(device)))
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-        stamps.setdefault(place, _now(is_cuda))
+        stamps.setdefault(place, _now(device))
 
     def guard(self, action: Callable[[], object]) -> None:
-        """Do something within a pass of the user's, which goes on whatever becomes of it."""
+        """Do something of ours, whatever becomes of it; where it fails, nothing is timed any more."""
         if not self._has_failed:
             try:
                 action()
@@ -119,15 +124,17 @@ class BackwardTimes:
         """
         ended, self._ended = self._ended, None
         if ended is not None and ended[0] == num_modules and iteration_s > 0:
-            seconds = _by_module(*ended)
-            if seconds is not None:
-                whole_s = max(iteration_s, math.fsum(seconds))  # a step that was held up takes longer than the mean
-                self._shares.append([part / whole_s for part in seconds])
+            self.guard(lambda: self._take(_by_module(*ended), iteration_s))
         self._shares = [shares for shares in self._shares if len(shares) == num_modules + 1]
         if not self._shares:
             return None
         *medians, loop = (statistics.median(column) for column in zip(*self._shares, strict=True))
         return medians, loop
+
+    def _take(self, seconds: Sequence[float] | None, iteration_s: float) -> None:
+        if seconds is not None:
+            whole_s = max(iteration_s, math.fsum(seconds))  # a step that was held up takes longer than most
+            self._shares.append([part / whole_s for part in seconds])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found so far."""
@@ -153,11 +160,12 @@ class _Watch:
             self._times.guard(lambda: self._times.begin_pass(self._place, output))
 
 
-def _now(is_cuda: bool) -> Stamp:
-    if not is_cuda:
+def _now(device: torch.device) -> Stamp:
+    if device.type != "cuda":
         return time.perf_counter()
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    with torch.cuda.device(device):  # the loop may have another one at hand than the model is on
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
     return event
 
 

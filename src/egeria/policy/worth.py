@@ -18,30 +18,26 @@ MEASURED = frozenset({FORESIGHT})
 """What is measured once worth decides."""
 
 FIRST_LOOK_SHARE = 0.05
-"""Share of the training, from its beginning, in which worth is measured; where nothing was brought by then, the session
-goes on (`egeria.session.measuring.worth.MEASURED_SHARE`)."""
+"""Share of the training in which worth is measured, if need be up to `session.measuring.worth.MEASURED_SHARE`."""
 SETTLED_SHARE = FIRST_LOOK_SHARE / 2
-"""Share of the training after which the shares of layer modules are taken, as long as there is anything else. While a
-fresh head learns, what is before it has little to go by: of a ResNet-56 the first module brings 4 % in the first half
-of the look and 6 % in the second, the last but one 23 and 16 %; of MiniLM they hardly change."""
+"""Share of the training after which shares are taken, where that leaves enough. While a fresh head learns, what is
+before it has little to go by: of a ResNet-56 the first module brings 4 %, later 6."""
 LEAST_INTERVALS = 3  # with a measure, to judge its error by
 LATER_ERRORS = 3.0
 """Standard errors by which what the steps of all but the last module brought must stand above nothing at the looks
-after the first, of which one may pass by chance; at the first it must be above nothing. It is not set against the fall
-of the loss: of clipped gradients it is a part of that only, the same for all modules."""
+after the first, of which one may pass by chance; at the first it must be above nothing."""
 SHARE_ERRORS = 2.0
-"""Standard errors that are added to the share of a layer module, so that what is not known well does not freeze early:
-of a ResNet-20 the first had 0.7 ± 0.8 % with one seed and 11.7 ± 1.2 % with another. They are those of a ratio: what a
-batch makes of all modules alike is none. By as much do shares scatter between runs (record 0039)."""
+"""Standard errors that are added to the share of a layer module, so that what is not known well does not freeze early.
+They are those of a ratio: what a batch makes of all modules alike is none. By as much do shares scatter between runs
+(record 0039)."""
 RARER = ((4, 1.8), (2, 6.0))
 """Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely: about as if
 leaving out a share `s` of the updates lost `s ** 2.5` of what all of them bring. Where it was tried they lost more."""
 HELD = 1.5
 """Times what makes an update rarer at which it becomes oftener again: the limit moves with the loss, which scatters."""
 FADING = 1.0
-"""Power of the learning rate by which what steps bring fades over a run: with the rate steps get shorter. Over the
-steps to come that makes what a freeze costs fall with the square of the rate at which it comes: of what 48 schedules
-cost in eight fine-tunings that leaves 9 % unexplained, the rate itself 9 % too, and a cube 12 % (record 0031)."""
+"""Power of the rate by which what steps bring fades. What a freeze costs then falls with the square of the rate at
+which it comes: of what 48 schedules cost that leaves 9 % unexplained, the rate itself 9, a cube 12 (record 0031)."""
 COST_POWER = (FADING + 1) / FADING
 """Power by which what a freeze costs falls with the limit on its price, where the rate falls straight to nothing: at a
 rate `r` it costs `r ** (FADING + 1)` of what it would cost at the largest, and `r ** FADING` is limit / price."""
@@ -49,10 +45,9 @@ LOSS_SHARE = 0.05
 """Share of the training over which its loss is averaged, ever less of what is older."""
 LIMIT_FACTORS = (0.5, 2.0)
 """Least and most that the loss makes of `policy.worth_limit`, which holds at a loss of 1. A part of what steps bring
-costs ever less accuracy as less is wrong: the points that 36 schedules of six fine-tunings lost were 4.8 to 5.5, once
-3.5 times that part times the square root of the training loss at the end, in nats, where equal parts differ by a factor
-of 3; of two that were not looked at before, 4.9 times and 1.0 (record 0031). For losses of other kinds and scales it is
-a guess, hence no more than this."""
+costs ever less accuracy as less is wrong: 36 schedules of six fine-tunings lost 4.8 to 5.5 points (once 3.5) times that
+part times the root of the training loss at the end, in nats; two not looked at before 4.9 and 1.0 (record 0031). For
+losses of other kinds and scales it is a guess, hence no more than this."""
 ROUNDING = 1e-9
 LOOKS = 100
 """Intervals of a whole run once worth decides and no freeze is watched: only the learning rate moves that any more."""
@@ -86,9 +81,10 @@ class Worth(Forecast):
     Modules freeze together where those behind bring less for their time than those in front. With `policy.duty_cycle`,
     what is too dear to freeze is updated at every 4th or 2nd step only, where that is cheap enough.
 
-    Nothing else is measured then, and no reference model made. Where steps brought nothing as a whole, since they are
-    too long for worth to mean anything, plasticity decides as in 'forecast'. The loss guards a freeze as it does there,
-    once it has been seen for some intervals; after an alarm nothing freezes before that.
+    Nothing else is measured then, and no reference model made. Where what steps bring never stands out, nothing
+    freezes: plasticity tells how much a module moves, not whether that helps. It decides, as in 'forecast', where all
+    steps together go up the loss, too long for worth to mean anything, as when a training from scratch is continued.
+    The loss guards a freeze as it does there, once it has been seen for some intervals, also after an alarm.
 
     Source: our own.
     """
@@ -184,12 +180,13 @@ class Worth(Forecast):
         if is_possible and helped(rows, self._num_measured, num_errors):
             settled = complete(self._worths[self._num_unsettled :])
             shares = self._find_shares(settled if helped(settled, self._num_measured) else rows)
-        # Where the front has not trained yet, as one whose own rate begins at 0, it may still show what it is worth.
-        if shares and (shares[0] is not None or interval.worth is None):
-            self._shares = shares
+        if not is_possible or (interval.worth is None and harmed(rows)):
+            self._decide_by(PLASTICITY)
+        elif interval.worth is None or (shares and shares[0] is not None):
+            self._shares = shares or (None,) * len(self._trainable)  # of what is not known nothing freezes
             self._decide_by(WORTH)
-        else:
-            self._decide_by(NOTHING if is_possible and interval.worth is not None else PLASTICITY)
+        else:  # a front whose own rate begins at 0, too, may yet show its worth
+            self._decide_by(NOTHING)
 
     def _observe_loss(self, interval: Interval) -> None:
         if interval.loss is None or not self._total_steps:
@@ -283,9 +280,8 @@ class Worth(Forecast):
 
     def _freeze_fronts(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze all that is worth little enough by now."""
-        if not self._is_early or self._rates.remaining_rate_sum is None:
-            return ()
-        if self._strictness < 1 and not self._guard.is_ready:  # after an alarm every freeze is watched
+        is_unwatched = self._strictness < 1 and not self._guard.is_ready  # as after an alarm nothing may be
+        if is_unwatched or not self._is_early or self._rates.remaining_rate_sum is None:
             return ()
         begin, decisions = self._frozen, list[Decision]()
         at_loss = "" if self._loss is None else f", at a loss of {self._loss:.2g}"
@@ -316,9 +312,8 @@ class Worth(Forecast):
                 if front.price * self._fading >= held * factor * self._limit:
                     break
                 periods += [period] * (front.end - len(periods))
-        found = self._update_every(
-            periods, f"what they bring for their time, faded to {self._fading:.0%} with the rate"
-        )
+        reason = f"what they bring for their time, faded to {self._fading:.0%} with the rate"
+        found = self._update_every(periods, reason)
         if found and self._guard.is_ready:
             self._guard = replace(self._guard, since=())
         return found
@@ -379,9 +374,14 @@ def helped(rows: Sequence[Sequence[float | None]], num_measured: int, num_errors
         num_errors: standard errors that it must be above nothing.
     """
     fronts = [_sum(row[:num_measured]) for row in rows]
-    if len(fronts) < LEAST_INTERVALS:
-        return False
-    return math.fsum(fronts) > num_errors * _error(fronts) and math.fsum(map(_sum, rows)) > 0
+    is_much = len(fronts) >= LEAST_INTERVALS and math.fsum(fronts) > num_errors * _error(fronts)
+    return is_much and math.fsum(map(_sum, rows)) > 0
+
+
+def harmed(rows: Sequence[Sequence[float | None]]) -> bool:
+    """Return whether the steps of all layer modules together went up the loss."""
+    wholes = [_sum(row) for row in rows]
+    return len(wholes) >= LEAST_INTERVALS and math.fsum(wholes) < -LATER_ERRORS * _error(wholes)
 
 
 def _error(parts: Sequence[float]) -> float:
@@ -394,7 +394,7 @@ def _error(parts: Sequence[float]) -> float:
 
 
 def _upper_share(parts: Sequence[float], wholes: Sequence[float], total: float) -> float:
-    """Return the share of `total`, which is brought in `wholes`, that is brought in `parts`, as much as it may be."""
+    """Return which share of `total` is in `parts`, as much as it may be: more if modules harm and `wholes` are less."""
     share = math.fsum(parts) / total
     apart = [part - share * whole for part, whole in zip(parts, wholes, strict=True)]
     return max(0.0, share + SHARE_ERRORS * _error(apart) / total)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from egeria.events import IntervalMeasured, RunStarted
+from egeria.events import IntervalMeasured, PlasticityRead, RunStarted
 from egeria.policy.worth import SETTLED_SHARE, complete, helped
 from egeria.report.freezing import depth_points
 from egeria.report.history import History
@@ -35,12 +35,12 @@ class GivenUp:
 
 
 def given_up(history: History) -> GivenUp | None:
-    """Return it; None where nothing froze, worth did not tell, the loss is none of that kind, or the run goes on."""
+    """Return it; None where nothing froze, worth did not decide, the loss is none of that kind, or the run goes on."""
     intervals, begins, started = history.of(IntervalMeasured), freezes(history), history.last(RunStarted)
     total_steps = None if started is None else started.total_steps
     if not history.closed and history.last_step < (total_steps or 0):
         return None
-    shares = worth_shares(intervals, total_steps)
+    shares = None if history.of(PlasticityRead) else worth_shares(intervals, total_steps)
     if shares is None or not begins or max(begins) >= len(shares):
         return None
     late = [event.loss for event in intervals if event.step >= (1 - LATE_SHARE) * intervals[-1].step]
@@ -55,7 +55,7 @@ def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None 
     """Return each layer module's share of what all that came trained but the last brought while that was measured.
 
     Front to back. The first steps, in which a fresh head learns, are left out. None where nothing was measured, or
-    brought, by the same test as in the policy.
+    brought; that worth decided is not said with it.
 
     Args:
         intervals: of the run.

@@ -16,6 +16,7 @@ from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.shards import own_part
 from egeria.policy import FORESIGHT, GRADIENTS, NOISE, PREDICTION, WEIGHTS, WORTH
+from egeria.report.freezing import backward_shares
 from egeria.session.following import Training
 from egeria.session.measuring.foresight import Foresight, Foresights
 from egeria.session.measuring.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
@@ -114,17 +115,18 @@ class Measures:
         parameters = parameters_of(model, modules)
         trained = [count_trainable(own) for own in parameters]
         sizes = [sum(parameter.numel() for parameter in own) for own in parameters]
-        backward = [
-            share * (1 + count / max(1, size)) for share, count, size in zip(shares, trained, sizes, strict=True)
-        ]
-        timed, loop = found or ([(1 - step) * part / (sum(shares) + sum(backward)) for part in backward], 0.0)
+        trains = [count / max(1, size) for count, size in zip(trained, sizes, strict=True)]
+        timed, loop = found or (backward_shares(shares, trains), 0.0)
+        # What was timed of a step that was held up leaves no room for the optimizer's.
+        whole = 1.0 if found is None else max(1 - step, sum(timed) + loop)
+        factor = (1 - step) / whole if whole else 0.0
         is_queued = all(parameter.device.type != "cpu" for own in parameters for parameter in own)
         count = _count_tensors if is_queued and self.training.ranks.is_alone else count_trainable
         counts = trained if count is count_trainable else list(map(count, parameters))
-        each = (loop + step) / max(1, sum(counts))
+        each = (factor * loop + step) / max(1, sum(counts))
         kept = [() if _freezes_tied(self.training) else module.shared_parameters for module in modules]
         freed = [all_own - count(map(model.get_parameter, names)) for all_own, names in zip(counts, kept, strict=True)]
-        return [part + each * number for part, number in zip(timed, freed, strict=True)]
+        return [factor * part + each * number for part, number in zip(timed, freed, strict=True)]
 
     def end_step(self) -> None:
         """Take note of a step, and leave the optimizers alone for the rest of an interval that is measured."""

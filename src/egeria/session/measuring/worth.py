@@ -51,7 +51,9 @@ class StepWorth(ByParameter):
         tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
         self._tables = {id(module.weight) for module in tables}
         self._moved: dict[str, Tensor] = {}
-        """What the last step made of what is looked at of each parameter; during a step, the values before it."""
+        """What the last step made of what is looked at of each parameter."""
+        self._before: dict[str, Tensor] = {}
+        """During a step, the values before it; left over from one that failed."""
         self._factors: dict[str, float] = {}
         """By how much more of each parameter counts than is looked at."""
         self._rates: dict[str, float] = {}
@@ -67,6 +69,7 @@ class StepWorth(ByParameter):
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
         """Judge the last step by the gradients of this one, and hold on to what it is about to change."""
+        self._before = {}
         self.backward.end_step()
         own = [
             (name, parameter, parameter.grad)
@@ -84,7 +87,7 @@ class StepWorth(ByParameter):
         for name, parameter, _ in own:
             if name not in moving:
                 continue
-            part = self._moved[name] = self._looked_at(parameter).clone()
+            part = self._before[name] = self._looked_at(parameter).clone()
             size = own_part(parameter).numel() * (2 if parameter.is_complex() else 1)
             self._factors[name] = self._counted[name] * size / max(1, part.numel())
         self._began = time.perf_counter()
@@ -111,26 +114,30 @@ class StepWorth(ByParameter):
             if name not in self._found:
                 self._found[name] = torch.zeros_like(moved, dtype=torch.promote_types(moved.dtype, torch.float32))
         sums = [self._found[name] for name in names]
-        scale = getattr(optimizer, "grad_scale", None)  # of a fused optimizer under GradScaler
-        if scale is None:
+        # Of a fused optimizer under GradScaler; there is no scale where the loop has taken it out already.
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if scale is None and found_inf is None:
             _fused(
                 lambda grads, sums, moved: torch._foreach_addcmul_(sums, grads, moved, value=-1), gradients, sums, steps
             )
             return
-        is_skipped = optimizer.found_inf > 0  # type: ignore[attr-defined]
         for worth, gradient, moved in zip(sums, gradients, steps, strict=True):
-            worth.sub_(torch.where(is_skipped, 0.0, gradient.to(worth.dtype) * moved / scale))
+            products = gradient.to(worth.dtype) * moved
+            if scale is not None:
+                products = products / scale
+            if found_inf is not None:
+                products = torch.where(found_inf > 0, 0.0, products)
+            worth.sub_(products)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer) -> None:
         """Hold on to what the step made."""
         self._optimizer_s.append(time.perf_counter() - self._began)
-        held = [(name, parameter) for name, parameter, _ in self._own(optimizer) if name in self._moved]
-        _fused(
-            _subtract_from,
-            [self._looked_at(parameter) for _, parameter in held],
-            [self._moved[name] for name, _ in held],
-        )
+        before, self._before = self._before, {}
+        held = {name: parameter for name, parameter, _ in self._own(optimizer) if name in before}
+        moved = {name: before[name] for name in held}
+        _fused(_subtract_from, [self._looked_at(parameter) for parameter in held.values()], list(moved.values()))
+        self._moved.update(moved)
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
