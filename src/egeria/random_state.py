@@ -75,14 +75,14 @@ def seed_random_state(model: nn.Module, seed: int) -> None:
     """Begin all random numbers anew: those of Python, numpy and torch, on the CPU and the model's devices alone."""
     random.seed(seed)
     np.random.seed(seed)
-    for generator in _generators(model):
+    for generator in generators_of(model):
         generator.manual_seed(seed)
 
 
 def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
     """Return a value that changes with every random number that Python, numpy or torch draw."""
     of_numpy: Any = np.random.get_state(legacy=False)
-    of_torch = tuple(generator.get_state().numpy().tobytes() for generator in _generators(model))
+    of_torch = tuple(generator.get_state().numpy().tobytes() for generator in generators_of(model))
     key, position = of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
     return (random.getstate(), key, position, of_numpy["has_gauss"], of_numpy["gauss"], *of_torch)
 
@@ -92,7 +92,8 @@ def generators_of_accelerators(model: nn.Module) -> list[torch.Generator]:
     return [torch.cuda.default_generators[index] for index in _accelerators(model)]
 
 
-def _generators(model: nn.Module) -> list[torch.Generator]:
+def generators_of(model: nn.Module) -> list[torch.Generator]:
+    """Return what torch draws from, on the CPU and on the accelerators that a model is on."""
     return [torch.default_generator, *generators_of_accelerators(model)]
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from egeria import tree
 from egeria.layers.batch import Batch
 from egeria.layers.undisturbed import undisturbed
-from egeria.random_state import Generator, generators_of_accelerators, kept_random_state, random_fingerprint
+from egeria.random_state import Generator, generators_of, kept_random_state, random_fingerprint
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -281,7 +281,7 @@ def _draw_once(model: nn.Module) -> None:
     """Advance every random state, so that a model that draws may find other numbers."""
     random.random()
     np.random.random()
-    for generator in (torch.default_generator, *generators_of_accelerators(model)):
+    for generator in generators_of(model):
         torch.rand(1, device=generator.device, generator=generator)
 
 
