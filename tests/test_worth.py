@@ -721,6 +721,15 @@ def test_of_what_does_not_stand_out_nothing_freezes(worth):
     assert made.needs == {"foresight"}  # no reference model, and nothing watched
 
 
+def test_an_interval_without_worth_does_not_end_the_look():
+    made = policy()
+    for evaluation in range(1, 11):
+        worth = None if evaluation == 4 else tuple(0.01 * share for share in SHARES)
+        decisions = made.observe_interval(interval(evaluation, worth=worth))
+        assert all(isinstance(decision, EndBootstrapping) for decision in decisions) and "worth" in made.needs
+    assert made.observe_interval(interval(11)) and made.frozen == 1
+
+
 def test_two_intervals_say_too_little():
     made = policy()
     measured(made, count=2)

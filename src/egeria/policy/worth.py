@@ -84,7 +84,7 @@ class Worth(Forecast):
     Nothing else is measured then, and no reference model made. Where what steps bring never stands out, nothing
     freezes: plasticity tells how much a module moves, not whether that helps. It decides, as in 'forecast', where all
     steps together go up the loss, too long for worth to mean anything, as when a training from scratch is continued.
-    The loss guards a freeze as it does there, once it has been seen for some intervals, also after an alarm.
+    The loss guards a freeze as there, once it has been seen for some intervals; after an alarm nothing freezes before.
 
     Source: our own.
     """
@@ -170,8 +170,8 @@ class Worth(Forecast):
             self._times = interval.time_shares or self._times
             self._num_pretrained = interval.num_pretrained or 0
             self._decide_by(NOTHING)
-            if self._is_within(FIRST_LOOK_SHARE, interval.step):
-                return
+        if self._decides == NOTHING and self._is_within(FIRST_LOOK_SHARE, interval.step):
+            return
         rows = complete(self._worths)
         is_possible = bool(rows and self._times and self._num_pretrained)
         # Nothing of this interval was given to `super()` yet: its step is that of the one before.
@@ -280,7 +280,7 @@ class Worth(Forecast):
 
     def _freeze_fronts(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze all that is worth little enough by now."""
-        is_unwatched = self._strictness < 1 and not self._guard.is_ready  # as after an alarm nothing may be
+        is_unwatched = self._strictness < 1 and not self._guard.is_ready  # after an alarm none may be
         if is_unwatched or not self._is_early or self._rates.remaining_rate_sum is None:
             return ()
         begin, decisions = self._frozen, list[Decision]()
