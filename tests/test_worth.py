@@ -1018,7 +1018,7 @@ def test_of_a_model_that_begins_untrained_it_decides_as_forecast():
 
 
 class Timed:
-    """Stands for the worth of steps: half of an iteration is the optimizer's, backward passes take a tenth each."""
+    """Stands for the worth of steps: half of an iteration is the optimizer's, a tenth the loop's between."""
 
     def __init__(self, num_modules, each):
         self.backward = SimpleNamespace(shares=lambda *_: ([each] * num_modules, 0.1))

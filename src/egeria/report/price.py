@@ -55,7 +55,7 @@ def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None 
     """Return each layer module's share of what all that came trained but the last brought while that was measured.
 
     Front to back. The first steps, in which a fresh head learns, are left out. None where nothing was measured, or
-    brought; that worth decided is not said with it.
+    brought. What was measured need not have decided.
 
     Args:
         intervals: of the run.
