@@ -451,6 +451,18 @@ def test_what_a_session_thaws_for_good_is_not_frozen(tmp_path):
 
 
 FORECAST = Config().to_dict()
+
+
+def measured_by_worth(worths, total_steps=1000):
+    """A run of which the front module brought so much in each interval; the others did, by as much more."""
+    seen = [
+        dataclasses.replace(interval(10 * place, loss=1.0, rate=0.1), worth=[worth, 3 * worth, 1.0], way_ahead=0.5)
+        for place, worth in enumerate(worths, start=1)
+    ]
+    last = 10 * len(seen) + 10
+    return [started(config=FORECAST, total_steps=total_steps), *seen, stage(last), interval(last), closed(last)]
+
+
 WHY = {
     "no interval was completed": [started(), events.MetricLogged(step=4, values={"accuracy": 0.1}), closed(4)],
     "still bootstrapping": [started(), interval(10), interval(20, loss=0.5), closed(20)],
@@ -509,6 +521,9 @@ WHY = {
         stage(10),
         closed(30),
     ],
+    "all of the model was learning": measured_by_worth((1.0, 2.0, 1.5)),
+    "did not stand out from the noise of batches": measured_by_worth((-9.0, 1.0, -2.0)),
+    "did not stand out from the noise": measured_by_worth((1.0, -2.0, 1.5, -1.0, 9.0), total_steps=100),
     "4 of the 10 evaluations": [started(), interval(20), stage(20), interval(30), reading(30, stationary=4)],
 }
 

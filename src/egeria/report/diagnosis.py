@@ -8,6 +8,7 @@ from operator import itemgetter
 from egeria import events
 from egeria.policy import KNOWLEDGE_GUIDED, POLICIES, first_stage
 from egeria.report.history import History, setting
+from egeria.report.price import stood_out
 
 
 def why_nothing_froze(history: History) -> str | None:
@@ -102,11 +103,17 @@ def _own_reason(history: History, start: events.RunStarted) -> str | None:
                 "the learning rate still to come was never known once the worth of steps was measured. It takes "
                 "`total_steps`, and a `scheduler` that was called at least once since and can be played forward."
             )
+        if not stood_out(intervals, start.total_steps):
+            return (
+                "what the steps of its layer modules bring did not stand out from the noise of batches, so that "
+                "nothing tells what a freeze would cost. Larger batches show more; the policy 'forecast' decides "
+                "by how far modules move instead."
+            )
         limit = setting(start, "policy", "worth_limit")
         return (
             f"no layer module was worth little enough for its time (what all freezes together may cost: {limit} of "
-            f"what steps bring, at a training loss of 1): all of the model was learning, or what its steps "
-            f"are worth was not known well enough."
+            f"what steps bring, at a training loss of 1): all of the model was learning, or what its front brings "
+            f"is not known well enough."
         )
     return None
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from egeria.events import IntervalMeasured, PlasticityRead, RunStarted
-from egeria.policy.worth import SETTLED_SHARE, complete, helped
+from egeria.policy.worth import FIRST_LOOK_SHARE, LATER_ERRORS, SETTLED_SHARE, complete, helped
 from egeria.report.freezing import depth_points
 from egeria.report.history import History
 
@@ -62,10 +62,7 @@ def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None 
         total_steps: of the whole run; None takes what was made so far for it.
     """
     last = total_steps or max((event.step for event in intervals), default=0)
-    measured = [event for event in intervals if event.worth and any(part is not None for part in event.worth)]
-    if not measured:
-        return None
-    count = min(measured[-1].num_pretrained or len(measured[-1].worth or ()), len(measured[-1].worth or ()) - 1)
+    measured, count = _measured(intervals)
     whole = complete([event.worth for event in measured if event.worth])
     settled = complete([event.worth for event in measured if event.worth and event.step > SETTLED_SHARE * last])
     rows = settled if helped(settled, count) else whole
@@ -74,6 +71,29 @@ def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None 
     sums = [max(0.0, math.fsum(part or 0.0 for part in column)) for column in zip(*rows, strict=True)]
     total = math.fsum(sums[:count])
     return [part / total for part in sums[:count]] if total > 0 else None
+
+
+def stood_out(intervals: Sequence[IntervalMeasured], total_steps: int | None = None) -> bool:
+    """Return whether what steps bring stood out from the noise of batches, by the rule of the policy 'worth'.
+
+    Args:
+        intervals: of the run.
+        total_steps: of the whole run; None takes what was made so far for it.
+    """
+    last = total_steps or max((event.step for event in intervals), default=0)
+    measured, count = _measured(intervals)
+    is_first_look = len(measured) < 2 or measured[-2].step <= FIRST_LOOK_SHARE * last
+    rows = complete([event.worth for event in measured if event.worth])
+    return helped(rows, count, 0.0 if is_first_look else LATER_ERRORS)
+
+
+def _measured(intervals: Sequence[IntervalMeasured]) -> tuple[list[IntervalMeasured], int]:
+    """Return the intervals in which worth was measured, and by how many layer modules of the front it is judged."""
+    measured = [event for event in intervals if event.worth and any(part is not None for part in event.worth)]
+    if not measured:
+        return [], 0
+    num_modules = len(measured[-1].worth or ())
+    return measured, min(measured[-1].num_pretrained or num_modules, num_modules - 1)
 
 
 def freezes(history: History) -> dict[int, float]:
