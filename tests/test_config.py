@@ -42,7 +42,7 @@ DEFAULTS = {
         "loss_limit": 0.0025,
         "pretrained": "auto",
         "watched_share": 0.6,
-        "worth_limit": 0.04,
+        "worth_limit": 0.03,
         "duty_cycle": False,
         "patience": 2,
     },

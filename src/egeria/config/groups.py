@@ -72,7 +72,7 @@ class PolicyConfig(SettingsGroup):
     pretrained: bool | str = setting("auto", flag_or("auto"))
     """'worth': whether the model came trained, so that worth decides. 'auto' looks at its normalisation layers, whose
     weights and statistics are all alike before any training. Only where it has none this must be said."""
-    worth_limit: float = setting(0.04, SHARE)
+    worth_limit: float = setting(0.03, SHARE)
     """'worth': largest share of the measured worth, that of the last module left out, that all freezes together may
     give up, at a training loss of 1; it is divided by the root of the loss, and twice or half of it at most. A layer
     module freezes once its share, which falls with the learning rate, is small for the time that its freeze saves. At 1
