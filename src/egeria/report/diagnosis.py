@@ -103,6 +103,8 @@ def _own_reason(history: History, start: events.RunStarted) -> str | None:
                 "the learning rate still to come was never known once the worth of steps was measured. It takes "
                 "`total_steps`, and a `scheduler` that was called at least once since and can be played forward."
             )
+        if measured[-1] == len(intervals) - 1:
+            return f"what steps bring was still being measured at step {history.last_step}, where the journal ends."
         if not stood_out(intervals, start.total_steps):
             return (
                 "what the steps of its layer modules bring did not stand out from the noise of batches, so that "
