@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
-from benchmarks import advice_record, schedule_costs
+from benchmarks import advice_record, best_known, schedule_costs
 from benchmarks.__main__ import main
 from benchmarks.micro import accelerator
 from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.comparing.results import read_results
+from benchmarks.proving.errors import RefusedError
 
 from egeria.config import Config
 from egeria.events import IntervalMeasured
@@ -130,6 +132,43 @@ def test_the_command_finds_the_cost_of_each_part_again(tmp_path, monkeypatch, ca
     with opened(tmp_path / "one") as journals:
         assert len(list(journals.rglob("journal.jsonl"))) == 6
     assert "| toy-tuned | no |" in capsys.readouterr().out
+
+
+def end_at(accuracy, outcome):
+    """Let a run's journal tell of another accuracy at its end."""
+    journal = outcome.directory / "journal.jsonl"
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    [event for event in events if event["event"] == "metric"][-1]["values"]["accuracy"] = accuracy
+    journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_the_best_schedule_is_the_one_that_saves_most_of_those_that_lose_nothing(tmp_path, capsys):
+    own, other = tmp_path / "own", tmp_path / "other"
+    kept, lossy, known_by_one = "0.3:1 0.6:3", "0.2:3", "0.25:3"
+    where = ["--workloads", "tests.toy_workloads", "--tier", "smoke", "--data", "nowhere"]
+    for results, policies, seeds in (
+        (own, "none,default", "0,1"),
+        (other, f"static:schedule={kept.replace(' ', '+')},static:schedule={lossy}", "0,1"),
+        (other, f"static:schedule={known_by_one}", "0"),
+    ):
+        run = ["run", "toy-tuned", "--policy", policies, "--seeds", seeds, *where, "--results", str(results)]
+        assert main(run) == 0
+    saves = {}
+    for outcome in (*read_results(own), *read_results(other)):
+        end_at({lossy: 65.0, kept: 69.8}.get(outcome.run.policy.schedule, 70.0), outcome)
+        saves.setdefault(outcome.run.policy.schedule or outcome.run.policy.text, []).append(outcome.skipped.total)
+    page = tmp_path / "page.md"
+    arguments = ["--default", str(own), "--others", str(other), str(other), "--tier", "smoke", "--out", str(page)]
+    best_known.main([*arguments, "--seeds", "2"])
+    default, best = (100 * statistics.fmean(saves[name]) for name in ("default", kept))
+    assert 0 < default < best < 100 * saves[known_by_one][0] < 100 * saves[lossy][0]
+    row = f"| toy-tuned | {default:.1f} (default: +0.00, 2 runs) | {best:.1f} ({kept}: -0.20, 2 runs) | "
+    assert f"{row}{100 * default / best:.0f} |" in page.read_text() and page.read_text() in capsys.readouterr().out
+    assert f"the best without loss saves {best:.1f} % on average" in page.read_text()
+    best_known.main([*arguments, "--seeds", "1"])
+    assert f"({known_by_one}: +0.00, 1 runs)" in page.read_text()
+    with pytest.raises(RefusedError, match="runs of the default beside plain ones"):
+        best_known.main(["--default", str(other), "--tier", "smoke"])
 
 
 def test_of_several_workloads_the_order_of_what_was_lost_is_compared():
