@@ -922,10 +922,22 @@ def course(made, loss, until=100, rates=lambda at: 1 - at):
     return found
 
 
-@pytest.mark.parametrize(("loss", "times"), [(0.25, 2.0), (0.5, math.sqrt(2)), (4.0, 0.5), (0.001, 2.0), (900.0, 0.5)])
+@pytest.mark.parametrize(
+    ("loss", "times"),
+    [
+        (900.0, 0.5),
+        (4.0, 0.5),
+        (0.5, math.sqrt(2)),
+        (0.25, 2.0),
+        (0.1, 2.0),
+        (0.05, 4.0),
+        (0.02, math.sqrt(50)),  # not 10: no more than the root ever
+        (0.001, 10.0),
+    ],
+)
 def test_all_freezes_may_cost_more_where_little_of_the_loss_is_left(loss, times):
-    found = course(policy(worth_limit=0.1), loss=lambda at: loss, until=199)
-    assert found == course(policy(worth_limit=0.1 * times), loss=lambda at: 1.0, until=199)
+    found = course(policy(worth_limit=0.06), loss=lambda at: loss, until=199)
+    assert found == course(policy(worth_limit=0.06 * times), loss=lambda at: 1.0, until=199)
     assert len(found) == 3
 
 

@@ -14,7 +14,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from egeria.policy.worth import FIRST_LOOK_SHARE, SETTLED_SHARE, _error, complete
+from egeria.policy.shares import _error, complete
+from egeria.policy.worth import FIRST_LOOK_SHARE, SETTLED_SHARE
 
 
 def shares(journal):

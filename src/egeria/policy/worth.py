@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 from egeria.policy.evidence import LossGuard
 from egeria.policy.forecast import STRICTER, Forecast
 from egeria.policy.protocol import BOOTSTRAPPING, FORESIGHT, PLASTICITY, WORTH, Decision, Interval
+from egeria.policy.shares import LATER_ERRORS, complete, harmed, helped, known_sum, telling, upper_share
 
 NOTHING = "nothing"
 MEASURED = frozenset({FORESIGHT})
@@ -22,14 +21,6 @@ FIRST_LOOK_SHARE = 0.05
 SETTLED_SHARE = FIRST_LOOK_SHARE / 2
 """Share of the training after which shares are taken, where that leaves enough. While a fresh head learns, what is
 before it has little to go by: of a ResNet-56 the first module brings 4 %, later 6."""
-LEAST_INTERVALS = 3  # with a measure, to judge its error by
-LATER_ERRORS = 3.0
-"""Standard errors by which what the steps of all but the last module brought must stand above nothing at the looks
-after the first, of which one may pass by chance; at the first it must be above nothing."""
-SHARE_ERRORS = 2.0
-"""Standard errors that are added to the share of a layer module, so that what is not known well does not freeze early.
-They are those of a ratio: what a batch makes of all modules alike is none. By as much do shares scatter between runs
-(record 0039)."""
 RARER = ((4, 1.8), (2, 6.0))
 """Periods, and up to how many times the limit of a freeze a front may be worth to be updated that rarely: about as if
 leaving out a share `s` of the updates lost `s ** 2.5` of what all of them bring. Where it was tried they lost more."""
@@ -48,6 +39,10 @@ LIMIT_FACTORS = (0.5, 2.0)
 costs ever less accuracy as less is wrong: 36 schedules of six fine-tunings lost 4.8 to 5.5 points (once 3.5) times that
 part times the root of the training loss at the end, in nats; two not looked at before 4.9 and 1.0 (record 0031). For
 losses of other kinds and scales it is a guess, hence no more than this."""
+SMALL_LOSS, MOST_OF_SMALL = 0.1, 10.0
+"""Loss under which there is more than the most, in proportion up to that root, and the most of that. MiniLM on SST-2,
+whose loss comes down to 0.1, loses as much as it may at twice; in ten epochs of tags and of the case of words, whose
+loss comes down to 0.02 by half of them, a front that froze there lost nothing (record 0041)."""
 ROUNDING = 1e-9
 LOOKS = 100
 """Intervals of a whole run once worth decides and no freeze is watched: only the learning rate moves that any more."""
@@ -178,8 +173,7 @@ class Worth(Forecast):
         num_errors = 0.0 if self._is_within(FIRST_LOOK_SHARE, self._rates.step) else LATER_ERRORS
         shares: tuple[float | None, ...] = ()
         if is_possible and helped(rows, self._num_measured, num_errors):
-            settled = complete(self._worths[self._num_unsettled :])
-            shares = self._find_shares(settled if helped(settled, self._num_measured) else rows)
+            shares = self._find_shares(telling(self._worths, self._num_unsettled, self._num_measured))
         if not is_possible or (interval.worth is None and harmed(rows)):
             self._decide_by(PLASTICITY)
         elif interval.worth is None or (shares and shares[0] is not None):
@@ -203,11 +197,11 @@ class Worth(Forecast):
 
         Empty where they brought nothing.
         """
-        columns, wholes = list(zip(*rows, strict=True)), [_sum(row[: self._num_measured]) for row in rows]
-        total = math.fsum(max(0.0, _sum(column)) for column in columns[: self._num_measured])
+        columns, wholes = list(zip(*rows, strict=True)), [known_sum(row[: self._num_measured]) for row in rows]
+        total = math.fsum(max(0.0, known_sum(column)) for column in columns[: self._num_measured])
         if not total > 0:
             return ()
-        found = [None if None in column else _upper_share(column, wholes, total) for column in columns]
+        found = [None if None in column else upper_share(column, wholes, total) for column in columns]
         return tuple(share if trains else 0.0 for share, trains in zip(found, self._trainable, strict=True))
 
     @property
@@ -242,6 +236,7 @@ class Worth(Forecast):
         if self._loss is None or self._loss <= 0:  # a loss that may fall below nothing does not say what is left
             return 1.0
         least, most = LIMIT_FACTORS
+        most = min(MOST_OF_SMALL, most * max(1.0, SMALL_LOSS / self._loss))
         return min(most, max(least, 1 / math.sqrt(self._loss)))
 
     @property
@@ -323,7 +318,7 @@ class Worth(Forecast):
         is_known = self._decides == WORTH and self._rates.remaining_rate_sum is not None
         if reason or not is_known or not self._frozen:
             return reason
-        worth, time = _sum(self._shares[: self._frozen]), math.fsum(self._times[: self._frozen])
+        worth, time = known_sum(self._shares[: self._frozen]), math.fsum(self._times[: self._frozen])
         rose = self._rate_share > self._rate_at_freeze  # the limit falls as well, where the loss rises
         if rose and worth * self._rate_share**FADING > THAWS_AT * self._limit * time:
             return f"the learning rate rose to {self._rate_share:.0%} of its highest"
@@ -352,49 +347,3 @@ def _price_limit(fronts: Sequence[FrontPart], worth_limit: float) -> float:
                 return price * math.pow(share, 1 / COST_POWER)
         spent += front.worth  # it freezes at once
     return math.inf
-
-
-def _sum(parts: Sequence[float | None]) -> float:
-    """Return the sum of what is known."""
-    return math.fsum(part for part in parts if part is not None)
-
-
-def complete(worths: Sequence[Sequence[float | None]]) -> list[Sequence[float | None]]:
-    """Return the intervals that lack no layer module which others know, as one with an infinite gradient does."""
-    known = [any(part is not None for part in column) for column in zip(*worths, strict=True)]
-    return [row for row in worths if known == [part is not None for part in row]]
-
-
-def helped(rows: Sequence[Sequence[float | None]], num_measured: int, num_errors: float = 0.0) -> bool:
-    """Return whether the steps of what may freeze brought something, and those of all together did not harm.
-
-    Args:
-        rows: by interval, what each layer module brought.
-        num_measured: of the first layer modules, by which worth is measured.
-        num_errors: standard errors that it must be above nothing.
-    """
-    fronts = [_sum(row[:num_measured]) for row in rows]
-    is_much = len(fronts) >= LEAST_INTERVALS and math.fsum(fronts) > num_errors * _error(fronts)
-    return is_much and math.fsum(map(_sum, rows)) > 0
-
-
-def harmed(rows: Sequence[Sequence[float | None]]) -> bool:
-    """Return whether the steps of all layer modules together went up the loss."""
-    wholes = [_sum(row) for row in rows]
-    return len(wholes) >= LEAST_INTERVALS and math.fsum(wholes) < -LATER_ERRORS * _error(wholes)
-
-
-def _error(parts: Sequence[float]) -> float:
-    """Return the standard error of the sum of what intervals brought.
-
-    By the differences from one to the next, so that what merely grows or fades over the intervals is no error.
-    """
-    steps = [(after - before) ** 2 for before, after in itertools.pairwise(parts)]
-    return math.sqrt(statistics.fmean(steps) / 2 * len(parts))
-
-
-def _upper_share(parts: Sequence[float], wholes: Sequence[float], total: float) -> float:
-    """Return which share of `total` is in `parts`, as much as it may be: more if modules harm and `wholes` are less."""
-    share = math.fsum(parts) / total
-    apart = [part - share * whole for part, whole in zip(parts, wholes, strict=True)]
-    return max(0.0, share + SHARE_ERRORS * _error(apart) / total)

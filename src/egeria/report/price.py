@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from egeria.events import IntervalMeasured, PlasticityRead, RunStarted
-from egeria.policy.worth import FIRST_LOOK_SHARE, LATER_ERRORS, SETTLED_SHARE, complete, helped
+from egeria.policy.shares import LATER_ERRORS, complete, helped, telling
+from egeria.policy.worth import FIRST_LOOK_SHARE, SETTLED_SHARE
 from egeria.report.freezing import depth_points
 from egeria.report.history import History
 
@@ -63,9 +64,8 @@ def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None 
     """
     last = total_steps or max((event.step for event in intervals), default=0)
     measured, count = _measured(intervals)
-    whole = complete([event.worth for event in measured if event.worth])
-    settled = complete([event.worth for event in measured if event.worth and event.step > SETTLED_SHARE * last])
-    rows = settled if helped(settled, count) else whole
+    num_unsettled = sum(event.step <= SETTLED_SHARE * last for event in measured)
+    rows = telling([event.worth for event in measured if event.worth], num_unsettled, count)
     if not helped(rows, count):
         return None
     sums = [max(0.0, math.fsum(part or 0.0 for part in column)) for column in zip(*rows, strict=True)]
