@@ -19,7 +19,7 @@ import egeria
 from cached import Pictures, assert_no_stubs, freezes_up_to, nothing_but_journals, small_resnet
 from egeria.cache import Outlook, forward_modes, memory, memory_forward
 from egeria.cache.gate import Prospects
-from egeria.cache.memory_forward import MemoryForward
+from egeria.cache.memory_forward import LEAST_POSITIONS, MemoryForward
 from egeria.cache.repeats import RepeatedContents
 from egeria.cache.store import memory as store_memory
 from egeria.cache.store.memory import RowMemory, free_memory_bytes, row_keys
@@ -549,9 +549,10 @@ def test_what_takes_no_time_is_not_stored(tmp_path):
 
 
 class Sentences:
-    """Batches of sentences, padded to the longest of each batch."""
+    """Batches of sentences, padded to the longest of each batch, with a label each or one for each word."""
 
-    def __init__(self):
+    def __init__(self, *, has_tags=False):
+        self.has_tags = has_tags
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(3, 24, (96,), generator=generator).tolist()
         self.words = [torch.randint(1, 50, (length,), generator=generator) for length in lengths]
@@ -562,15 +563,17 @@ class Sentences:
             words = nn.utils.rnn.pad_sequence([self.words[row] for row in rows], batch_first=True)
             lengths = torch.tensor([len(self.words[row]) for row in rows])
             mask = (torch.arange(words.shape[1]) < lengths[:, None]).long()
-            yield {"input_ids": words, "attention_mask": mask, "labels": lengths % 2}
+            labels = torch.where(mask > 0, words % 2, -100) if self.has_tags else lengths % 2
+            yield {"input_ids": words, "attention_mask": mask, "labels": labels}
 
 
-def train_sentences(directory, enabled):
+def train_sentences(directory, enabled, *, has_tags=False):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=50, **shape))
-    optimizer, data, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), Sentences(), []
+    kind = transformers.BertForTokenClassification if has_tags else transformers.BertForSequenceClassification
+    model = kind(transformers.BertConfig(vocab_size=50, **shape))
+    optimizer, data, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), Sentences(has_tags=has_tags), []
     with egeria.attach(
         model,
         optimizer,
@@ -603,6 +606,23 @@ def test_a_sentence_is_served_where_its_batch_is_padded_to_the_same_length_and_t
     assert used.hits > used.misses and used.checks > 5 and used.largest_error == 0
     assert torch.equal(losses, expected)
     assert len(tried) == 2, "two lengths more are tried out, and all others taken to be like them"
+
+
+def test_of_sentences_whose_padding_cannot_be_cut_only_those_that_are_missing_are_computed(tmp_path, monkeypatch):
+    """A model that gives something for each word gives something else for the padding, were that not stored."""
+    counts, compute = [], Prefix.compute
+
+    def counted(self, batch, rows=None):
+        counts.append(16 if rows is None else len(rows))
+        return compute(self, batch, rows)
+
+    monkeypatch.setattr(Prefix, "compute", counted)
+    expected, _ = train_sentences(tmp_path / "plain", enabled=False, has_tags=True)
+    losses, journal = train_sentences(tmp_path / "cached", enabled="auto", has_tags=True)
+    used = journal.of(CacheUsed)[-1]
+    assert used.hits > used.misses and used.checks > 5 and used.largest_error == 0
+    assert torch.equal(losses, expected)
+    assert any(count < 12 for count in counts) and all(23 * count >= LEAST_POSITIONS for count in counts)
 
 
 def keys(num_rows=2, shared=(), **kwargs):

@@ -923,6 +923,12 @@ def course(made, loss, until=100, rates=lambda at: 1 - at):
     return found
 
 
+def begun_at(loss, made):
+    """Return a policy that has seen this loss in its first interval, long ago."""
+    made.load_state_dict({**made.state_dict(), "first_loss": loss})
+    return made
+
+
 @pytest.mark.parametrize(
     ("loss", "times"),
     [
@@ -937,7 +943,7 @@ def course(made, loss, until=100, rates=lambda at: 1 - at):
     ],
 )
 def test_all_freezes_may_cost_more_where_little_of_the_loss_is_left(loss, times):
-    found = course(policy(worth_limit=0.06), loss=lambda at: loss, until=199)
+    found = course(begun_at(2.0, policy(worth_limit=0.06)), loss=lambda at: loss, until=199)
     assert found == course(policy(worth_limit=0.06 * times), loss=lambda at: 1.0, until=199)
     assert len(found) >= 2
 
@@ -956,6 +962,13 @@ def test_where_the_first_steps_brought_all_there_was_they_tell_the_shares():
     harmful = brought(0.1, -0.5, 0.1, -0.4, -0.3)
     assert telling([*weak, *harmful], 5, 2) == [*weak, *harmful]
     assert telling([(None, 1.0, 0.1), *early], 1, 2) == early
+
+
+def test_a_loss_that_was_small_from_the_beginning_does_not_say_that_little_is_left():
+    """As one in other units, such as that of a regression."""
+    twice = course(policy(worth_limit=0.06), loss=lambda at: 0.2, until=199)
+    assert course(begun_at(0.02, policy(worth_limit=0.06)), loss=lambda at: 0.002, until=199) == twice
+    assert course(begun_at(0.02, policy(worth_limit=0.06)), loss=lambda at: 0.0002, until=199)[1] < twice[1]
 
 
 @pytest.mark.parametrize("loss", [0.0, -3.0])

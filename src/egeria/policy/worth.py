@@ -39,10 +39,10 @@ LIMIT_FACTORS = (0.5, 2.0)
 costs ever less accuracy as less is wrong: 36 schedules of six fine-tunings lost 4.8 to 5.5 points (once 3.5) times that
 part times the root of the training loss at the end, in nats; two not looked at before 4.9 and 1.0 (record 0031). For
 losses of other kinds and scales it is a guess, hence no more than this."""
-SMALL_LOSS, MOST_OF_SMALL = 0.1, 10.0
-"""Loss under which there is more than the most, in proportion up to that root, and the most of that. MiniLM on SST-2,
-whose loss comes down to 0.1, loses as much as it may at twice; in ten epochs of tags and of the case of words, whose
-loss comes down to 0.02 by half of them, a front that froze there lost nothing (record 0041)."""
+SMALL_LOSS, SMALL_LOSS_SHARE, MOST_OF_SMALL = 0.1, 0.05, 10.0
+"""Loss, and share of the first one, under both of which there is more than the most, in proportion up to that root, and
+the most of that. MiniLM on SST-2, whose loss falls from 0.7 to 0.1, loses as much as it may at twice; in ten epochs of
+tags, whose loss falls from 2.8 to 0.02 by half of them, a front that froze at two thirds lost nothing (record 0041)."""
 ROUNDING = 1e-9
 LOOKS = 100
 """Intervals of a whole run once worth decides and no freeze is watched: only the learning rate moves that any more."""
@@ -94,6 +94,7 @@ class Worth(Forecast):
         "times",
         "num_pretrained",
         "loss",
+        "first_loss",
         "rate_at_freeze",
     )
 
@@ -111,6 +112,7 @@ class Worth(Forecast):
         self._num_pretrained = 0
         self._loss: float | None = None
         """The training loss of late."""
+        self._first_loss: float | None = None
         self._rate_at_freeze = 0.0
         """The learning rate at the newest freeze, as `_rate_share`."""
 
@@ -185,6 +187,7 @@ class Worth(Forecast):
     def _observe_loss(self, interval: Interval) -> None:
         if interval.loss is None or not self._total_steps:
             return
+        self._first_loss = interval.loss if self._first_loss is None else self._first_loss
         before = interval.loss if self._loss is None else self._loss
         fresh = -math.expm1(-self._rates.interval_steps / (LOSS_SHARE * self._total_steps))
         self._loss = before + fresh * (interval.loss - before)
@@ -235,8 +238,9 @@ class Worth(Forecast):
         """How many times `policy.worth_limit` all freezes together may cost, by what is left of the loss."""
         if self._loss is None or self._loss <= 0:  # a loss that may fall below nothing does not say what is left
             return 1.0
+        small = min(SMALL_LOSS, SMALL_LOSS_SHARE * (self._first_loss or 0.0))
         least, most = LIMIT_FACTORS
-        most = min(MOST_OF_SMALL, most * max(1.0, SMALL_LOSS / self._loss))
+        most = min(MOST_OF_SMALL, most * max(1.0, small / self._loss))
         return min(most, max(least, 1 / math.sqrt(self._loss)))
 
     @property
