@@ -13,7 +13,7 @@ import torch
 
 from egeria import read_journal
 from egeria.events import CacheUsed, FaultCaught, LandingEnded, ModuleFrozen, PeriodsChanged
-from egeria.policy import worth
+from egeria.policy import shares, worth
 from egeria.report.replay import replay
 from egeria.session.measuring.measures import Measures
 from loops import Loop, differences, outside
@@ -28,7 +28,8 @@ ALL_AT_ONCE = {"group_norm", "Reader", "Checkpointed", "Tuples", "TorchEncoder",
 @pytest.fixture(autouse=True)
 def decides(monkeypatch):
     """Worth decides whatever it is, and all layer modules take as long, so that every run decides alike."""
-    monkeypatch.setattr(worth, "helped", lambda *_: True)
+    for module in (worth, shares):
+        monkeypatch.setattr(module, "helped", lambda *_: True)
     monkeypatch.setattr(Measures, "time_shares", lambda _, __, modules, ___: [0.5 / len(modules)] * len(modules))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from egeria import read_journal
 from egeria.events import FaultCaught, IntervalMeasured
-from egeria.policy import worth
+from egeria.policy import shares, worth
 from egeria.report.replay import replay
 from loops import Loop, differences, outside
 from menagerie import each_stateless, each_supported
@@ -17,7 +17,8 @@ NUM_STEPS = 24  # of 200, of which ten are measured
 @pytest.fixture(autouse=True)
 def decides(monkeypatch):
     """Worth decides whatever it is: these few steps of untrained models do harm as often as not."""
-    monkeypatch.setattr(worth, "helped", lambda *_: True)
+    for module in (worth, shares):
+        monkeypatch.setattr(module, "helped", lambda *_: True)
 
 
 def attached(directory=None, **groups):
