@@ -170,10 +170,12 @@ class TimedForward(PlainForward):
     """Beginning and end of the frozen front in each of them."""
 
     @classmethod
-    def of(cls, model: nn.Module, modules: Sequence[LayerModule], gate: str) -> TimedForward:
+    def of(
+        cls, model: nn.Module, modules: Sequence[LayerModule], gate: str, enough: int = WATCHED_FORWARDS
+    ) -> TimedForward:
         """Watch a model with these layer modules frozen; with an open gate, which asks for no times, none are taken."""
         roots = [model.get_submodule(name) for module in modules for name in module.submodules]
-        return cls(roots, 0 if gate == "open" else WATCHED_FORWARDS)
+        return cls(roots, 0 if gate == "open" else enough)
 
     @property
     def iteration_s(self) -> float:
