@@ -780,6 +780,30 @@ def test_storing_that_takes_more_than_it_will_save_ends(tmp_path, monkeypatch):
     assert loop.journal(CacheUsed)[-1].batches <= 9
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_did_not_pay_is_tried_behind_the_next_freeze_where_inputs_come_again(tmp_path, monkeypatch, is_known):
+    monkeypatch.setattr(memory_forward, "WINDOW_BATCHES", 4)
+    write = RowMemory.write
+
+    def write_slowly(memory, *args):
+        if len(memory) and loop.run.frozen == 1:
+            time.sleep(0.5)
+        write(memory, *args)
+
+    def script(evaluation, module):
+        return 1.0 if (module == 0 and evaluation > 8) or (module == 1 and evaluation > 22) else 2.0**evaluation
+
+    monkeypatch.setattr(RowMemory, "write", write_slowly)
+    if not is_known:
+        monkeypatch.setattr(RepeatedContents, "share", lambda *_: None)
+    loop = PatientLoop(tmp_path, script=script)
+    loop.finish()
+    first, ended, deeper = loop.journal(CacheDecided)[:3]
+    assert (first.mode, ended.mode, deeper.generation) == ("stored", "computed", 2)
+    assert deeper.mode == ("stored" if is_known else "computed")
+    assert is_known or "that is tried again from step" in deeper.reason
+
+
 def test_serving_that_is_slower_than_computing_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_forward, "WINDOW_BATCHES", 8)
     read = RowMemory.read

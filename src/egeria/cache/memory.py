@@ -201,8 +201,11 @@ class MemoryCache:
     def _review(self, mode: MemoryForward) -> None:
         if mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
             self.report()
-        if reason := mode.lack_of_hits() or mode.complaint():
+        if reason := mode.lack_of_hits():
             self._give_up(reason)
+        elif (reason := mode.complaint()) and self._repeated_share is None:
+            self._give_up(reason)  # else it may pay behind the next freeze, which is deeper
+        if reason:
             self._compute(reason, {})
 
     def _give_up(self, reason: str) -> None:
