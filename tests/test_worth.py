@@ -957,6 +957,8 @@ def test_where_the_first_steps_brought_all_there_was_they_tell_the_shares():
     early, nothing = brought(3.0, 9.0, 12.0, 8.0, 3.0), brought(0.4, -0.5, 0.6, -0.4, 0.3)
     assert telling([*early, *nothing], 5, 2) == [*early, *nothing]
     assert telling([*early, *brought(1.0, 0.9, 1.1, 0.8)], 5, 2) == brought(1.0, 0.9, 1.1, 0.8), "they bring a little"
+    as_much = brought(2.0, -1.0, 3.0, -2.0, 4.0)
+    assert telling([*brought(1.0, 1.1, 0.9, 1.0, 1.2), *as_much], 5, 2) == as_much, "they bring as much as the first"
     weak = brought(0.3, -0.2, 0.4, -0.3, 0.2)
     assert telling([*weak, *nothing], 5, 2) == nothing, "nothing stands out: nor do the first"
     harmful = brought(0.1, -0.5, 0.1, -0.4, -0.3)

@@ -16,6 +16,9 @@ SHARE_ERRORS = 2.0
 They are those of a ratio: what a batch makes of all modules alike is none. By as much do shares scatter between runs
 (record 0039)."""
 
+NEXT_TO_NOTHING = 0.25
+"""Share of what the first look saw brought, under which its later half may tell too little of the layer modules."""
+
 
 def known_sum(parts: Sequence[float | None]) -> float:
     """Return the sum of what is known."""
@@ -47,16 +50,19 @@ def telling(
     """Return the intervals that shares are taken of: those behind the first `num_unsettled`, or all.
 
     In the first ones a fresh head may learn nearly all there is. But where the training is long, so that the others
-    bring next to nothing any more, only the first tell what brought it.
+    bring next to nothing any more, only the first tell what brought it: these others do not stand out from nothing
+    then, all together do, and nearly all of that is of the first.
 
     Args:
         worths: by interval, what each layer module brought.
-        num_unsettled: how many are left out where the others stand out from nothing, or all together hardly do.
+        num_unsettled: intervals in which a fresh head may learn.
         num_measured: of the first layer modules, by which worth is measured.
     """
     rows, settled = complete(worths), complete(worths[num_unsettled:])
-    is_told = helped(settled, num_measured, SHARE_ERRORS) or not helped(rows, num_measured, LATER_ERRORS)
-    return settled if is_told and helped(settled, num_measured) else rows
+    late, whole = (math.fsum(known_sum(row[:num_measured]) for row in part) for part in (settled, rows))
+    is_over = late < NEXT_TO_NOTHING * whole and helped(rows, num_measured, LATER_ERRORS)
+    is_told = helped(settled, num_measured, SHARE_ERRORS if is_over else 0.0)
+    return settled if is_told else rows
 
 
 def harmed(rows: Sequence[Sequence[float | None]]) -> bool:
