@@ -106,7 +106,6 @@ WORKLOADS: tuple[Workload, ...] = (
         higher_is_better=True,
         is_relative=False,
         paper="",
-        is_held_out=True,
         tiers=tuple(TAGS),
         build=partial(tags.build, recipes=TAGS, read=tags.read_cased, tags=tags.CASES, schedule=linear),
     ),
