@@ -1,11 +1,21 @@
-"""Text: translation, characters, question answering, sentiment, parts of speech, case, questions with paragraphs."""
+"""Text: translation, characters, question answering, sentiment, labels of words, pairs, topics."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.workloads.text import characters, pairs, squad, sst2, tags, translation
-from benchmarks.workloads.text.recipes import BASE_WMT, CHARACTERS, PAIRS, SQUAD, SST2, SST2_LORA, TAGS, TINY_MULTI30K
+from benchmarks.workloads.text import characters, pairs, squad, sst2, tags, topics, translation
+from benchmarks.workloads.text.recipes import (
+    BASE_WMT,
+    CHARACTERS,
+    PAIRS,
+    SQUAD,
+    SST2,
+    SST2_LORA,
+    TAGS,
+    TINY_MULTI30K,
+    TOPICS,
+)
 from benchmarks.workloads.text.schedules import linear
 from benchmarks.workloads.workload import Workload
 
@@ -108,5 +118,15 @@ WORKLOADS: tuple[Workload, ...] = (
         paper="",
         tiers=tuple(TAGS),
         build=partial(tags.build, recipes=TAGS, read=tags.read_cased, tags=tags.CASES, schedule=linear),
+    ),
+    Workload(
+        name="bert-topics",
+        metric="accuracy",
+        higher_is_better=True,
+        is_relative=False,
+        paper="",
+        is_held_out=True,
+        tiers=tuple(TOPICS),
+        build=partial(topics.build, recipes=TOPICS),
     ),
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,9 @@ from torch.nn import functional
 
 from benchmarks.workloads.text.batching import sorted_batches
 from benchmarks.workloads.text.fine_tuning import Rows, run_network
+
+if TYPE_CHECKING:
+    from transformers import BertTokenizerFast
 
 IGNORED = -100
 """Label of what has none; the number that `cross_entropy` leaves out."""
@@ -43,6 +48,21 @@ class ClassificationAccuracy:
             num_right += int((scores.argmax(1) == labels).sum())
             num_labels += int((labels != IGNORED).sum())
         return {"accuracy": 100.0 * num_right / num_labels}
+
+
+def label_rows(sentences: Sequence[tuple[str, int]], tokenizer: BertTokenizerFast, longest: int) -> Rows:
+    """Return one row for each sentence, with its label.
+
+    Args:
+        sentences: with the number of the class of each.
+        tokenizer: of the network.
+        longest: tokens of a row; what is beyond is cut.
+    """
+    texts = [sentence.strip() for sentence, _ in sentences]
+    encoded = tokenizer(texts, truncation=True, max_length=longest, return_attention_mask=False)
+    tokens = [torch.tensor(row) for row in encoded["input_ids"]]
+    labels = torch.tensor([label for _, label in sentences])
+    return Rows(tokens, [torch.zeros_like(row) for row in tokens], {"label": labels})
 
 
 def _scores(network: nn.Module, batch: dict[str, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from benchmarks.workloads.text.characters import GptRecipe
 from benchmarks.workloads.text.fine_tuning import Recipe as FineTuning
 from benchmarks.workloads.text.pairs import PairRecipe
 from benchmarks.workloads.text.squad import QuestionRecipe
+from benchmarks.workloads.text.topics import TopicRecipe
 from benchmarks.workloads.text.translation import Recipe as Translation
 
 _TINY_MULTI30K_ONE_CORE = Translation(
@@ -277,6 +278,52 @@ PAIRS = {
     ),
 }
 """Whether a paragraph answers a question."""
+
+TOPICS = {
+    "smoke": TopicRecipe(
+        num_topics=8,
+        longest=40,
+        num_train=160,
+        num_held_out=60,
+        num_judged=100,
+        batch_size=16,
+        num_epochs=2,
+        peak_rate=3e-4,
+        evaluations_per_epoch=2,
+    ),
+    "cpu": TopicRecipe(
+        num_topics=100,
+        longest=64,
+        num_train=8000,
+        num_held_out=400,
+        num_judged=3000,
+        batch_size=32,
+        num_epochs=4,
+        peak_rate=2e-4,
+    ),
+    "long": TopicRecipe(
+        num_topics=None,
+        longest=64,
+        num_train=None,
+        num_held_out=400,
+        num_judged=8000,
+        batch_size=32,
+        num_epochs=3,
+        peak_rate=1e-4,
+        evaluations_per_epoch=2,
+    ),
+    "gpu": TopicRecipe(
+        num_topics=None,
+        longest=64,
+        num_train=None,
+        num_held_out=1000,
+        num_judged=8000,
+        batch_size=32,
+        num_epochs=5,
+        peak_rate=5e-5,
+    ),
+}
+"""Which article a question is about."""
 
 CHARACTERS = {
     "smoke": GptRecipe(

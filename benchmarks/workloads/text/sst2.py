@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from benchmarks.workloads.text.classification import ClassificationAccuracy, ClassificationLoss
+from benchmarks.workloads.text.classification import ClassificationAccuracy, ClassificationLoss, label_rows
 from benchmarks.workloads.text.corpora import read_sentiments
-from benchmarks.workloads.text.fine_tuning import Recipe, Rows, fine_tuning
+from benchmarks.workloads.text.fine_tuning import Recipe, fine_tuning
 from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
 from benchmarks.workloads.text.sampling import hold_out, sample
 from benchmarks.workloads.workload import MissingDataError, Setting, Training
-
-if TYPE_CHECKING:
-    from transformers import BertTokenizerFast
 
 RANK = 8
 """Of the adapters (Hu et al., 2022, table 9)."""
@@ -80,7 +76,9 @@ def build(
     load_weights(model.bert, weights)
     quality, judge = (
         ClassificationAccuracy(
-            rows=_rows(sentences, tokenizer, recipe.longest), device=setting.device, batch_size=2 * recipe.batch_size
+            rows=label_rows(sentences, tokenizer, recipe.longest),
+            device=setting.device,
+            batch_size=2 * recipe.batch_size,
         )
         for sentences in (held_out, judged)
     )
@@ -88,16 +86,8 @@ def build(
         setting,
         recipe,
         model=adapt(model),
-        rows=_rows(train, tokenizer, recipe.longest),
+        rows=label_rows(train, tokenizer, recipe.longest),
         loss=ClassificationLoss(device=setting.device),
         evaluate=quality,
         judge=judge if judged else None,
     )
-
-
-def _rows(sentences: Sequence[tuple[str, int]], tokenizer: BertTokenizerFast, longest: int) -> Rows:
-    texts = [sentence.strip() for sentence, _ in sentences]
-    encoded = tokenizer(texts, truncation=True, max_length=longest, return_attention_mask=False)
-    tokens = [torch.tensor(row) for row in encoded["input_ids"]]
-    labels = torch.tensor([label for _, label in sentences])
-    return Rows(tokens, [torch.zeros_like(row) for row in tokens], {"label": labels})
