@@ -22,6 +22,7 @@ from benchmarks.workloads.text.recipes import CHARACTERS
 from benchmarks.workloads.text.sampling import hold_out, sample
 from benchmarks.workloads.text.schedules import cosine, inverse_square_root, linear
 from benchmarks.workloads.text.tags import CASES, TAGS, case_of, read_cased, tag_rows
+from benchmarks.workloads.text.topics import split_by_paragraph
 from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
 
 from egeria.layers.modules import parse_modules
@@ -210,6 +211,21 @@ def test_pairs_are_of_one_article_and_half_of_them_answered():
         assert pair.is_answered == (pair.paragraph == asked[pair.question].context)
     assert 250 < sum(pair.is_answered for pair in pairs) < 350
     assert make_pairs(questions, 50) == make_pairs(questions, 50)
+
+
+def test_topics_are_judged_by_paragraphs_that_are_not_trained_on():
+    questions = [
+        Question(identifier=f"{n}", question=f"{n}?", context=f"{n // 3}", answers=("",), start=0, article=f"{n // 60}")
+        for n in range(600)
+    ]
+    train, judged = split_by_paragraph(questions, None)
+    assert sorted(train + judged) == sorted((question.question, int(question.article)) for question in questions)
+    contexts = {question.question: question.context for question in questions}
+    assert not {contexts[text] for text, _ in train} & {contexts[text] for text, _ in judged}
+    assert {topic for _, topic in judged} == {*range(10)} and len(judged) == 120
+    fewer, _ = split_by_paragraph(questions, 4)
+    assert {topic for _, topic in fewer} == {*range(4)} and len(fewer) == 192
+    assert split_by_paragraph(questions, 4) == split_by_paragraph(questions, 4)
 
 
 def first_losses(name, data, seed):
