@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.workloads.text.batching import sorted_batches
-from benchmarks.workloads.text.fine_tuning import Rows, run_network
+from benchmarks.workloads.text.fine_tuning import Recipe, Rows, fine_tuning, run_network
+from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
+from benchmarks.workloads.text.schedules import Schedule, linear
+from benchmarks.workloads.workload import Setting, Training
 
 if TYPE_CHECKING:
     from transformers import BertTokenizerFast
 
+T = TypeVar("T")
 IGNORED = -100
 """Label of what has none; the number that `cross_entropy` leaves out."""
 
@@ -48,6 +52,59 @@ class ClassificationAccuracy:
             num_right += int((scores.argmax(1) == labels).sum())
             num_labels += int((labels != IGNORED).sum())
         return {"accuracy": 100.0 * num_right / num_labels}
+
+
+def classify(
+    setting: Setting,
+    recipe: Recipe,
+    *,
+    train: Sequence[T],
+    held_out: Sequence[T],
+    judged: Sequence[T],
+    num_labels: int,
+    make_rows: Callable[[Sequence[T], BertTokenizerFast, int], Rows],
+    adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
+    schedule: Schedule = linear,
+) -> Training:
+    """Make a run that trains MiniLM to tell classes of texts apart.
+
+    Args:
+        setting: what is asked for.
+        recipe: of the tier.
+        train: texts to train on.
+        held_out: for each evaluation.
+        judged: asked once at the end; without any there is no judge.
+        num_labels: classes.
+        make_rows: returns the rows of such texts, of so many tokens at most.
+        adapt: takes the network with pretrained values, and returns what is trained.
+        schedule: of the learning rate.
+
+    Raises:
+        MissingDataError: the weights or a package are not there.
+    """
+    from transformers import BertForSequenceClassification  # noqa: PLC0415 (as in `minilm`)
+
+    weights = find_weights(setting.data)
+    tokenizer = load_tokenizer(weights)
+    torch.manual_seed(setting.seed)
+    model = BertForSequenceClassification(load_config(weights, num_labels=num_labels))
+    load_weights(model.bert, weights)
+    quality, judge = (
+        ClassificationAccuracy(
+            rows=make_rows(texts, tokenizer, recipe.longest), device=setting.device, batch_size=2 * recipe.batch_size
+        )
+        for texts in (held_out, judged)
+    )
+    return fine_tuning(
+        setting,
+        recipe,
+        model=adapt(model),
+        rows=make_rows(train, tokenizer, recipe.longest),
+        loss=ClassificationLoss(device=setting.device),
+        evaluate=quality,
+        judge=judge if judged else None,
+        schedule=schedule,
+    )
 
 
 def label_rows(sentences: Sequence[tuple[str, int]], tokenizer: BertTokenizerFast, longest: int) -> Rows:

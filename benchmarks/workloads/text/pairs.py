@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.workloads.text.classification import ClassificationAccuracy, ClassificationLoss
+from benchmarks.workloads.text.classification import classify
 from benchmarks.workloads.text.corpora import Question, read_questions
-from benchmarks.workloads.text.fine_tuning import Recipe, Rows, fine_tuning
-from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
+from benchmarks.workloads.text.fine_tuning import Recipe, Rows
 from benchmarks.workloads.text.sampling import sample
 from benchmarks.workloads.workload import Setting, Training
 
@@ -68,31 +67,16 @@ def build(setting: Setting, *, recipes: Mapping[str, PairRecipe]) -> Training:
     Raises:
         MissingDataError: the data or the weights are not there.
     """
-    from transformers import BertForSequenceClassification  # noqa: PLC0415 (as in `minilm`)
-
     recipe = recipes[setting.tier]
     train, others = (_on_short_paragraphs(setting, split, recipe) for split in ("train", "dev"))
-    weights = find_weights(setting.data)
-    tokenizer = load_tokenizer(weights)
-    torch.manual_seed(setting.seed)
-    model = BertForSequenceClassification(load_config(weights, num_labels=2))
-    load_weights(model.bert, weights)
-    quality, judge = (
-        ClassificationAccuracy(
-            rows=_rows(make_pairs(others, count), tokenizer, recipe.longest),
-            device=setting.device,
-            batch_size=2 * recipe.batch_size,
-        )
-        for count in (recipe.num_held_out, recipe.num_judged)
-    )
-    return fine_tuning(
+    return classify(
         setting,
         recipe,
-        model=model,
-        rows=_rows(make_pairs(train, recipe.num_train), tokenizer, recipe.longest),
-        loss=ClassificationLoss(device=setting.device),
-        evaluate=quality,
-        judge=judge,
+        train=make_pairs(train, recipe.num_train),
+        held_out=make_pairs(others, recipe.num_held_out),
+        judged=make_pairs(others, recipe.num_judged),
+        num_labels=2,
+        make_rows=_rows,
     )
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import nn
 
-from benchmarks.workloads.text.classification import ClassificationAccuracy, ClassificationLoss, label_rows
+from benchmarks.workloads.text.classification import classify, label_rows
 from benchmarks.workloads.text.corpora import read_sentiments
-from benchmarks.workloads.text.fine_tuning import Recipe, fine_tuning
-from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
+from benchmarks.workloads.text.fine_tuning import Recipe
 from benchmarks.workloads.text.sampling import hold_out, sample
 from benchmarks.workloads.workload import MissingDataError, Setting, Training
 
@@ -64,30 +62,16 @@ def build(
     Raises:
         MissingDataError: the data, the weights or a package are not there.
     """
-    from transformers import BertForSequenceClassification  # noqa: PLC0415 (as in `minilm`)
-
     recipe = recipes[setting.tier]
     train, judged = hold_out(read_sentiments(setting.data, "train"), recipe.num_train, recipe.num_judged)
     held_out = sample(read_sentiments(setting.data, "dev"), recipe.num_held_out)
-    weights = find_weights(setting.data)
-    tokenizer = load_tokenizer(weights)
-    torch.manual_seed(setting.seed)
-    model = BertForSequenceClassification(load_config(weights, num_labels=2))
-    load_weights(model.bert, weights)
-    quality, judge = (
-        ClassificationAccuracy(
-            rows=label_rows(sentences, tokenizer, recipe.longest),
-            device=setting.device,
-            batch_size=2 * recipe.batch_size,
-        )
-        for sentences in (held_out, judged)
-    )
-    return fine_tuning(
+    return classify(
         setting,
         recipe,
-        model=adapt(model),
-        rows=label_rows(train, tokenizer, recipe.longest),
-        loss=ClassificationLoss(device=setting.device),
-        evaluate=quality,
-        judge=judge if judged else None,
+        train=train,
+        held_out=held_out,
+        judged=judged,
+        num_labels=2,
+        make_rows=label_rows,
+        adapt=adapt,
     )

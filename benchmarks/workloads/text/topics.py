@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-
-from benchmarks.workloads.text.classification import ClassificationAccuracy, ClassificationLoss, label_rows
+from benchmarks.workloads.text.classification import classify, label_rows
 from benchmarks.workloads.text.corpora import Question, read_questions
-from benchmarks.workloads.text.fine_tuning import Recipe, fine_tuning
-from benchmarks.workloads.text.minilm import find_weights, load_config, load_tokenizer, load_weights
+from benchmarks.workloads.text.fine_tuning import Recipe
 from benchmarks.workloads.text.sampling import sample
 from benchmarks.workloads.text.schedules import cosine
 from benchmarks.workloads.workload import Setting, Training
@@ -59,34 +56,15 @@ def build(setting: Setting, *, recipes: Mapping[str, TopicRecipe]) -> Training:
     Raises:
         MissingDataError: the data or the weights are not there.
     """
-    from transformers import BertForSequenceClassification  # noqa: PLC0415 (as in `minilm`)
-
     recipe = recipes[setting.tier]
     train, others = split_by_paragraph(read_questions(setting.data, "train"), recipe.num_topics)
-    weights = find_weights(setting.data)
-    tokenizer = load_tokenizer(weights)
-    torch.manual_seed(setting.seed)
-    model = BertForSequenceClassification(load_config(weights, num_labels=_number(train)))
-    load_weights(model.bert, weights)
-    quality, judge = (
-        ClassificationAccuracy(
-            rows=label_rows(sample(others, count), tokenizer, recipe.longest),
-            device=setting.device,
-            batch_size=2 * recipe.batch_size,
-        )
-        for count in (recipe.num_held_out, recipe.num_judged)
-    )
-    return fine_tuning(
+    return classify(
         setting,
         recipe,
-        model=model,
-        rows=label_rows(sample(train, recipe.num_train), tokenizer, recipe.longest),
-        loss=ClassificationLoss(device=setting.device),
-        evaluate=quality,
-        judge=judge,
+        train=sample(train, recipe.num_train),
+        held_out=sample(others, recipe.num_held_out),
+        judged=sample(others, recipe.num_judged),
+        num_labels=len({topic for _, topic in train}),
+        make_rows=label_rows,
         schedule=cosine,
     )
-
-
-def _number(labelled: Sequence[tuple[str, int]]) -> int:
-    return len({label for _, label in labelled})
