@@ -2,8 +2,8 @@
 
 Two lines around an ordinary loop::
 
-    run = egeria.attach(model, optimizer, loader, scheduler=scheduler, total_steps=len(loader) * epochs)
-    ...                      # model(inputs), backward, optimizer.step(), as ever
+    run = egeria.attach(model, optimizer, loader, scheduler=scheduler, total_steps=len(loader) *
+    epochs) ...                      # model(inputs), backward, optimizer.step(), as ever
     run.step(loss)           # once after each optimizer step
 
 Everything else (`Config`, `read_journal`, `report`) is there for when you want to know more.

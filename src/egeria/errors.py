@@ -29,7 +29,9 @@ class ReferenceModelError(EgeriaError):
 
 
 class UncacheableError(EgeriaError):
-    """The frozen layers cannot be skipped; the message is the reason, in one sentence for the user."""
+    """The frozen layers cannot be skipped; the message is the reason, in one
+    sentence for the user.
+    """
 
 
 class ControllerError(EgeriaError):
@@ -37,7 +39,9 @@ class ControllerError(EgeriaError):
 
 
 def without_frames(error: Exception) -> Exception:
-    """Return an error without the frames it was raised in, its causes' too: they hold on to activations and graphs."""
+    """Return an error without the frames it was raised in, its causes' too: they hold on to
+    activations and graphs.
+    """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 

@@ -2,9 +2,9 @@
 
 The journal writes them, the report and the replay read them; nothing else passes between the
 parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
-Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process, unless the name
-says that they are those of the controller process. In order: the run, intervals and readings, decisions,
-the reference model, the controller, the cache, compiling and ranks, refusals and faults.
+Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process, unless the
+name says that they are those of the controller process. In order: the run, intervals and readings,
+decisions, the reference model, the controller, the cache, compiling and ranks, refusals and faults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class RunStarted(Event, kind="run_started"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModulesOrdered(Event, kind="modules_ordered"):
-    """The first forward ran in another order than the definition; these are the layer modules from here on."""
+    """The first forward ran in another order than the definition; these are the layer modules from
+    here on.
+    """
 
     modules: list[dict[str, Any]]
     trainable: list[bool]
@@ -67,7 +69,9 @@ class ComputeProfiled(Event, kind="compute_profiled"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryProfiled(Event, kind="memory_profiled"):
-    """Bytes that an iteration keeps for each layer module beside its weights, while it is in training."""
+    """Bytes that an iteration keeps for each layer module beside its weights, while it is in
+    training.
+    """
 
     activations: list[int]
     """For the backward pass, of one call of the model with a whole mini-batch."""
@@ -90,7 +94,8 @@ class Resumed(Event, kind="resumed"):
     frozen: int
     stage: str
     periods: list[int] | None = None
-    """For each layer module, how many steps lie between its updates; None where all are updated at every step."""
+    """For each layer module, how many steps lie between its updates; None where all are updated at
+    every step."""
     landing: int = 0
     """How many layer modules land behind the frozen ones."""
 
@@ -121,22 +126,28 @@ class IntervalMeasured(Event, kind="interval"):
     """Median seconds from one step to the next, overhead of egeria excluded."""
     iteration_cpu_s: float
     gradients: list[float | None] | None = None
-    """L1 norm of the gradients of each layer module, summed over the interval, where the policy needs it."""
+    """L1 norm of the gradients of each layer module, summed over the interval, where the policy
+    needs it."""
     weight_changes: list[float | None] | None = None
-    """Relative change of the weights of each layer module over the interval, where the policy needs it."""
+    """Relative change of the weights of each layer module over the interval, where the policy needs
+    it."""
     noise: list[float | None] | None = None
-    """By how much the noise of the steps of each layer module raises the loss, where the policy needs it."""
+    """By how much the noise of the steps of each layer module raises the loss, where the policy
+    needs it."""
     way_ahead: float | None = None
-    """Sum of the learning rate over the steps still to come, where the policy needs it and it is known."""
+    """Sum of the learning rate over the steps still to come, where the policy needs it and it is
+    known."""
     last_rate: float | None = None
     """The learning rate of the last step, like `way_ahead`."""
     periods: list[int] | None = None
-    """For each layer module, how many steps lay between its updates; None where all were updated at every step."""
+    """For each layer module, how many steps lay between its updates; None where all were updated at
+    every step."""
     worth: list[float | None] | None = None
     time_shares: list[float] | None = None
     num_pretrained: int | None = None
     freeze_scores: list[float | None] | None = None
-    """As in `egeria.policy.Interval`, where the policy needs them; None where they were not measured."""
+    """As in `egeria.policy.Interval`, where the policy needs them; None where they were not
+    measured."""
     peak_bytes: int | None = None
     """Most memory in use in the interval, with `accounts.peak_memory`."""
     energy_j: float | None = None
@@ -144,7 +155,8 @@ class IntervalMeasured(Event, kind="interval"):
     energy_window_s: float | None = None
     """Seconds in which it took them."""
     overhead_wall_s: float | None = None
-    """What egeria itself cost in this process so far, as in `RunClosed`; None in journals of earlier versions."""
+    """What egeria itself cost in this process so far, as in `RunClosed`; None in journals of
+    earlier versions."""
     overhead_cpu_s: float | None = None
 
 
@@ -168,9 +180,11 @@ class PlasticityRead(Event, kind="plasticity"):
     age: int | None = None
     """Evaluations since the reference was taken from the training weights."""
     work_share: float | None = None
-    """Share of the model's forward operations that the module makes; None where they could not be counted."""
+    """Share of the model's forward operations that the module makes; None where they could not be
+    counted."""
     change_ahead: float | None = None
-    """Plasticity against now that the module is predicted to reach by the end of the run, where the policy predicts."""
+    """Plasticity against now that the module is predicted to reach by the end of the run, where the
+    policy predicts."""
     loss_ahead: float | None = None
     """Share of the fall of the training loss so far that freezing would keep it up by."""
 
@@ -186,7 +200,9 @@ class ReadingDropped(Event, kind="reading_dropped"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalChanged(Event, kind="interval_changed"):
-    """Intervals have another length from here on, because of what evaluations cost or of what decides."""
+    """Intervals have another length from here on, because of what evaluations cost or of what
+    decides.
+    """
 
     before: int
     after: int
@@ -211,14 +227,17 @@ class ModuleFrozen(Event, kind="frozen"):
     frozen: int
     reason: str
     parameter_share: float
-    """Share of the trainable parameters that is frozen now; in journals of egeria 0.1 of all parameters."""
+    """Share of the trainable parameters that is frozen now; in journals of egeria 0.1 of all
+    parameters."""
     decided_at: int | None = None
     """Step of the decision, where the module landed first; None where it froze at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreezeWaits(Event, kind="freeze_waits"):
-    """A layer module was decided to freeze, and trains on until that repays the compiling, or others have landed."""
+    """A layer module was decided to freeze, and trains on until that repays the compiling, or
+    others have landed.
+    """
 
     module: int
     name: str
@@ -227,7 +246,9 @@ class FreezeWaits(Event, kind="freeze_waits"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LandingBegan(Event, kind="landing"):
-    """A layer module was decided to freeze, and lands first: the noise of its last steps goes out of its weights."""
+    """A layer module was decided to freeze, and lands first: the noise of its last steps goes out
+    of its weights.
+    """
 
     module: int
     name: str
@@ -243,17 +264,22 @@ class LandingBegan(Event, kind="landing"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LandingEnded(Event, kind="landed"):
-    """The landing of all layer modules up to `module` is over; unless it was cancelled they freeze now."""
+    """The landing of all layer modules up to `module` is over; unless it was cancelled they freeze
+    now.
+    """
 
     module: int
     name: str
     outcome: str
-    """'landed'; 'undone': frozen as trained, since the average was worse; 'cancelled' by a thaw; 'failed': a fault."""
+    """'landed'; 'undone': frozen as trained, since the average was worse; 'cancelled' by a thaw;
+    'failed': a fault."""
     reason: str
     num_pairs: int = 0
-    """Pairs of training steps, one with the weights as trained and one with the average, that were compared."""
+    """Pairs of training steps, one with the weights as trained and one with the average, that were
+    compared."""
     raw_loss: float | None = None
-    """Mean training loss of the steps with the weights as trained; None where nothing was compared."""
+    """Mean training loss of the steps with the weights as trained; None where nothing was
+    compared."""
     landed_loss: float | None = None
     """The same with the average."""
     error: float | None = None
@@ -274,10 +300,12 @@ class PeriodsChanged(Event, kind="periods"):
     """Front layer modules are updated at other optimizer steps from here on."""
 
     periods: list[int]
-    """For each layer module, how many steps lie between its updates; those of frozen ones mean nothing."""
+    """For each layer module, how many steps lie between its updates; those of frozen ones mean
+    nothing."""
     reason: str
     is_in_force: bool = True
-    """Whether that is so; False where all go on to be updated at every step, for a reason that was declined with."""
+    """Whether that is so; False where all go on to be updated at every step, for a reason that was
+    declined with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,11 +337,13 @@ class FidelityChecked(Event, kind="fidelity"):
     tap: str
     rung: str
     error: float
-    """The metric between the full-precision snapshot and its quantized form, on the calibration batch."""
+    """The metric between the full-precision snapshot and its quantized form, on the calibration
+    batch."""
     plasticity: float
     """Mean of the readings since the last refresh."""
     outcome: str
-    """'kept'; 'recalibrated' (activation ranges measured again); 'escalated' to the next; 'exhausted': none left."""
+    """'kept'; 'recalibrated' (activation ranges measured again); 'escalated' to the next;
+    'exhausted': none left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,7 +373,8 @@ class CacheDecided(Event, kind="cache"):
     """'stored' (activations from the store) or 'computed'."""
     reason: str
     numbers: dict[str, float]
-    """What the gate compared: seconds of a mini-batch, bytes, epochs; empty where it was not asked."""
+    """What the gate compared: seconds of a mini-batch, bytes, epochs; empty where it was not
+    asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

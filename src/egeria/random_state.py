@@ -1,4 +1,6 @@
-"""Random numbers: what they are drawn from, beginning it anew, and going on as if nothing had been drawn."""
+"""Random numbers: what they are drawn from, beginning it anew, and going on as if nothing had been
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,34 @@ class Reach:
     depth: int
     """Edges from the object."""
     any_mapping: bool
-    """Whether others than plain dictionaries are looked into, which may read what they hold from somewhere."""
+    """Whether others than plain dictionaries are looked into, which may read what they hold from
+    somewhere."""
 
 
 OFTEN = Reach(objects=500, members=64, depth=8, any_mapping=False)
 """For each batch."""
 ONCE = Reach(objects=100_000, members=100, depth=11, any_mapping=True)
 METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
-LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, Tensor, np.ndarray, torch.dtype)
+LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    types.ModuleType,
+    Tensor,
+    np.ndarray,
+    torch.dtype,
+)
 
 
 @contextmanager
 def kept_random_state(model: nn.Module) -> Iterator[None]:
-    """Restore the random states of Python, numpy and torch, on the CPU and the model's devices, after the block."""
+    """Restore the random states of Python, numpy and torch, on the CPU and the model's devices,
+    after the block.
+    """
     before = RandomState.current()
     try:
         with torch.random.fork_rng(devices=_accelerators(model)):
@@ -65,14 +82,18 @@ class RandomState:
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
 
     def set(self) -> None:
-        """Go on from here: a model that draws random numbers in inference mode draws the same again."""
+        """Go on from here: a model that draws random numbers in inference mode draws the same
+        again.
+        """
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
         torch.set_rng_state(self.of_torch)
 
 
 def seed_random_state(model: nn.Module, seed: int) -> None:
-    """Begin all random numbers anew: those of Python, numpy and torch, on the CPU and the model's devices alone."""
+    """Begin all random numbers anew: those of Python, numpy and torch, on the CPU and the model's
+    devices alone.
+    """
     random.seed(seed)
     np.random.seed(seed)
     for generator in generators_of(model):
@@ -110,7 +131,9 @@ def restoring(source: Any) -> Callable[[], object]:
 
 @contextmanager
 def kept_generators(*holders: Any) -> Iterator[None]:
-    """Restore the generators that objects lead to, such as a loader, its data set and its augmentation."""
+    """Restore the generators that objects lead to, such as a loader, its data set and its
+    augmentation.
+    """
     held = [source for holder in holders for source in held_generators(holder, ONCE).values()]
     states = [restoring(source) for source in held]
     try:
@@ -123,8 +146,9 @@ def kept_generators(*holders: Any) -> Iterator[None]:
 def held_generators(root: Any, reach: Reach = OFTEN) -> dict[str, Generator]:
     """Return the generators an object holds, by the path to them, the same in every process.
 
-    Looks into attributes, short containers, what functions, partials and methods were made with, and the globals
-    that these functions name. Those out of reach (in C extensions) stay as they are.
+    Looks into attributes, short containers, what functions, partials and methods were made with,
+    and the globals that these functions name. Those out of reach (in C extensions) stay as they
+    are.
     """
     found: dict[str, Generator] = {}
     seen: set[int] = set()
@@ -140,7 +164,11 @@ def held_generators(root: Any, reach: Reach = OFTEN) -> dict[str, Generator]:
                     found[f"{path} {len(found)}" if path in found else path] = thing
             elif depth < reach.depth:
                 waiting += [
-                    (f"{path}.{name if isinstance(name, (str, int)) else type(name).__name__}", member, depth + 1)
+                    (
+                        f"{path}.{name if isinstance(name, (str, int)) else type(name).__name__}",
+                        member,
+                        depth + 1,
+                    )
                     for name, member in _members(thing, reach)
                     if not issubclass(type(member), LEAVES)
                 ]
@@ -159,7 +187,10 @@ def _members(thing: Any, reach: Reach) -> Iterable[tuple[Any, Any]]:
     if isinstance(thing, types.FunctionType):
         return (*_members_of_function(thing), *_attributes(thing))
     methods = [vars(cls).get(name) for cls in type(thing).__mro__ for name in METHODS]
-    return [*_attributes(thing), *(("method", method) for method in methods if type(method) is types.FunctionType)]
+    return [
+        *_attributes(thing),
+        *(("method", method) for method in methods if type(method) is types.FunctionType),
+    ]
 
 
 def _entries(container: Any, reach: Reach) -> list[tuple[Any, Any]]:

@@ -1,4 +1,5 @@
-"""Nested tensors: the tuples, lists, dictionaries and model outputs that `forward` takes and returns.
+"""Nested tensors: the tuples, lists, dictionaries and model outputs that `forward` takes and
+returns.
 
 A *tree* is a tensor, a container of trees, or any other value, which stays as it is.
 """
@@ -28,7 +29,9 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
 
 
 def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield what `leaves` does, each after its path, which `name` begins: ".kwargs.mask", ".args.0"."""
+    """Yield what `leaves` does, each after its path, which `name` begins: ".kwargs.mask",
+    ".args.0".
+    """
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, (Mapping, tuple, list)):
@@ -39,18 +42,29 @@ def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values of a tree and of the objects in it, each after its path.
 
-    Unlike the other functions this one looks into objects of any class, such as the key-value caches of
-    `transformers`; modules, classes and functions are skipped, and so is what `unreadable` names.
+    Unlike the other functions this one looks into objects of any class, such as the key-value
+    caches of `transformers`; modules, classes and functions are skipped, and so is what
+    `unreadable` names.
     """
-    return ((path, entry) for path, entry in _walk(value, name) if isinstance(entry, Tensor) or is_plain(entry))
+    return (
+        (path, entry)
+        for path, entry in _walk(value, name)
+        if isinstance(entry, Tensor) or is_plain(entry)
+    )
 
 
 def unreadable(value: Any, name: str = "") -> str:
-    """Return the path and the type of the first thing whose contents `contents` does not give; '' where it gives all.
+    """Return the path and the type of the first thing whose contents `contents` does not give; ''
+    where it gives all.
 
-    Such as an array of numpy, a set, a generator, an object without attributes, or a tensor that is not plain memory.
+    Such as an array of numpy, a set, a generator, an object without attributes, or a tensor that is
+    not plain memory.
     """
-    found = (f"{path} ({type(entry).__qualname__})" for path, entry in _walk(value, name) if not _is_readable(entry))
+    found = (
+        f"{path} ({type(entry).__qualname__})"
+        for path, entry in _walk(value, name)
+        if not _is_readable(entry)
+    )
     return next(found, "")
 
 
@@ -70,7 +84,9 @@ def _walk(value: Any, name: str, inside: frozenset[int] = frozenset()) -> Iterat
 def _is_readable(entry: Any) -> bool:
     if not isinstance(entry, Tensor):
         return is_plain(entry)
-    return entry.layout is torch.strided and not (entry.is_quantized or entry.is_meta or entry.is_nested)
+    return entry.layout is torch.strided and not (
+        entry.is_quantized or entry.is_meta or entry.is_nested
+    )
 
 
 def _is_code(value: Any) -> bool:
@@ -83,7 +99,10 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, _CONTAINERS):
         return list(enumerate(value))
     slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).items(), *((s, getattr(value, s)) for s in slots if hasattr(value, s))]
+    return [
+        *getattr(value, "__dict__", {}).items(),
+        *((s, getattr(value, s)) for s in slots if hasattr(value, s)),
+    ]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
@@ -123,7 +142,9 @@ def first_activation(tree: Tree) -> Tensor | None:
     Transformer layers return tuples whose first such member is the hidden state; model outputs of
     `transformers` keep it first as well.
     """
-    return next((tensor for tensor in leaves(tree) if tensor.is_floating_point() and tensor.dim() > 1), None)
+    return next(
+        (tensor for tensor in leaves(tree) if tensor.is_floating_point() and tensor.dim() > 1), None
+    )
 
 
 def take_rows(tree: Tree, count: int) -> Tree:

@@ -1,4 +1,6 @@
-"""What freezing could save in a training, as a value that is shown as text, in notebooks and as JSON."""
+"""What freezing could save in a training, as a value that is shown as text, in notebooks and as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,15 @@ TEXT_COLUMNS = ("up to", "")
 SLOW_READING = 0.2
 """Of an iteration: a batch that takes longer to be read is worth a word."""
 LEAST_SAVING = 0.03
-"""Share of the training time that freezing half of the model for half of the training must save to be worth a try."""
+"""Share of the training time that freezing half of the model for half of the training must save to
+be worth a try."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthCost:
-    """What one iteration costs with the front `depth` layer modules frozen; medians of those that were timed."""
+    """What one iteration costs with the front `depth` layer modules frozen; medians of those that
+    were timed.
+    """
 
     depth: int
     forward_s: float
@@ -35,16 +40,19 @@ class DepthCost:
     cpu_s: float
     """CPU seconds of the process."""
     prefix_s: float | None
-    """Of the forward pass, what lies in the frozen front, which a cache would skip; None where it was not seen."""
+    """Of the forward pass, what lies in the frozen front, which a cache would skip; None where it
+    was not seen."""
     activation_bytes: int | None
-    """What the forward pass keeps for the backward pass, without parameters; None where it cannot be counted."""
+    """What the forward pass keeps for the backward pass, without parameters; None where it cannot
+    be counted."""
     gradient_bytes: int
     """Of the parameters that still train."""
     optimizer_bytes: int
-    """Of all parameters; of those that still train where `freezing.release_optimizer_state` releases the others."""
+    """Of all parameters; of those that still train where `freezing.release_optimizer_state`
+    releases the others."""
     peak_bytes: int | None
-    """Most memory in use on the accelerator during an iteration, parameters as well, less what was in use before the
-    copy was made. None on the CPU."""
+    """Most memory in use on the accelerator during an iteration, parameters as well, less what was
+    in use before the copy was made. None on the CPU."""
     stored_bytes: int | None
     """What the frozen front puts out for one sample: what a cache would keep of it."""
 
@@ -55,7 +63,9 @@ class DepthCost:
 
     @property
     def memory_bytes(self) -> int:
-        """What an iteration needs beside the parameters: activations, gradients and optimizer state."""
+        """What an iteration needs beside the parameters: activations, gradients and optimizer
+        state.
+        """
         return (self.activation_bytes or 0) + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -63,9 +73,9 @@ class DepthCost:
 class Advice:
     """What freezing could save in a training.
 
-    Shares are of the time of its iterations: forward pass, backward pass and optimizer; of evaluations too where they
-    were timed, and of reading batches where the loader has no workers that do it meanwhile. What else the loop does
-    between steps is not in them.
+    Shares are of the time of its iterations: forward pass, backward pass and optimizer; of
+    evaluations too where they were timed, and of reading batches where the loader has no workers
+    that do it meanwhile. What else the loop does between steps is not in them.
     """
 
     modules: tuple[str, ...]
@@ -83,7 +93,8 @@ class Advice:
     has_workers: bool
     """Of the loader, which hide that, or divide it among them."""
     repeats: bool | None
-    """Whether a sample is the same each time it is drawn, as a cache needs; None where that cannot be tried."""
+    """Whether a sample is the same each time it is drawn, as a cache needs; None where that cannot
+    be tried."""
     obstacles: tuple[str, ...]
     """What stands in the way, each with the way out."""
 
@@ -91,10 +102,11 @@ class Advice:
         """Return the share of the training time that a schedule would save.
 
         Args:
-            schedule: as in `policy.schedule` without periods: "0.5:2 0.75:3" for two layer modules from half of the
-                training on and three from three quarters on.
-            cached: whether a cache saves the forward pass of what is frozen too. That is the most it can save: filling
-                and reading it take time, and in its first epoch there is nothing in it.
+            schedule: as in `policy.schedule` without periods: "0.5:2 0.75:3" for two layer modules
+                from half of the training on and three from three quarters on.
+            cached: whether a cache saves the forward pass of what is frozen too. That is the most
+                it can save: filling and reading it take time, and in its first epoch there is
+                nothing in it.
 
         Raises:
             ConfigError: the schedule is none, or has periods.
@@ -102,7 +114,8 @@ class Advice:
         check("schedule", schedule, timetable)
         if any(max(front.periods, default=1) > 1 for _, front in read_timetable(schedule)):
             raise ConfigError(
-                f"schedule must be without periods, found {schedule!r}. Their saving is at most that of a freeze of "
+                f"schedule must be without periods, found {schedule!r}. Their saving is at most "
+                "that of a freeze of "
                 f"the same layer modules, times 1 - 1 / period."
             )
         moves = [(share, front.frozen) for share, front in read_timetable(schedule)]
@@ -115,7 +128,9 @@ class Advice:
 
     @property
     def half_saving(self) -> float:
-        """Share of the time saved with the front half of the model, by time, frozen from half of the training on."""
+        """Share of the time saved with the front half of the model, by time, frozen from half of
+        the training on.
+        """
         whole = self._iteration_s(0) - self._iteration_s(self.costs[-1].depth)
         halfway = (c.depth for c in self.costs if self._iteration_s(0) - c.iteration_s >= whole / 2)
         return self.saving(f"0.5:{next(halfway, 0)}") if self.costs[-1].depth else 0.0
@@ -132,14 +147,19 @@ class Advice:
             return "Not worth it: nothing can freeze."
         most = 1 - self.costs[-1].iteration_s / self.costs[0].iteration_s
         told = (
-            f"with all that may freeze frozen an iteration takes {percent(most)} less time, and with the front half of "
+            f"with all that may freeze frozen an iteration takes {percent(most)} less time, and "
+            "with the front half of "
             f"that from half of the training on, training takes {percent(self.half_saving)} less"
         )
         return f"{'Worth a try' if self.is_worth_it else 'Not worth it'}: {told}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        derived = {"half_saving": self.half_saving, "is_worth_it": self.is_worth_it, "verdict": self.verdict}
+        derived = {
+            "half_saving": self.half_saving,
+            "is_worth_it": self.is_worth_it,
+            "verdict": self.verdict,
+        }
         return {**asdict(self), **derived}
 
     def to_json(self) -> str:
@@ -150,19 +170,26 @@ class Advice:
         """Return the table: a row for each depth, below the names of the columns."""
         plain = self.costs[0]
         times = ("forward", "backward", "optimizer", "iteration")
-        found: list[tuple[str, ...]] = [("frozen", "up to", *times, "", "saved", "memory", "with a cache")]
+        found: list[tuple[str, ...]] = [
+            ("frozen", "up to", *times, "", "saved", "memory", "with a cache")
+        ]
         for cost in self.costs:
             prefix_s = None if self.repeats is False or not cost.depth else cost.prefix_s
             found.append(
                 (
                     f"{cost.depth}",
                     self.modules[cost.depth - 1] if cost.depth else "-",
-                    *(f"{1000 * part:.1f} ms" for part in (cost.forward_s, cost.backward_s, cost.optimizer_s)),
+                    *(
+                        f"{1000 * part:.1f} ms"
+                        for part in (cost.forward_s, cost.backward_s, cost.optimizer_s)
+                    ),
                     f"{1000 * cost.iteration_s:.1f} ms",
                     "█" * round(BAR * cost.iteration_s / plain.iteration_s),
                     percent(1 - cost.iteration_s / plain.iteration_s),
                     mebibytes(cost.memory_bytes if cost.peak_bytes is None else cost.peak_bytes),
-                    "-" if prefix_s is None else percent(1 - (cost.iteration_s - prefix_s) / plain.iteration_s),
+                    "-"
+                    if prefix_s is None
+                    else percent(1 - (cost.iteration_s - prefix_s) / plain.iteration_s),
                 )
             )
         return found
@@ -171,27 +198,41 @@ class Advice:
         """Return what is to be said below the table."""
         found = [self.verdict]
         if self.evaluation_s is not None:
-            found.append(f"One evaluation takes {duration(self.evaluation_s)}, which freezing does not change.")
+            found.append(
+                f"One evaluation takes {duration(self.evaluation_s)}, which freezing does not "
+                "change."
+            )
         if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
             found.append(
-                f"Reading a batch takes {duration(self.reading_s)} in this process. Where the loader's workers do not "
+                f"Reading a batch takes {duration(self.reading_s)} in this process. Where the "
+                "loader's workers do not "
                 f"hide that, training waits for it, and freezing saves less than is told here."
                 if self.has_workers
-                else f"Reading a batch takes {duration(self.reading_s)}, for which training waits, and which freezing "
+                else f"Reading a batch takes {duration(self.reading_s)}, for which training "
+                "waits, and which freezing "
                 f"does not change. Workers of the loader would hide it."
             )
         stored = max((cost.stored_bytes or 0 for cost in self.costs), default=0)
         if self.repeats and stored and self.num_samples:
-            found.append(f"A cache can work: samples repeat, and take {mebibytes(stored * self.num_samples)} at most.")
+            found.append(
+                "A cache can work: samples repeat, and take "
+                f"{mebibytes(stored * self.num_samples)} at most."
+            )
         elif self.repeats is False:
-            found.append("No cache: a sample is another one each time it is drawn, as with random augmentation.")
+            found.append(
+                "No cache: a sample is another one each time it is drawn, as with random "
+                "augmentation."
+            )
         return [*found, *(f"In the way: {obstacle}" for obstacle in self.obstacles)]
 
     def __repr__(self) -> str:
         """Return the table and the advice as text."""
         rows = self.rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(_aligned(*cell) for cell in zip(rows[0], row, widths, strict=True)) for row in rows]
+        lines = [
+            "  ".join(_aligned(*cell) for cell in zip(rows[0], row, widths, strict=True))
+            for row in rows
+        ]
         return "\n".join([*lines, "", *self.notes()])
 
     def _repr_html_(self) -> str:
@@ -215,7 +256,9 @@ class Advice:
 
 
 def _between(points: Sequence[tuple[int, float]], depth: int) -> float:
-    """Return the value at a depth, on the straight line between those that were measured; the last holds for more."""
+    """Return the value at a depth, on the straight line between those that were measured; the last
+    holds for more.
+    """
     for (before, low), (after, high) in itertools.pairwise(points):
         if depth <= after:
             return low + (high - low) * (depth - before) / (after - before)

@@ -20,9 +20,9 @@ Stamp = Any
 class DeviceClock:
     """Tells when a model had done what it was asked for until then.
 
-    On one CUDA device a stamp is an event in its queue, and nothing waits for it before it is read: work is queued
-    ahead there, and to wait at each stamp would make every iteration longer than it is in the loop, the short ones
-    most. On several the clock waits for all of them.
+    On one CUDA device a stamp is an event in its queue, and nothing waits for it before it is read:
+    work is queued ahead there, and to wait at each stamp would make every iteration longer than it
+    is in the loop, the short ones most. On several the clock waits for all of them.
 
     Args:
         devices: the CUDA devices that the model is on; none for the CPU.
@@ -56,10 +56,12 @@ class Iteration:
 
     depth: int
     stamps: tuple[Stamp, Stamp, Stamp, Stamp]
-    """When it began, and the ends of its forward pass, its backward pass, and the optimizer's step."""
+    """When it began, and the ends of its forward pass, its backward pass, and the optimizer's
+    step."""
     cpu_s: float
     prefix: Sequence[tuple[Stamp, Stamp]] | None
-    """Begin and end of what lies in the frozen front, for each call of the model; None where it was not seen."""
+    """Begin and end of what lies in the frozen front, for each call of the model; None where it was
+    not seen."""
     stored_bytes: int | None
     peak_bytes: int | None
 
@@ -95,10 +97,11 @@ class Laps:
 
 
 class Marks:
-    """Notes when each layer module has put out its activation in a forward pass, and how large that is.
+    """Notes when each layer module has put out its activation in a forward pass, and how large that
+    is.
 
-    A model that is called several times in an iteration is timed in all of these calls; what a checkpoint computes
-    again in the backward pass is not.
+    A model that is called several times in an iteration is timed in all of these calls; what a
+    checkpoint computes again in the backward pass is not.
 
     Args:
         model: that is called.
@@ -106,7 +109,9 @@ class Marks:
         clock: of the model; None where its parts cannot be timed, as on several devices.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], clock: DeviceClock | None) -> None:
+    def __init__(
+        self, model: nn.Module, modules: Sequence[LayerModule], clock: DeviceClock | None
+    ) -> None:
         self._clock = clock
         self._began: Stamp | None = None
         """When the call under way began; None outside of one."""
@@ -133,7 +138,8 @@ class Marks:
         self._spans, self._began = {}, None
 
     def prefix(self, depth: int) -> tuple[list[tuple[Stamp, Stamp]] | None, int | None]:
-        """Return when the front `depth` layer modules began and ended in each call, and what they put out.
+        """Return when the front `depth` layer modules began and ended in each call, and what they
+        put out.
 
         The latter are bytes for one sample. None stands for what was not seen.
         """
@@ -157,11 +163,15 @@ class Marks:
             self._ends[place] = self._clock.now()
             rows = tree.num_rows(output)
             if rows:
-                self._bytes[place] = sum(part.numel() * part.element_size() for part in tree.leaves(output)) // rows
+                self._bytes[place] = (
+                    sum(part.numel() * part.element_size() for part in tree.leaves(output)) // rows
+                )
 
         return note
 
 
 def devices_of(model: nn.Module) -> list[int]:
     """Return the CUDA devices that a model is on."""
-    return sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
+    return sorted(
+        {parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda}
+    )

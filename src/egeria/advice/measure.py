@@ -44,20 +44,26 @@ def advise(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     rounds: int = NUM_ROUNDS,
 ) -> Advice:
-    """Measure what freezing could save in a training, by a few dozen to 132 iterations of it on a copy.
+    """Measure what freezing could save in a training, by a few dozen to 132 iterations of it on a
+    copy.
 
-    The copy freezes ever more of its front layer modules, as a run would, several times over. Model, optimizer, random
-    state and the order of the loader are afterwards what they were; so are generators that the loader, its data set,
-    `loss` and `evaluate` lead to. What else these two write to, such as a `GradScaler` or a list that a hook of the
-    model fills, is theirs, as is what the data set does when it is read. On CUDA the peak of memory is set back.
+    The copy freezes ever more of its front layer modules, as a run would, several times over.
+    Model, optimizer, random state and the order of the loader are afterwards what they were; so are
+    generators that the loader, its data set, `loss` and `evaluate` lead to. What else these two
+    write to, such as a `GradScaler` or a list that a hook of the model fills, is theirs, as is what
+    the data set does when it is read. On CUDA the peak of memory is set back.
 
     Args:
-        model: as the loop would train it, on its device; not compiled, and no wrapper of several processes.
-        optimizer: the optimizer, or all of them. Memory for a second model and a second optimizer state is needed.
+        model: as the loop would train it, on its device; not compiled, and no wrapper of several
+            processes.
+        optimizer: the optimizer, or all of them. Memory for a second model and a second optimizer
+            state is needed.
         loader: a `DataLoader`, or a list of batches. Samples are read in this process.
-        loss: called with the model and a batch, returns the loss; autocast and the way to the device belong in it. It
-            must use the model that it is given. None: `model(**batch).loss`, as models of Hugging Face have it.
-        evaluate: called with the model, does what one evaluation of the loop does. None: not counted.
+        loss: called with the model and a batch, returns the loss; autocast and the way to the
+            device belong in it. It must use the model that it is given. None:
+            `model(**batch).loss`, as models of Hugging Face have it.
+        evaluate: called with the model, does what one evaluation of the loop does. None: not
+            counted.
         iterations_per_evaluation: how many iterations the loop makes between two of these.
         config: the settings that the run would have: how the model is cut counts.
         rounds: how often each depth is measured.
@@ -94,16 +100,26 @@ def advise(
     finally:
         if witness.is_touched:
             witness.put_right()
-        gc.collect()  # a run and its parts know each other: the copy would stay until the next collection
+        # a run and its parts know each other: the copy would stay until the next collection
+        gc.collect()
 
 
 def _copy_in_training(
-    model: nn.Module, optimizers: Sequence[Optimizer], batches: Sequence[Any], loss: Loss, witness: Witness
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    batches: Sequence[Any],
+    loss: Loss,
+    witness: Witness,
 ) -> CopyInTraining:
     held_bytes = sum(map(torch.cuda.memory_allocated, devices_of(model)))
     twin, twins = _copied(model, optimizers)
     return CopyInTraining(
-        model=twin, optimizers=twins, batches=batches, loss=loss, held_bytes=held_bytes, witness=witness
+        model=twin,
+        optimizers=twins,
+        batches=batches,
+        loss=loss,
+        held_bytes=held_bytes,
+        witness=witness,
     )
 
 
@@ -115,7 +131,8 @@ def _evaluation_s(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> flo
         evaluate(model)
     except Exception as error:
         raise ConfigError(
-            f"evaluate(model) must run on the copy as in the loop, found {type(error).__name__}: {error}. "
+            f"evaluate(model) must run on the copy as in the loop, found {type(error).__name__}: "
+            f"{error}. "
             f"Correct it, or leave it out."
         ) from error
     return clock.seconds(begin, clock.now())
@@ -136,22 +153,33 @@ def _quiet() -> Iterator[None]:
 
 
 def _check(
-    model: nn.Module, optimizers: Sequence[Any], rounds: Any, evaluate: Any, iterations_per_evaluation: Any
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    rounds: Any,
+    evaluate: Any,
+    iterations_per_evaluation: Any,
 ) -> None:
     if not torch.is_grad_enabled():
-        raise ConfigError("advise trains a copy, found gradients switched off. Call it outside of torch.no_grad().")
+        raise ConfigError(
+            "advise trains a copy, found gradients switched off. Call it outside of "
+            "torch.no_grad()."
+        )
     _check_model(model)
     if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ConfigError(
-            f"optimizer must be a torch.optim.Optimizer, or all of them, found {optimizers!r}. Pass what "
+            f"optimizer must be a torch.optim.Optimizer, or all of them, found {optimizers!r}. "
+            "Pass what "
             f"the loop steps."
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ConfigError("optimizer must step without a closure, found LBFGS. Nothing can freeze under it.")
+        raise ConfigError(
+            "optimizer must step without a closure, found LBFGS. Nothing can freeze under it."
+        )
     _check_count("rounds", rounds)
     if (evaluate is None) != (iterations_per_evaluation is None):
         raise ConfigError(
-            "evaluate and iterations_per_evaluation belong together, found one of them. Pass both, so that the share "
+            "evaluate and iterations_per_evaluation belong together, found one of them. Pass "
+            "both, so that the share "
             "of evaluations in the training time is known, or neither."
         )
     if evaluate is not None:
@@ -160,26 +188,36 @@ def _check(
 
 def _check_count(name: str, given: Any) -> None:
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, found {given!r}. Correct it or leave it out.")
+        raise ConfigError(
+            f"{name} must be a whole number of at least 1, found {given!r}. Correct it or leave "
+            "it out."
+        )
 
 
 def _check_model(model: nn.Module) -> None:
-    wrapper = next((part for part in type(model).__mro__ if part.__module__.startswith("torch.nn.parallel")), None)
+    wrapper = next(
+        (part for part in type(model).__mro__ if part.__module__.startswith("torch.nn.parallel")),
+        None,
+    )
     if not isinstance(model, nn.Module) or wrapper is not None or dist.world_size() > 1:
         jobs = f" in a job of {dist.world_size()} processes" if dist.world_size() > 1 else ""
         raise ConfigError(
-            f"model must be a torch.nn.Module without a wrapper of several processes, in a process of its own; found "
-            f"{type(model).__name__}{jobs}. Ask in a script without the others; what several save together is a little "
+            "model must be a torch.nn.Module without a wrapper of several processes, in a "
+            "process of its own; found "
+            f"{type(model).__name__}{jobs}. Ask in a script without the others; what several save "
+            "together is a little "
             f"more."
         )
     if is_compiled(model) or any(hasattr(part, "_orig_mod") for part in model.modules()):
         raise ConfigError(
-            f"model must not be compiled, found a {type(model).__name__} that is, or has parts that are. Ask before "
+            f"model must not be compiled, found a {type(model).__name__} that is, or has parts "
+            "that are. Ask before "
             f"torch.compile or model.compile(): a copy would be compiled again for each depth."
         )
     if kinds := {parameter.device.type for parameter in model.parameters()} - {"cpu", "cuda"}:
         raise ConfigError(
-            f"advise can time the CPU and CUDA, found parameters on {', '.join(sorted(kinds))}. Move the model, or "
+            f"advise can time the CPU and CUDA, found parameters on {', '.join(sorted(kinds))}. "
+            "Move the model, or "
             f"compare a run by 'static' with one without egeria."
         )
 
@@ -192,15 +230,19 @@ def _copied(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Modul
         for optimizer, other in zip(optimizers, twins, strict=True):
             # An optimizer copies what torch knows of it; a subclass may have attributes of its own.
             left_out = vars(optimizer).keys() - vars(other).keys() - {OWN_STEP}
-            vars(other).update({name: copy.deepcopy(vars(optimizer)[name], memo) for name in left_out})
+            vars(other).update(
+                {name: copy.deepcopy(vars(optimizer)[name], memo) for name in left_out}
+            )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"advise needs memory for a second model and optimizer state beside the first, found {error}. Ask on a "
+            "advise needs memory for a second model and optimizer state beside the first, found "
+            f"{error}. Ask on a "
             f"machine with more, or with a smaller model of the same kind."
         ) from error
     except Exception as error:
         raise ConfigError(
-            f"model and optimizer must be such as copy.deepcopy copies, found {type(error).__name__}: {error}. "
+            "model and optimizer must be such as copy.deepcopy copies, found "
+            f"{type(error).__name__}: {error}. "
             f"Ask before they are sharded or used in a forward pass that keeps its graph."
         ) from error
     return twin, twins
@@ -209,7 +251,10 @@ def _copied(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Modul
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return the loss that a model of Hugging Face computes by itself."""
     if not isinstance(batch, Mapping):
-        raise TypeError(f"a batch that is {type(batch).__name__}, where model(**batch) takes a dictionary with labels")
+        raise TypeError(
+            f"a batch that is {type(batch).__name__}, where model(**batch) takes a dictionary "
+            "with labels"
+        )
     device = next(model.parameters()).device
     loss = getattr(model(**{name: _to(part, device) for name, part in batch.items()}), "loss", None)
     if loss is None:

@@ -1,4 +1,6 @@
-"""A copy of a model in training, whose front freezes ever further: what each of its iterations takes."""
+"""A copy of a model in training, whose front freezes ever further: what each of its iterations
+takes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ Loss = Callable[[nn.Module, Any], Tensor]
 NUM_BATCHES = 8
 """Different batches that the iterations take, the same ones at each depth of a round."""
 SETTLING, TIMED = 1, 3
-"""Iterations at each depth in each round: first those in which the change settles, then those that are timed."""
+"""Iterations at each depth in each round: first those in which the change settles, then those that
+are timed."""
 MOST_DEPTHS = 8
 """Depths that are measured; of a model with more layer modules the others lie between these."""
 
@@ -59,7 +62,8 @@ class CopyInTraining:
         """By depth, the bytes of activations, gradients and optimizer state."""
         self._keeps_state = True
         self._came_trained = is_mostly_trained(find_trained_norms(self.model))
-        """Whether the original is cut as a model that is fine-tuned; the copy soon looks like one."""
+        """Whether the original is cut as a model that is fine-tuned; the copy soon looks like
+        one."""
         self.num_iterations = 0
 
     def measure(
@@ -69,7 +73,9 @@ class CopyInTraining:
         self._keeps_state = settings.freezing.release_optimizer_state == "keep"
         each = SETTLING + TIMED
         with self._attached(settings, folder / "cut", {"name": "none"}, each) as run:
-            for place in range(each):  # the order in which layers run is known, and everything is warm
+            for place in range(
+                each
+            ):  # the order in which layers run is known, and everything is warm
                 self._iterate(run, self._batch(place))
                 self._check_untouched()
             modules = run.modules
@@ -83,7 +89,8 @@ class CopyInTraining:
         ):
             for place in range(total):
                 turn, is_settled = place // (each * len(depths)), place % each >= SETTLING
-                # Batches may differ in size: those of a round are the same at each depth, and so is the one counted.
+                # Batches may differ in size: those of a round are the same at each depth, and so is
+                # the one counted.
                 batch = self._batch(turn * TIMED + place % each if is_settled else 0)
                 found = self._iterate(run, batch, marks, counts_memory=not is_settled)
                 if is_settled and found.depth in self._memory:
@@ -93,7 +100,9 @@ class CopyInTraining:
         return tuple(module.name for module in modules), costs, _obstacles(folder)
 
     @contextmanager
-    def _attached(self, settings: Config, folder: Path, policy: dict[str, Any], total_steps: int) -> Iterator[Run]:
+    def _attached(
+        self, settings: Config, folder: Path, policy: dict[str, Any], total_steps: int
+    ) -> Iterator[Run]:
         given = settings.policy.pretrained
         pretrained = self._came_trained if given == "auto" else given
         settings = replace(
@@ -104,14 +113,18 @@ class CopyInTraining:
             cache=replace(settings.cache, enabled=False),
             accounts=replace(settings.accounts, peak_memory=False, energy=False),
         )
-        with attach(self.model, self.optimizers, directory=folder, total_steps=total_steps, config=settings) as run:
+        with attach(
+            self.model, self.optimizers, directory=folder, total_steps=total_steps, config=settings
+        ) as run:
             yield run
 
     def _batch(self, place: int) -> Any:
         """Return a batch that the iteration may overwrite."""
         return copy.deepcopy(self.batches[place % len(self.batches)])
 
-    def _iterate(self, run: Run, batch: Any, marks: Marks | None = None, *, counts_memory: bool = False) -> Iteration:
+    def _iterate(
+        self, run: Run, batch: Any, marks: Marks | None = None, *, counts_memory: bool = False
+    ) -> Iteration:
         """Make one iteration as a loop would."""
         depth = run.frozen
         if marks is not None:
@@ -127,13 +140,16 @@ class CopyInTraining:
             laps.lap()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"advise needs memory for a second model and optimizer state beside the first, found {error}. Pass a "
+                "advise needs memory for a second model and optimizer state beside the first, "
+                f"found {error}. Pass a "
                 f"list of smaller batches; shares of the time hardly change."
             ) from error
         except Exception as error:
             raise ConfigError(
-                f"An iteration on the copy must run as in the loop: loss(model, batch), backward, step; found "
-                f"{type(error).__name__}: {error}. Pass loss=..., which does what the loop does before loss.backward()."
+                "An iteration on the copy must run as in the loop: loss(model, batch), backward, "
+                "step; found "
+                f"{type(error).__name__}: {error}. Pass loss=..., which does what the loop does "
+                "before loss.backward()."
             ) from error
         peak_bytes, cpu_s = laps.peak_bytes, laps.cpu_s
         run.step(loss)
@@ -142,10 +158,14 @@ class CopyInTraining:
             self._memory[depth] = (activation_bytes, *self._trained_bytes())
         began, forward, backward, optimized = laps.stamps
         prefix, stored = (None, None) if marks is None else marks.prefix(depth)
-        return Iteration(depth, (began, forward, backward, optimized), cpu_s, prefix, stored, peak_bytes)
+        return Iteration(
+            depth, (began, forward, backward, optimized), cpu_s, prefix, stored, peak_bytes
+        )
 
     def _forward(self, batch: Any, counts_memory: bool) -> tuple[Laps, Tensor, int | None]:
-        """Return the laps with that of the forward pass, the loss, and the bytes kept for the backward pass."""
+        """Return the laps with that of the forward pass, the loss, and the bytes kept for the
+        backward pass.
+        """
         kept = Kept(self.model) if counts_memory else None
         again = copy.deepcopy(batch) if counts_memory else None
         laps = Laps(self._clock, self._devices)
@@ -163,23 +183,39 @@ class CopyInTraining:
     def _check_untouched(self) -> None:
         if self.witness.is_touched:
             raise ConfigError(
-                "loss must train the model that it is given and nothing else, found that gradients or buffers of the "
-                "original, or of parameters outside of the model, have changed; they were put right. Use the model "
-                "that loss is given, and make a criterion with parameters of its own part of the model."
+                "loss must train the model that it is given and nothing else, found that "
+                "gradients or buffers of the "
+                "original, or of parameters outside of the model, have changed; they were put "
+                "right. Use the model "
+                "that loss is given, and make a criterion with parameters of its own part of the "
+                "model."
             )
 
     def _trained_bytes(self) -> tuple[int, int]:
-        """Return the bytes of gradients of what trains now, and of the optimizer state that stays."""
+        """Return the bytes of gradients of what trains now, and of the optimizer
+        state that stays.
+        """
         parameters = list(self.model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        return gradient_bytes(trained), optimizer_bytes(self.optimizers, parameters if self._keeps_state else trained)
+        return gradient_bytes(trained), optimizer_bytes(
+            self.optimizers, parameters if self._keeps_state else trained
+        )
 
     def _cost(self, depth: int) -> DepthCost:
         seen, seconds = self._seen[depth], self._clock.seconds
-        laps = zip(*([seconds(*lap) for lap in itertools.pairwise(entry.stamps)] for entry in seen), strict=True)
+        laps = zip(
+            *([seconds(*lap) for lap in itertools.pairwise(entry.stamps)] for entry in seen),
+            strict=True,
+        )
         forward_s, backward_s, optimizer_s = map(statistics.median, laps)
-        prefixes = [math.fsum(seconds(*span) for span in entry.prefix) for entry in seen if entry.prefix is not None]
-        peaks = [entry.peak_bytes - self.held_bytes for entry in seen if entry.peak_bytes is not None]
+        prefixes = [
+            math.fsum(seconds(*span) for span in entry.prefix)
+            for entry in seen
+            if entry.prefix is not None
+        ]
+        peaks = [
+            entry.peak_bytes - self.held_bytes for entry in seen if entry.peak_bytes is not None
+        ]
         activation_bytes, gradients, optimizer_state = self._memory[depth]
         return DepthCost(
             depth=depth,
@@ -200,7 +236,9 @@ def _spread(deepest: int) -> tuple[int, ...]:
     """Return the depths that are measured, from nothing to all that may freeze."""
     if deepest < MOST_DEPTHS:
         return tuple(range(deepest + 1))
-    return tuple(sorted({round(deepest * place / (MOST_DEPTHS - 1)) for place in range(MOST_DEPTHS)}))
+    return tuple(
+        sorted({round(deepest * place / (MOST_DEPTHS - 1)) for place in range(MOST_DEPTHS)})
+    )
 
 
 def _obstacles(folder: Path) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ from egeria.cache import length_of
 from egeria.errors import ConfigError
 
 NUM_DRAWN_TWICE = 16
-"""Samples that are drawn twice: what is random at every second time, as a flip is, goes unseen once in 65,000 times."""
+"""Samples that are drawn twice: what is random at every second time, as a flip is, goes unseen once
+in 65,000 times."""
 
 
 class Source:
@@ -45,21 +46,27 @@ class Source:
             found = copy.deepcopy(given)
         except Exception as error:
             raise ConfigError(
-                f"loader is a DataLoader whose samples can be read in this process, or a list of batches; found "
+                "loader is a DataLoader whose samples can be read in this process, or a list of "
+                "batches; found "
                 f"{type(error).__name__}: {error}. Pass a list of a few batches."
             ) from error
         if not found:
-            raise ConfigError("loader must have a batch at least, found none. Pass a list of a few batches.")
+            raise ConfigError(
+                "loader must have a batch at least, found none. Pass a list of a few batches."
+            )
         return found
 
     def repeats(self) -> bool | None:
-        """Return whether a sample is the same each time it is drawn; None where that cannot be told."""
+        """Return whether a sample is the same each time it is drawn; None where that cannot be
+        told.
+        """
         if self._loader_draws_batches or self.num_samples is None:
             return None
         try:
             drawn = itertools.chain.from_iterable(self._sampler())
             return all(
-                _same(self._fetch([place]), self._fetch([place])) for place in itertools.islice(drawn, NUM_DRAWN_TWICE)
+                _same(self._fetch([place]), self._fetch([place]))
+                for place in itertools.islice(drawn, NUM_DRAWN_TWICE)
             )
         except Exception:  # samples may be anything, and need not be comparable
             return None
@@ -71,15 +78,22 @@ class Source:
                 raise TypeError(f"{type(loader).__name__}, which reading might use up")
             return loader
         if type(loader).__iter__ is not DataLoader.__iter__:
-            raise TypeError(f"{type(loader).__name__}, whose own way of giving batches reading might use up")
+            raise TypeError(
+                f"{type(loader).__name__}, whose own way of giving batches reading might use up"
+            )
         if self._is_stream:
             dataset = copy.deepcopy(self._dataset)
             return DataLoader(dataset, batch_size=loader.batch_size, collate_fn=loader.collate_fn)
         return (loader.collate_fn(self._fetch(drawn)) for drawn in self._sampler())
 
     def _sampler(self) -> Iterable[Any]:
-        """Return a copy of what the loader draws by: lists of places, or what its data set makes batches of."""
-        loader, kept = self._loader, {id(self._dataset): self._dataset}  # the sampler refers to the data set itself
+        """Return a copy of what the loader draws by: lists of places, or what its data set makes
+        batches of.
+        """
+        loader, kept = (
+            self._loader,
+            {id(self._dataset): self._dataset},
+        )  # the sampler refers to the data set itself
         given = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         return cast(Iterable[Any], copy.deepcopy(given, kept))
 
@@ -100,16 +114,24 @@ class Witness:
 
     Args:
         model: of the user.
-        optimizers: of the user; they may hold parameters beside the model's, as a criterion has them.
+        optimizers: of the user; they may hold parameters beside the model's, as a criterion has
+            them.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        held = (entry for optimizer in optimizers for group in optimizer.param_groups for entry in group["params"])
+        held = (
+            entry
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for entry in group["params"]
+        )
         self._gradients = [
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
             for parameter in dict.fromkeys([*model.parameters(), *held])
         ]
-        self._buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+        self._buffers = [
+            (buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()
+        ]
 
     @property
     def is_touched(self) -> bool:
@@ -129,14 +151,17 @@ class Witness:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two samples are equal: all tensors and arrays, and whatever else is compared by value.
+    """Return whether two samples are equal: all tensors and arrays, and whatever else is compared
+    by value.
 
     Raises:
         TypeError: they have no values to compare.
     """
     if isinstance(one, (Tensor, np.ndarray)):
         first, second = torch.as_tensor(one), torch.as_tensor(other)
-        return first.shape == second.shape and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+        return first.shape == second.shape and torch.allclose(
+            first, second, rtol=0, atol=0, equal_nan=True
+        )
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):

@@ -1,4 +1,6 @@
-"""Stored activations: what a frozen front puts out, kept by sample and read back ahead of its use (paper §4.3)."""
+"""Stored activations: what a frozen front puts out, kept by sample and read back ahead of its use
+(paper §4.3).
+"""
 
 from egeria.cache.cache import ActivationCache
 from egeria.cache.decision import Outlook, Share

@@ -1,7 +1,9 @@
-"""Stateless augmentation: view `v` of sample `s` is the same whenever, wherever and beside whatever it is made.
+"""Stateless augmentation: view `v` of sample `s` is the same whenever, wherever and beside whatever
+it is made.
 
-The user's own data set does the augmenting. It is called for one sample at a time, with every source of
-random numbers started anew from a hash of (base seed, sample, view), and put back afterwards.
+The user's own data set does the augmenting. It is called for one sample at a time, with every
+source of random numbers started anew from a hash of (base seed, sample, view), and put back
+afterwards.
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ from egeria.random_state import held_generators, restoring
 KINDS = ("unknown", "samples", "collated", "not joinable", "not repeatable")
 UNKNOWN, SAMPLES, COLLATED, NOT_JOINABLE, NOT_REPEATABLE = KINDS
 REFUSALS = {
-    NOT_JOINABLE: "the data set makes whole batches (`__getitems__`) that cannot be put together from batches of one "
+    NOT_JOINABLE: "the data set makes whole batches (`__getitems__`) that cannot be put together "
+    "from batches of one "
     "sample; let it return a list of samples, or tensors whose first axis is the sample",
-    NOT_REPEATABLE: "a sample came out differently twice although every generator in reach was seeded alike; "
-    "draw from `random`, `numpy.random`, torch or from generators that the data set or its transforms hold",
+    NOT_REPEATABLE: "a sample came out differently twice although every generator in reach was "
+    "seeded alike; "
+    "draw from `random`, `numpy.random`, torch or from generators that the data set or its "
+    "transforms hold",
 }
 
 
 class ViewedIndex(int):
-    """The index of a sample and the augmentation variant wanted of it; goes wherever integers go, also to workers."""
+    """The index of a sample and the augmentation variant wanted of it; goes wherever integers go,
+    also to workers.
+    """
 
     view: int
 
@@ -48,7 +55,9 @@ class ViewedIndex(int):
 
 
 class BatchKind:
-    """How the data set makes batches, one of KINDS: found out by the processes that make views and read by all."""
+    """How the data set makes batches, one of KINDS: found out by the processes that make views and
+    read by all.
+    """
 
     def __init__(self) -> None:
         self._shared: Any = SimpleNamespace(value=0)
@@ -71,10 +80,11 @@ class BatchKind:
 
 
 class ViewedDataset:
-    """The user's data set, which it passes for, except that a `ViewedIndex` makes that view of the sample.
+    """The user's data set, which it passes for, except that a `ViewedIndex` makes that view of the
+    sample.
 
-    Where views turn out to be impossible, samples come as the user wrote it, and the `BatchKind` says so:
-    nothing is raised that the data set itself would not raise.
+    Where views turn out to be impossible, samples come as the user wrote it, and the `BatchKind`
+    says so: nothing is raised that the data set itself would not raise.
     """
 
     __slots__ = ("egeria_views",)
@@ -115,7 +125,9 @@ class ViewedDataset:
         return type(self.egeria_views.dataset)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Go along to a worker that is being started; to anywhere else goes the user's data set alone."""
+        """Go along to a worker that is being started; to anywhere else goes the user's data set
+        alone.
+        """
         views = self.egeria_views
         if get_spawning_popen() is None:
             return _itself, (views.dataset,)
@@ -143,9 +155,11 @@ class ViewMaker:
         return bool(getattr(self.dataset, "__getitems__", None))
 
     def examine(self, sample: int) -> None:
-        """Find out once in each process, how views can be made, with two to six calls for one sample.
+        """Find out once in each process, how views can be made, with two to six calls for one
+        sample.
 
-        Not for the main process when workers do the loading: they must not inherit the files that the data set opens.
+        Not for the main process when workers do the loading: they must not inherit the files that
+        the data set opens.
         """
         if self._is_examined or self.batch_kind.kind in REFUSALS:
             return
@@ -156,14 +170,18 @@ class ViewMaker:
             elif self.makes_batches and self.batch_kind.kind == UNKNOWN:
                 with self._sources_kept():
                     of_one = self._one(sample, 0)
-                    self.batch_kind.kind = _kind_of_batches(of_one, self.dataset.__getitems__([sample, sample]))
+                    self.batch_kind.kind = _kind_of_batches(
+                        of_one, self.dataset.__getitems__([sample, sample])
+                    )
             self._is_examined = True
         except Exception:  # the call that is to deliver the sample will raise it too
             if self.makes_batches:  # a batch of one may be what it cannot make
                 self.batch_kind.kind = NOT_JOINABLE
 
     def items(self, indices: Any) -> Any:
-        """Return what the fetcher of a loader asks for: a list of samples or what the user's `__getitems__` returns."""
+        """Return what the fetcher of a loader asks for: a list of samples or what the user's
+        `__getitems__` returns.
+        """
         if not len(indices) or type(indices[0]) is not ViewedIndex:
             return self._plain(indices)
         self.examine(int(indices[0]))
@@ -187,7 +205,11 @@ class ViewMaker:
         return bool(first == second)
 
     def _plain(self, indices: Any) -> Any:
-        return self.dataset.__getitems__(indices) if self.makes_batches else [self.dataset[index] for index in indices]
+        return (
+            self.dataset.__getitems__(indices)
+            if self.makes_batches
+            else [self.dataset[index] for index in indices]
+        )
 
     def _one(self, sample: int, view: int) -> Any:
         for name, source in self._sources.items():
@@ -196,10 +218,19 @@ class ViewMaker:
 
     @contextmanager
     def _sources_kept(self) -> Iterator[None]:
-        """Restore the state of every source of random numbers after the block, whatever happens in it."""
-        held = held_generators(self.dataset)  # anew each time: some are made when first used, in the worker
+        """Restore the state of every source of random numbers after the block, whatever happens in
+        it.
+        """
+        held = held_generators(
+            self.dataset
+        )  # anew each time: some are made when first used, in the worker
         # Not the module `torch`: its `manual_seed` takes 70 times as long and touches every device.
-        self._sources = {"python": random, "numpy": np.random, "torch": torch.default_generator, **held}
+        self._sources = {
+            "python": random,
+            "numpy": np.random,
+            "torch": torch.default_generator,
+            **held,
+        }
         states = [restoring(source) for source in self._sources.values()]
         try:
             yield
@@ -210,7 +241,12 @@ class ViewMaker:
 
 def _kind_of_batches(of_one: Any, of_two: Any) -> str:
     """Return from a batch of one sample and one of that sample twice how batches are made up."""
-    if isinstance(of_one, list) and len(of_one) == 1 and isinstance(of_two, list) and len(of_two) == 2:
+    if (
+        isinstance(of_one, list)
+        and len(of_one) == 1
+        and isinstance(of_two, list)
+        and len(of_two) == 2
+    ):
         return SAMPLES
     try:
         alike = _picture(_concatenated([of_one, of_one]), _outline) == _picture(of_two, _outline)
@@ -220,7 +256,9 @@ def _kind_of_batches(of_one: Any, of_two: Any) -> str:
 
 
 def _joined(batches: list[Any], kind: str) -> Any:
-    """Return one batch from batches of one sample each; ValueError or RuntimeError where that cannot be."""
+    """Return one batch from batches of one sample each; ValueError or RuntimeError where that
+    cannot be.
+    """
     if kind != SAMPLES:
         return _concatenated(batches)
     if any(len(batch) != 1 for batch in batches):
@@ -244,7 +282,9 @@ def _concatenated(trees: list[Any]) -> Any:
 
 
 def _picture(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
-    """Return a tree as something to compare: the types of its containers, and what `of_leaf` tells of the rest."""
+    """Return a tree as something to compare: the types of its containers, and what `of_leaf` tells
+    of the rest.
+    """
     if isinstance(tree, Mapping):
         return type(tree), {key: _picture(value, of_leaf) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)):
@@ -253,22 +293,34 @@ def _picture(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
 
 
 def _outline(leaf: Any) -> Any:
-    return (type(leaf), tuple(leaf.shape), leaf.dtype) if isinstance(leaf, (Tensor, np.ndarray)) else type(leaf)
+    return (
+        (type(leaf), tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, (Tensor, np.ndarray))
+        else type(leaf)
+    )
 
 
 def _bits(leaf: Any) -> Any:
-    """Return what an array or an image of Pillow holds, bit for bit; None for what counts as equal."""
+    """Return what an array or an image of Pillow holds, bit for bit; None for
+    what counts as equal.
+    """
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided or leaf.is_quantized:
             return None
-        return leaf.shape, leaf.dtype, leaf.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+        return (
+            leaf.shape,
+            leaf.dtype,
+            leaf.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes(),
+        )
     if isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:
         return None
     return leaf.tobytes() if hasattr(leaf, "tobytes") else None
 
 
 def seed_of(base_seed: int, sample: int, view: int, name: str) -> int:
-    """Return the seed of one source for one view of one sample, 64 bits; sources get unrelated ones."""
+    """Return the seed of one source for one view of one sample, 64 bits; sources get unrelated
+    ones.
+    """
     text = f"{base_seed}/{sample}/{view}/{name}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
@@ -279,4 +331,6 @@ def _seed(source: Any, seed: int) -> None:
     elif isinstance(source, np.random.Generator):
         source.bit_generator.state = type(source.bit_generator)(seed).state
     else:
-        source.seed(seed >> 32 if source is np.random or isinstance(source, np.random.RandomState) else seed)
+        source.seed(
+            seed >> 32 if source is np.random or isinstance(source, np.random.RandomState) else seed
+        )

@@ -1,4 +1,6 @@
-"""`ActivationCache`: how the forward pass of the frozen front is done, decided anew whenever the boundary moves."""
+"""`ActivationCache`: how the forward pass of the frozen front is done, decided anew whenever the
+boundary moves.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ from egeria.skipping.crossing import check_runs_once
 
 WHAT = "the activation cache"
 OTHER_LOADER = (
-    "the loader given to attach does not hand out the batches that the model is called with; give it the one that the "
+    "the loader given to attach does not hand out the batches that the model is called with; give "
+    "it the one that the "
     "loop iterates over, such as `accelerator.prepare` returns"
 )
 REPORT_BATCHES = 500
@@ -47,9 +50,9 @@ REPORT_BATCHES = 500
 class ActivationCache:
     """Makes the training forwards of a model with a frozen front.
 
-    Behind a new boundary the forward pass is left as it is for a few iterations, whose pace is measured.
-    Then activations are stored, or nothing is done, until the boundary
-    moves again. Whatever fails, the user's forward is made as it is, and what failed stays off.
+    Behind a new boundary the forward pass is left as it is for a few iterations, whose pace is
+    measured. Then activations are stored, or nothing is done, until the boundary moves again.
+    Whatever fails, the user's forward is made as it is, and what failed stays off.
     """
 
     model: nn.Module
@@ -90,7 +93,11 @@ class ActivationCache:
             modules: the frozen layer modules, front to back; none after a thaw.
             outlook: the time to come.
         """
-        self._modules, self._outlook, self._number = tuple(modules), outlook, self.share.number_at(self._number)
+        self._modules, self._outlook, self._number = (
+            tuple(modules),
+            outlook,
+            self.share.number_at(self._number),
+        )
         self._switch_to(self._timed_forward() if modules else PlainForward())
         if not modules:
             if self.feed is not None:
@@ -132,7 +139,9 @@ class ActivationCache:
             self.recorder.write(self.mode.used(self.recorder.step))
 
     def close(self) -> None:
-        """Stop everything, give the loader back and delete what was stored; more than once is no error."""
+        """Stop everything, give the loader back and delete what was stored; more than once is no
+        error.
+        """
         self._switch_to(PlainForward())
         self._modules = ()
         if self.feed is not None:
@@ -142,7 +151,9 @@ class ActivationCache:
             self._directory = None
 
     def _indices_of(self, batch: Batch) -> BatchIndices | None:
-        """Return the samples of a batch; None if they are not known, or so few that other kernels run."""
+        """Return the samples of a batch; None if they are not known, or so few that other kernels
+        run.
+        """
         try:
             indices = None if self.feed is None else self.feed.take(batch.arguments)
             num_rows = 0 if indices is None else len(indices.samples)
@@ -164,23 +175,32 @@ class ActivationCache:
         if getattr(mask, "ndim", 0) == 2:
             self._longest = max(self._longest or 0, int(mask.shape[1]))  # type: ignore[union-attr]
         if indices is not None and not indices.viewed and self._repeats.wants(indices.samples):
-            self._repeats.observe(indices.samples, fingerprints(batch.args, batch.kwargs, len(indices.samples)))
+            self._repeats.observe(
+                indices.samples, fingerprints(batch.args, batch.kwargs, len(indices.samples))
+            )
         if isinstance(self.mode, Generation):
             if self.mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
                 self.report()
             num_damaged = self.mode.store.num_damaged
             if num_damaged and not self._has_reported_damage:
                 self._has_reported_damage = True
-                reason = f"{num_damaged} of them were damaged, by the disk or another program; they are computed again"
+                reason = (
+                    f"{num_damaged} of them were damaged, by the disk or another program; "
+                    "they are computed again"
+                )
                 self.recorder.fault("reading stored activations", StoreError(reason))
 
     def _choose_mode(self, batch: Batch, indices: BatchIndices | None) -> None:
         """Choose how the coming forward is made, where there is something new to go by."""
         if self._is_other_loader and indices is not None:
             self._switch_to(self._timed_forward())
-        if isinstance(self.mode, TimedForward) and self.mode.has_seen_enough(indices is not None or self.feed is None):
+        if isinstance(self.mode, TimedForward) and self.mode.has_seen_enough(
+            indices is not None or self.feed is None
+        ):
             decide = partial(self._decide, batch, indices, self.mode)
-            self.share.decide(self.place, self._number + 1, decide, lambda: isinstance(self.mode, Generation))
+            self.share.decide(
+                self.place, self._number + 1, decide, lambda: isinstance(self.mode, Generation)
+            )
         if isinstance(self.mode, Generation) and (reason := self.mode.payback.complaint()):
             self._compute(reason, {})
 
@@ -207,8 +227,12 @@ class ActivationCache:
         self._is_other_loader = reason == OTHER_LOADER
         self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
-    def _try_to_store(self, batch: Batch, indices: BatchIndices, timed: TimedForward) -> tuple[str, dict[str, float]]:
-        """Open a generation where it pays; return why not, or an empty reason, and the numbers that decided."""
+    def _try_to_store(
+        self, batch: Batch, indices: BatchIndices, timed: TimedForward
+    ) -> tuple[str, dict[str, float]]:
+        """Open a generation where it pays; return why not, or an empty reason, and the numbers that
+        decided.
+        """
         assert self.feed is not None
         opener = GenerationOpener(
             model=self.model,
@@ -233,7 +257,9 @@ class ActivationCache:
         return "", numbers
 
     def _is_repeating(self) -> bool:
-        """Return whether a sample comes with the same input each time; unless seen to, it does where views are set."""
+        """Return whether a sample comes with the same input each time; unless seen to, it does
+        where views are set.
+        """
         known = self._repeats.verdict
         return known is not False if self.settings.views is None else bool(known)
 
@@ -243,17 +269,27 @@ class ActivationCache:
         self._record("computed", reason, numbers)
 
     def _fall_back(self, error: Exception, output: Any) -> None:
-        """Give up on the present forward mode, and say why; not where the plain `output` shows that it is right."""
+        """Give up on the present forward mode, and say why; not where the plain `output` shows that
+        it is right.
+        """
         if is_users_own(error, output):
             return
         failed = self.mode
         self._switch_to(PlainForward())
-        can_fix_views = self.feed is not None and not self.feed.views_refusal and self.settings.views is None
-        if isinstance(error, ChangedInputsError) and can_fix_views and self._repeats.verdict is not False:
+        can_fix_views = (
+            self.feed is not None and not self.feed.views_refusal and self.settings.views is None
+        )
+        if (
+            isinstance(error, ChangedInputsError)
+            and can_fix_views
+            and self._repeats.verdict is not False
+        ):
             # Random augmentation, not noticed before, may be why inputs have changed.
             self._repeats.note_random()
             self._switch_to(self._timed_forward())
-            self._record("computed", f"{error}; in case they are augmented at random, that is fixed next")
+            self._record(
+                "computed", f"{error}; in case they are augmented at random, that is fixed next"
+            )
             return
         if isinstance(error, (StaleError, StoreError, UncacheableError)):
             self.recorder.decline(WHAT, str(error))

@@ -1,4 +1,6 @@
-"""Whether to store what a boundary puts out: asked from the cheapest question to the dearest, up to the first no."""
+"""Whether to store what a boundary puts out: asked from the cheapest question to the dearest, up to
+the first no.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from egeria.skipping.prefix import Prefix
 REPEATS = 3
 """Times that something is done to be timed; the shortest counts."""
 HANDLING_S = 1.5e-3
-"""What a batch from the store takes the training thread besides (measured: benchmarks/micro/cached_iteration)."""
+"""What a batch from the store takes the training thread besides (measured:
+benchmarks/micro/cached_iteration)."""
 UNKNOWN_BYTES = 2**30
 """What a store may take where nobody knows how many samples there are."""
 MANY_EPOCHS = 1000.0
@@ -60,11 +63,15 @@ class Outlook:
     """Hosts that a sample may come to, each with a store of its own."""
 
     def epochs(self, num_batches: int | None) -> float:
-        """Return the epochs ahead for a loader of this length, less those in which samples come to another host."""
+        """Return the epochs ahead for a loader of this length, less those in which samples come to
+        another host.
+        """
         if self.steps_ahead is None or not num_batches:
             return MANY_EPOCHS
         epochs = self.steps_ahead * self.forwards_per_step / num_batches
-        elsewhere = 1 - 1 / self.num_hosts  # in epoch e a sample was here before with 1 - elsewhere ** (e - 1)
+        elsewhere = (
+            1 - 1 / self.num_hosts
+        )  # in epoch e a sample was here before with 1 - elsewhere ** (e - 1)
         missed: float = elsewhere * (1 - elsewhere ** max(0.0, epochs - 1)) / (1 - elsewhere)
         return epochs - missed
 
@@ -75,10 +82,11 @@ Opening = tuple[Generation | None, str, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationOpener:
-    """Opens a generation behind a boundary, by what was seen in the training forwards since it moved.
+    """Opens a generation behind a boundary, by what was seen in the training forwards since it
+    moved.
 
-    `open` and `join` raise UncacheableError where the front cannot be skipped, and StoreError where the disk
-    cannot be used.
+    `open` and `join` raise UncacheableError where the front cannot be skipped, and StoreError where
+    the disk cannot be used.
     """
 
     model: nn.Module
@@ -113,7 +121,9 @@ class GenerationOpener:
         directory = place()
         prospects = self._size_up(prospects, layouts, directory.room_bytes(), repeating)
         pays, reason = self._ask_gate(prospects)
-        capacity = directory.capacity(layouts.stored, prospects.needed_bytes // bytes_per_position(layouts.stored))
+        capacity = directory.capacity(
+            layouts.stored, prospects.needed_bytes // bytes_per_position(layouts.stored)
+        )
         if pays and capacity < 1:
             pays, reason = False, f"{directory.path.parent} has no room for one sample"
         if not pays:
@@ -153,7 +163,10 @@ class GenerationOpener:
             if store.boundary != self.modules[-1].name:
                 reason = f"the first process of this host stores what {store.boundary} puts out"
             elif store.front != checksum(prefix.weights()):
-                reason = "the frozen layers of this process have other values, such as statistics of its own"
+                reason = (
+                    "the frozen layers of this process have other values, such as statistics "
+                    "of its own"
+                )
             elif layouts is None:
                 reason = "the first process of this host stores rows of another kind"
             elif store.is_viewed:
@@ -168,7 +181,13 @@ class GenerationOpener:
         """Return the frozen front, what it puts out for the batch, and how that is laid out."""
         prefix = Prefix.find(self.model, self.modules, self.batch, len(self.indices.samples))
         rows = prefix.compute(self.batch, None)
-        return prefix, rows, Layouts.of(prefix.row_leaves, rows, storage=self.settings.storage, longest=self.longest)
+        return (
+            prefix,
+            rows,
+            Layouts.of(
+                prefix.row_leaves, rows, storage=self.settings.storage, longest=self.longest
+            ),
+        )
 
     def _foresee(self) -> Prospects:
         """Return what is known of storing before anything is tried out."""
@@ -188,7 +207,13 @@ class GenerationOpener:
     def _keys(self, *, has_length: bool, ignores_padding: bool, num_views: int) -> BatchKeys:
         """Return what the rows of the batch are known by, as in every forward to come."""
         positions = self.indices.samples * num_views + self.indices.views
-        keys = BatchKeys.of(self.batch, self.indices, positions, has_length=has_length, ignores_padding=ignores_padding)
+        keys = BatchKeys.of(
+            self.batch,
+            self.indices,
+            positions,
+            has_length=has_length,
+            ignores_padding=ignores_padding,
+        )
         if keys is None:
             raise UncacheableError("the input of the model cannot be told apart by sample")
         return keys
@@ -198,7 +223,9 @@ class GenerationOpener:
             return True, "cache.gate is 'open'"
         return judge(prospects, minimum_epochs=self.settings.minimum_epochs)
 
-    def _size_up(self, prospects: Prospects, layouts: Layouts, room_bytes: int, repeating: bool) -> Prospects:
+    def _size_up(
+        self, prospects: Prospects, layouts: Layouts, room_bytes: int, repeating: bool
+    ) -> Prospects:
         """Add what the store would take, and how many views of each sample it would have."""
         row_bytes = bytes_per_position(layouts.stored)
         views = self._choose_views(prospects.epochs_ahead, repeating, row_bytes, room_bytes)
@@ -213,12 +240,17 @@ class GenerationOpener:
             room_bytes=room_bytes,
         )
 
-    def _choose_views(self, epochs_ahead: float, repeating: bool, row_bytes: int, room_bytes: int) -> int:
+    def _choose_views(
+        self, epochs_ahead: float, repeating: bool, row_bytes: int, room_bytes: int
+    ) -> int:
         if self.settings.views is not None:
             return self.settings.views
         if repeating or self.feed.views_refusal:
             return 1
-        fits = self.feed.num_samples is None or self.feed.num_samples * row_bytes * ROOMY_VIEWS <= room_bytes
+        fits = (
+            self.feed.num_samples is None
+            or self.feed.num_samples * row_bytes * ROOMY_VIEWS <= room_bytes
+        )
         return ROOMY_VIEWS if fits and epochs_ahead >= LONG_AHEAD else 2
 
     def _fix_views(self, num_views: int) -> str:
@@ -230,9 +262,13 @@ class GenerationOpener:
     def _time_store(
         self, prospects: Prospects, store: DiskStore, layouts: Layouts, rows: Sequence[torch.Tensor]
     ) -> Prospects:
-        """Write the batch and read it back from the disk itself; add the seconds that this takes."""
+        """Write the batch and read it back from the disk itself; add the seconds
+        that this takes.
+        """
         has_length, ignores_padding = layouts.has_length, store.ignores_padding
-        keys = self._keys(has_length=has_length, ignores_padding=ignores_padding, num_views=store.num_views)
+        keys = self._keys(
+            has_length=has_length, ignores_padding=ignores_padding, num_views=store.num_views
+        )
         begin = time.perf_counter()
         store.write(keys.positions, [leaf.clone() for leaf in rows], keys.prints, keys.lengths)
         fill_s = time.perf_counter() - begin
@@ -244,7 +280,9 @@ class GenerationOpener:
             store.read(keys.positions, out)
             walls.append(time.perf_counter() - begin)
             cpus.append(time.thread_time() - begin_cpu)
-        return replace(prospects, fill_s=fill_s, read_s=statistics.median(walls), read_cpu_s=min(cpus))
+        return replace(
+            prospects, fill_s=fill_s, read_s=statistics.median(walls), read_cpu_s=min(cpus)
+        )
 
     def _generation(self, prefix: Prefix, layouts: Layouts, store: DiskStore) -> Generation:
         return Generation(
@@ -260,7 +298,9 @@ class GenerationOpener:
 
 @dataclass(kw_only=True, slots=True)
 class Share:
-    """The processes of a host that train one model, seen from one of them. Nobody ever waits for another."""
+    """The processes of a host that train one model, seen from one of them. Nobody ever waits for
+    another.
+    """
 
     is_alone: bool = True
     """Whether there is nobody to share with."""
@@ -271,16 +311,24 @@ class Share:
     def number_at(self, number: int) -> int:
         """Return the number of the newest generation, now that the boundary has moved.
 
-        It moves in all processes alike; further decisions behind one boundary may not be made by all.
+        It moves in all processes alike; further decisions behind one boundary may not be made by
+        all.
         """
         self._num_asked = 0
-        return number if self.is_alone else number + NUMBERS_PER_BOUNDARY - number % NUMBERS_PER_BOUNDARY
+        return (
+            number
+            if self.is_alone
+            else number + NUMBERS_PER_BOUNDARY - number % NUMBERS_PER_BOUNDARY
+        )
 
     def refusal(self, feed: SampleFeed | None) -> str:
         """Return why nothing can be shared; empty where it can."""
         if self.is_alone or feed is None or not feed.numbers_by_sight:
             return ""
-        return "samples are identified by a column of the batch, and each process numbers them for itself"
+        return (
+            "samples are identified by a column of the batch, and each process numbers them "
+            "for itself"
+        )
 
     def decide(
         self,
@@ -289,14 +337,15 @@ class Share:
         decide: Callable[[], None],
         is_opened: Callable[[], bool],
     ) -> None:
-        """Decide how a generation is done, where that is this process' to say or has been said; else later.
+        """Decide how a generation is done, where that is this process' to say or has been said;
+        else later.
 
         Args:
             place: returns where stores go.
             number: of the generation.
             decide: decides; what it raises passes through.
-            is_opened: returns whether the generation is stored then, which is published to the others. Where it cannot
-                be written, they give up.
+            is_opened: returns whether the generation is stored then, which is published to the
+                others. Where it cannot be written, they give up.
         """
         if not self.leads:
             self._num_asked += 1

@@ -43,14 +43,19 @@ class StaleError(EgeriaError):
 
 
 class PoisonedError(UncacheableError):
-    """The output of a replayed forward has a NaN: mostly the poison that stands in for what nobody read before."""
+    """The output of a replayed forward has a NaN: mostly the poison that stands in for what nobody
+    read before.
+    """
 
 
 class Unchanged:
     """Makes sure that a frozen front is what it was when this was made."""
 
     def __init__(self, prefix: Prefix) -> None:
-        self._prefix, self._weights = prefix, FrozenTensors(prefix.weights(), num_compared=NUM_COMPARED)
+        self._prefix, self._weights = (
+            prefix,
+            FrozenTensors(prefix.weights(), num_compared=NUM_COMPARED),
+        )
 
     def check(self) -> None:
         """Raise `StaleError` where something has changed."""
@@ -59,7 +64,10 @@ class Unchanged:
         if self._prefix.is_set_otherwise():
             raise StaleError("an attribute of a frozen layer was set to another value")
         if self._prefix.is_hooked():
-            raise StaleError("a forward hook was put on a frozen layer, and would not be called where that is skipped")
+            raise StaleError(
+                "a forward hook was put on a frozen layer, and would not be called where that is "
+                "skipped"
+            )
 
 
 @dataclass(slots=True)
@@ -86,19 +94,23 @@ class UserForward:
             output = self()
         if has_nan(output):
             raise PoisonedError(
-                "with the frozen layers skipped the output of the model has NaN in it: it reads something that they "
+                "with the frozen layers skipped the output of the model has NaN in it: it reads "
+                "something that they "
                 "give, and that nobody read when they were tried out"
             )
         return output
 
 
 def is_users_own(failure: Exception, output: Any) -> bool:
-    """Return whether a replayed forward failed for a NaN that the plain one gives too, such as a loss of no labels."""
+    """Return whether a replayed forward failed for a NaN that the plain one gives too, such as a
+    loss of no labels.
+    """
     return isinstance(failure, PoisonedError) and has_nan(output)
 
 
 class Rollback:
-    """What a forward pass changes beside what it returns: random states, and buffers of layers in training mode.
+    """What a forward pass changes beside what it returns: random states, and buffers of layers in
+    training mode.
 
     Also attributes of modules that are not of torch, whose own set none in a forward pass.
 
@@ -109,7 +121,9 @@ class Rollback:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._modules = [module for module in modules if module._buffers]
-        self._own = [module for module in modules if not type(module).__module__.startswith("torch.")]
+        self._own = [
+            module for module in modules if not type(module).__module__.startswith("torch.")
+        ]
         self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -120,10 +134,14 @@ class Rollback:
     def save(self) -> None:
         """Save them before a pass."""
         self._random = RandomState.current()
-        self._drawn = [generator.get_state() for generator in self._generators]  # kept on the CPU: nothing waits
+        self._drawn = [
+            generator.get_state() for generator in self._generators
+        ]  # kept on the CPU: nothing waits
         self._attributes = [(module, dict(vars(module))) for module in self._own]
         tables = [module._buffers for module in self._modules if module.training]
-        self._tables = [(table, dict(table)) for table in tables]  # a pass may put another tensor there
+        self._tables = [
+            (table, dict(table)) for table in tables
+        ]  # a pass may put another tensor there
         buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
@@ -171,20 +189,30 @@ class TimedForward(PlainForward):
 
     @classmethod
     def of(
-        cls, model: nn.Module, modules: Sequence[LayerModule], gate: str, enough: int = WATCHED_FORWARDS
+        cls,
+        model: nn.Module,
+        modules: Sequence[LayerModule],
+        gate: str,
+        enough: int = WATCHED_FORWARDS,
     ) -> TimedForward:
-        """Watch a model with these layer modules frozen; with an open gate, which asks for no times, none are taken."""
+        """Watch a model with these layer modules frozen; with an open gate, which asks for no
+        times, none are taken.
+        """
         roots = [model.get_submodule(name) for module in modules for name in module.submodules]
         return cls(roots, 0 if gate == "open" else enough)
 
     @property
     def iteration_s(self) -> float:
-        """Median seconds from one forward to the next; 0 where nothing was timed. On an accelerator this waits."""
+        """Median seconds from one forward to the next; 0 where nothing was timed. On an accelerator
+        this waits.
+        """
         return _median_s(list(itertools.pairwise(self._begins)))
 
     @property
     def prefix_s(self) -> float:
-        """Median seconds from the beginning of the frozen front to its end; 0 where nothing was timed."""
+        """Median seconds from the beginning of the frozen front to its end; 0 where nothing was
+        timed.
+        """
         return _median_s(self._spans)
 
     def has_seen_enough(self, knows_samples: bool) -> bool:
@@ -210,7 +238,9 @@ class TimedForward(PlainForward):
 
 @dataclass(slots=True)
 class PaybackCheck:
-    """Whether iterations with batches from the store are shorter than those before, once there are enough of them."""
+    """Whether iterations with batches from the store are shorter than those before, once there are
+    enough of them.
+    """
 
     iteration_s: float
     """Of the iterations before; 0 where that is not known, and then nothing is said."""
@@ -238,7 +268,9 @@ class PaybackCheck:
 
 
 class _Moments(list[Moment]):
-    """Moments of one forward pass. Some models copy themselves, hooks and all, in it; an event cannot be copied."""
+    """Moments of one forward pass. Some models copy themselves, hooks and all, in it; an event
+    cannot be copied.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Moments:
         return self
@@ -250,14 +282,18 @@ def _note_time(moments: _Moments, accelerator: torch.device | None, *_: Any) -> 
 
 
 def _one_accelerator(roots: Sequence[nn.Module]) -> torch.device | None:
-    """Return the GPU that some modules are on; None where they are on none, or on several: their clocks are apart."""
+    """Return the GPU that some modules are on; None where they are on none, or on several: their
+    clocks are apart.
+    """
     devices = {parameter.device for root in roots for parameter in root.parameters()}
     found = next(iter(devices), None)
     return found if found is not None and found.type == "cuda" and len(devices) == 1 else None
 
 
 def _now(accelerator: torch.device | None) -> Moment:
-    """Return the time; of an accelerator that at which it comes to this place of its queue, which is not waited for."""
+    """Return the time; of an accelerator that at which it comes to this place of its queue, which
+    is not waited for.
+    """
     if accelerator is None:
         return time.perf_counter()
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

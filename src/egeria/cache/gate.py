@@ -12,14 +12,17 @@ LEAST_GAIN = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospects:
-    """What storing the activations of one boundary would bring and cost; seconds are of one mini-batch."""
+    """What storing the activations of one boundary would bring and cost; seconds are of one
+    mini-batch.
+    """
 
     iteration_s: float
     """The whole iteration as it is now, with the prefix computed."""
     prefix_s: float
     """Of that, the forward pass of the prefix."""
     serve_s: float
-    """Work of the training thread for a batch from the store: telling samples apart, stubs, copies."""
+    """Work of the training thread for a batch from the store: telling samples apart, stubs,
+    copies."""
     read_s: float = 0.0
     """Reading a batch that the page cache does not hold, by the reader thread."""
     read_cpu_s: float = 0.0
@@ -47,7 +50,9 @@ class Prospects:
 
     @property
     def gain_s(self) -> float:
-        """Seconds that a batch from the store saves; the slower of training and reading sets the pace."""
+        """Seconds that a batch from the store saves; the slower of training and reading sets the
+        pace.
+        """
         work_s = self.iteration_s - self.prefix_s + self.serve_s
         if not self.spare_core:
             work_s += self.read_cpu_s
@@ -55,7 +60,9 @@ class Prospects:
 
     @property
     def total_gain_s(self) -> float:
-        """Seconds per batch of an epoch, over all epochs ahead: what hits save less what filling costs."""
+        """Seconds per batch of an epoch, over all epochs ahead: what hits save less what filling
+        costs.
+        """
         epochs_served = max(0.0, self.epochs_ahead - self.num_views) * self.repeated_share
         epochs_filled = min(self.epochs_ahead, self.num_views)
         return self.stored_share * (epochs_served * self.gain_s - epochs_filled * self.fill_s)
@@ -66,16 +73,19 @@ class Prospects:
         return {name: float(value) for name, value in {**asdict(self), **derived}.items()}
 
 
-def judge(prospects: Prospects, *, minimum_epochs: float, is_in_memory: bool = False) -> tuple[bool, str]:
+def judge(
+    prospects: Prospects, *, minimum_epochs: float, is_in_memory: bool = False
+) -> tuple[bool, str]:
     """Return whether storing pays, and why.
 
-    The first obstacle met is the reason; the order is from the cheapest to measure to the dearest, so
-    that a caller may ask before it has measured everything.
+    The first obstacle met is the reason; the order is from the cheapest to measure to the dearest,
+    so that a caller may ask before it has measured everything.
 
     Args:
         prospects: what was measured so far.
         minimum_epochs: epochs that must be ahead.
-        is_in_memory: whether that is where activations go: filling costs little there, and less than an epoch pays it.
+        is_in_memory: whether that is where activations go: filling costs little there, and less
+            than an epoch pays it.
     """
     needed_epochs = minimum_epochs if is_in_memory else max(minimum_epochs, prospects.num_views + 1)
     if prospects.epochs_ahead < needed_epochs:
@@ -86,14 +96,19 @@ def judge(prospects: Prospects, *, minimum_epochs: float, is_in_memory: bool = F
     if prospects.stored_share < LEAST_SHARE:
         settings = "cache.memory_share" if is_in_memory else "cache.limit_bytes, cache.limit_share"
         return False, (
-            f"the activations take {size_text(prospects.needed_bytes)}, and {size_text(prospects.room_bytes)} may be "
+            f"the activations take {size_text(prospects.needed_bytes)}, and "
+            f"{size_text(prospects.room_bytes)} may be "
             f"used ({settings})"
         )
     if prospects.gain_s * prospects.repeated_share < LEAST_GAIN * prospects.iteration_s:
         return False, _no_gain(prospects)
     if prospects.total_gain_s <= 0:
         return False, "filling the store costs more than the epochs ahead would save"
-    return True, f"a batch from the store saves {prospects.gain_s / prospects.iteration_s:.0%} of an iteration"
+    return (
+        True,
+        f"a batch from the store saves {prospects.gain_s / prospects.iteration_s:.0%} of an "
+        "iteration",
+    )
 
 
 def _no_gain(prospects: Prospects) -> str:
@@ -101,11 +116,13 @@ def _no_gain(prospects: Prospects) -> str:
     if prospects.gain_s >= LEAST_GAIN * prospects.iteration_s:
         return (
             f"{prospects.repeated_share:.0%} of the samples come again just as they were, "
-            f"and each saves {prospects.gain_s / prospects.iteration_s:.0%} of its part of an iteration"
+            f"and each saves {prospects.gain_s / prospects.iteration_s:.0%} of its part of an "
+            "iteration"
         )
     if prospects.prefix_s - prospects.serve_s < LEAST_GAIN * prospects.iteration_s:
         return (
-            f"the frozen forward pass takes {prefix_ms:.2f} ms of an iteration of {iteration_ms:.1f} ms, "
+            f"the frozen forward pass takes {prefix_ms:.2f} ms of an iteration of "
+            f"{iteration_ms:.1f} ms, "
             f"and a batch from the store {1e3 * prospects.serve_s:.2f} ms"
         )
     return (

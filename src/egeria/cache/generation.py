@@ -1,4 +1,6 @@
-"""One generation: the stored activations of one boundary, and the training forwards that use them."""
+"""One generation: the stored activations of one boundary, and the training
+forwards that use them.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ from egeria.skipping.prefix import Prefix
 from egeria.skipping.probe import tolerance
 
 ROUNDING = {"native": 0.0, "fp16": 1e-3, "int8": 2e-2}
-"""Relative error that a storage format adds, of the largest value; twice what was measured on residual nets."""
+"""Relative error that a storage format adds, of the largest value; twice what was measured on
+residual nets."""
 LEAST_ROWS = 16
-"""Rows that are computed together at least: a matrix product of very few rows takes another way, to other last bits."""
+"""Rows that are computed together at least: a matrix product of very few rows takes another way, to
+other last bits."""
 STRANGE_BATCHES = 3
 """Batches in a row, most of them stored for other inputs, that end a generation."""
 
@@ -78,7 +82,8 @@ class Generation:
         self._strange_in_a_row = 0
 
     def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
-        """Make a training forward: replayed where the store has the samples, computed and recorded where not.
+        """Make a training forward: replayed where the store has the samples, computed and recorded
+        where not.
 
         Args:
             call: the user's forward of the model.
@@ -86,7 +91,8 @@ class Generation:
             indices: the samples of the batch; None where they are not known.
 
         Raises:
-            EgeriaError: nothing stored can be used any more. What the call itself raises passes through.
+            EgeriaError: nothing stored can be used any more. What the call itself raises passes
+                through.
         """
         self._check()
         if indices is None or indices.viewed != self.store.is_viewed:
@@ -101,7 +107,9 @@ class Generation:
         if keys is None:  # the model is called with something else than the batch
             return call(plain=True)
         held = self.fetcher.take(keys.number, keys.positions, keys.padded_length)
-        self.fetcher.ahead([(entry.number, self.positions(entry)) for entry in self.feed.upcoming(DEPTH + 2)])
+        self.fetcher.ahead(
+            [(entry.number, self.positions(entry)) for entry in self.feed.upcoming(DEPTH + 2)]
+        )
         hits = self._judge(held, keys)
         fits = bool(hits.any()) and self._can_replay(batch, held, hits)
         self.payback.note(fits and bool(hits.all()))
@@ -139,7 +147,9 @@ class Generation:
             self.store.close()
 
     def _judge(self, held: PrefetchedBatch, keys: BatchKeys) -> Mask:
-        """Return which rows are there and stem from this very input; notice when inputs have changed."""
+        """Return which rows are there and stem from this very input; notice when inputs have
+        changed.
+        """
         self.use.batches += 1
         self.use.stalls += held.waited_s > 0
         same = agree(held.fingerprints, keys.prints)
@@ -149,7 +159,9 @@ class Generation:
         self.use.mismatches += int(strange.sum())
         self._strange_in_a_row = self._strange_in_a_row + 1 if strange.sum() > len(same) / 2 else 0
         if self._strange_in_a_row >= STRANGE_BATCHES:
-            raise ChangedInputsError("samples come with other inputs than those that their activations were stored for")
+            raise ChangedInputsError(
+                "samples come with other inputs than those that their activations were stored for"
+            )
         return np.asarray(held.mask & same)
 
     def _can_replay(self, batch: Batch, held: PrefetchedBatch, hits: Mask) -> bool:
@@ -161,17 +173,25 @@ class Generation:
         return self.prefix.fits(batch, self.layouts.from_store(held.rows))
 
     def _prepare(self, batch: Batch, held: PrefetchedBatch, hits: Mask, keys: BatchKeys) -> None:
-        """Complete the rows of a batch: those that were not there are computed and stored. Now and then check them."""
+        """Complete the rows of a batch: those that were not there are computed and stored. Now and
+        then check them.
+        """
         missing, whole = np.flatnonzero(~hits), None
         if self._until_check <= 0:
             whole = self.layouts.to_store(self.prefix.compute(batch))
             self._check_rows(batch, whole, held.rows, hits, keys.lengths)
         self._until_check -= 1
         if len(missing):
-            computed = self._compute(batch, missing, len(hits)) if whole is None else take_rows(whole, missing)
+            computed = (
+                self._compute(batch, missing, len(hits))
+                if whole is None
+                else take_rows(whole, missing)
+            )
             held.fill(missing, computed)
             self._store_rows(keys.take(missing), computed)
-        self.fetcher.keep(keys.number, RowsInMemory(keys.positions, held.rows, keys.prints, keys.lengths))
+        self.fetcher.keep(
+            keys.number, RowsInMemory(keys.positions, held.rows, keys.prints, keys.lengths)
+        )
 
     def _compute(self, batch: Batch, missing: Integers, num_rows: int) -> list[Tensor]:
         """Return some rows [b] of a batch of `num_rows`, in the order of the store."""
@@ -188,7 +208,9 @@ class Generation:
             rows = self.layouts.to_store(self.prefix.recorded(trial))
             if self.layouts.fits_store(rows):
                 self.fetcher.keep(keys.number, self._store_rows(keys, rows))
-        except Exception as error:  # the forward is done and right; the next one will not be recorded
+        except (
+            Exception
+        ) as error:  # the forward is done and right; the next one will not be recorded
             self._failure = error
         return output
 
@@ -199,7 +221,12 @@ class Generation:
         return memory
 
     def _check_rows(
-        self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], known: Mask, lengths: Integers | None
+        self,
+        batch: Batch,
+        computed: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        known: Mask,
+        lengths: Integers | None,
     ) -> None:
         """Compare the rows [B, ...] that the store had with computed ones, both in its order."""
         self._until_check, some = self.verify_batches, np.flatnonzero(known)
@@ -207,15 +234,24 @@ class Generation:
         error = self.prefix.error(own, stored, None if lengths is None else lengths[some].tolist())
         self.use.checks += 1
         self.use.largest_error = max(self.use.largest_error, error)
-        limit = tolerance(batch, self._device) + max(ROUNDING[layout.storage] for layout in self.layouts.stored)
+        limit = tolerance(batch, self._device) + max(
+            ROUNDING[layout.storage] for layout in self.layouts.stored
+        )
         if not error <= limit:
-            raise StaleError(f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}")
+            raise StaleError(
+                f"stored activations differ from computed ones by {error:.1e}, more than "
+                f"{limit:.1e}"
+            )
 
     def _check(self) -> None:
-        """Raise what has failed since the last forward, in a thread or behind a recorded forward."""
+        """Raise what has failed since the last forward, in a thread or behind a
+        recorded forward.
+        """
         failure = self._failure or self.fetcher.worker.failure or self.writer.worker.failure
         if failure is not None:
-            raise failure if isinstance(failure, EgeriaError) else StaleError(str(failure)) from failure
+            raise (
+                failure if isinstance(failure, EgeriaError) else StaleError(str(failure))
+            ) from failure
         self._front.check()
 
 

@@ -1,4 +1,6 @@
-"""How a batch becomes rows of a store: what its rows are known by, and in which order their dimensions are stored."""
+"""How a batch becomes rows of a store: what its rows are known by, and in which order their
+dimensions are stored.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,19 @@ from egeria.skipping.rows import true_lengths
 class Layouts:
     """How the leaves that cross a boundary become rows of a store, and back.
 
-    A feature map in channels_last is stored with its channels last: a convolution that gets it back in
-    another order of memory would take another way, to other last bits, and more slowly.
+    A feature map in channels_last is stored with its channels last: a convolution that gets it back
+    in another order of memory would take another way, to other last bits, and more slowly.
     """
 
     stored: tuple[RowLayout, ...]
     orders: tuple[tuple[int, ...], ...]
-    """For each leaf the dimensions of a batch [B, ...] from the outermost in memory to the innermost."""
+    """For each leaf the dimensions of a batch [B, ...] from the outermost in memory to the
+    innermost."""
 
     @classmethod
-    def of(cls, leaves: Sequence[Leaf], rows: Sequence[Tensor], *, storage: str, longest: int | None) -> Layouts:
+    def of(
+        cls, leaves: Sequence[Leaf], rows: Sequence[Tensor], *, storage: str, longest: int | None
+    ) -> Layouts:
         """Lay out what crosses.
 
         Args:
@@ -46,12 +51,19 @@ class Layouts:
                 shape[leaf.length_axis] = max(shape[leaf.length_axis], longest)
             axis = None if leaf.length_axis is None else order.index(leaf.length_axis + 1) - 1
             shuffled = tuple(shape[dimension - 1] for dimension in order[1:])
-            stored.append(RowLayout(shape=shuffled, dtype=tensor.dtype, storage=storage, length_axis=axis))
+            stored.append(
+                RowLayout(shape=shuffled, dtype=tensor.dtype, storage=storage, length_axis=axis)
+            )
         return cls(tuple(stored), orders)
 
     def like(self, stored: Sequence[RowLayout]) -> Layouts | None:
-        """Return the same in the rows of a store that another process made; None where those are of another kind."""
-        ours, theirs = ([replace(one, shape=one.shape_at(0)) for one in layouts] for layouts in (self.stored, stored))
+        """Return the same in the rows of a store that another process made; None where those are of
+        another kind.
+        """
+        ours, theirs = (
+            [replace(one, shape=one.shape_at(0)) for one in layouts]
+            for layouts in (self.stored, stored)
+        )
         return Layouts(tuple(stored), self.orders) if ours == theirs else None
 
     @property
@@ -60,7 +72,9 @@ class Layouts:
         return any(layout.length_axis is not None for layout in self.stored)
 
     def fits_store(self, rows: Sequence[Tensor]) -> bool:
-        """Tell whether rows [B, ...] in the order of the store are of these layouts, but for their length."""
+        """Tell whether rows [B, ...] in the order of the store are of these layouts, but for their
+        length.
+        """
         return len(rows) == len(self.stored) and all(map(RowLayout.is_of, self.stored, rows))
 
     def to_store(self, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -92,16 +106,24 @@ class BatchKeys:
 
     @classmethod
     def of(
-        cls, batch: Batch, indices: BatchIndices, positions: Integers, *, has_length: bool, ignores_padding: bool
+        cls,
+        batch: Batch,
+        indices: BatchIndices,
+        positions: Integers,
+        *,
+        has_length: bool,
+        ignores_padding: bool,
     ) -> BatchKeys | None:
-        """Return those of a batch, or None if the model is called with something else than its samples.
+        """Return those of a batch, or None if the model is called with something else than its
+        samples.
 
         Args:
             batch: arguments of the call.
             indices: the samples that the loader handed out last.
             positions: of these in the store [B].
             has_length: whether rows have lengths.
-            ignores_padding: whether rows are the same whatever length the batch is padded to; else that counts.
+            ignores_padding: whether rows are the same whatever length the batch is padded to; else
+                that counts.
         """
         num_rows = len(indices.samples)
         prints = fingerprints(batch.args, batch.kwargs, num_rows)
@@ -115,7 +137,9 @@ class BatchKeys:
     def take(self, rows: Integers) -> BatchKeys:
         """Return those of some rows [b]."""
         lengths = None if self.lengths is None else self.lengths[rows]
-        return BatchKeys(self.number, self.positions[rows], self.prints[rows], lengths, self.padded_length)
+        return BatchKeys(
+            self.number, self.positions[rows], self.prints[rows], lengths, self.padded_length
+        )
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:

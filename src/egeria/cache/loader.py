@@ -2,7 +2,8 @@
 
 The loader gets one attribute of its own in front of a method, `_get_iterator`. While that makes an
 iterator, and only then, the recording sampler and the wrapped data set stand in the loader for the
-user's. The classes, the user's code and everything that can be read from the loader stay as they are.
+user's. The classes, the user's code and everything that can be read from the loader stay as they
+are.
 """
 
 from __future__ import annotations
@@ -14,27 +15,38 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from egeria.cache.augmentation import BatchKind, ViewedDataset
-from egeria.cache.samples import BatchIndices, EpochIterator, IdColumn, NoSamplesError, Passes, RecordingBatchSampler
+from egeria.cache.samples import (
+    BatchIndices,
+    EpochIterator,
+    IdColumn,
+    NoSamplesError,
+    Passes,
+    RecordingBatchSampler,
+)
 
 METHOD, STATE = "_get_iterator", "__getstate__"
 INNER = ("base_dataloader", "_dataloader")
-"""Where the loaders of Accelerate and of Lightning Fabric have the one of torch that they iterate over."""
+"""Where the loaders of Accelerate and of Lightning Fabric have the one of torch that they iterate
+over."""
 
 
 class SampleFeed:
     """Follows a loader: knows each batch by the numbers of its samples, and the batches to come.
 
-    Until `upcoming` or `use_views` is called, the loader draws and augments bit for bit as without it.
-    Where the sampler cannot tell the samples, they are read from a column of the batch; then nothing is
-    known of the batches to come, and there are no views.
+    Until `upcoming` or `use_views` is called, the loader draws and augments bit for bit as without
+    it. Where the sampler cannot tell the samples, they are read from a column of the batch; then
+    nothing is known of the batches to come, and there are no views.
 
     Args:
         loader: the training `DataLoader`, or one of Accelerate's or Lightning Fabric's around it.
-        id_column: key of a batch that holds one integer for each row; None looks for one where that is needed.
-        base_seed: root of all seeds of stateless augmentation; the same in every process and after a resume.
+        id_column: key of a batch that holds one integer for each row; None looks for one where that
+            is needed.
+        base_seed: root of all seeds of stateless augmentation; the same in every process and after
+            a resume.
 
     Raises:
-        NoSamplesError: the samples cannot be identified. Where the first batch decides, `current` raises it.
+        NoSamplesError: the samples cannot be identified. Where the first batch decides, `current`
+            raises it.
     """
 
     def __init__(self, loader: Any, *, id_column: str | None, base_seed: int) -> None:
@@ -45,12 +57,20 @@ class SampleFeed:
                 f"{type(loader).__name__}; pass the DataLoader that the batches come from"
             )
         self.num_samples = length_of(loader.dataset)
-        self.num_batches = None if isinstance(loader.dataset, IterableDataset) else length_of(loader)
+        self.num_batches = (
+            None if isinstance(loader.dataset, IterableDataset) else length_of(loader)
+        )
         self._draws_ahead = loader.num_workers == 0
-        reason = f"the samples are to be identified by the column '{id_column}'" if id_column else _refusal(loader)
+        reason = (
+            f"the samples are to be identified by the column '{id_column}'"
+            if id_column
+            else _refusal(loader)
+        )
         self._passes = Passes(column=IdColumn(id_column), batch_kind=BatchKind(), refusal=reason)
         self._dataset: ViewedDataset | None = None
-        if reason is None and not isinstance(loader.dataset, MapDataPipe):  # torch takes those apart itself
+        if reason is None and not isinstance(
+            loader.dataset, MapDataPipe
+        ):  # torch takes those apart itself
             self._dataset = ViewedDataset(loader.dataset, base_seed, self._passes.batch_kind)
         self._hook = LoaderHook(loader, self._passes, self._dataset)
         self._finalizer = weakref.finalize(self, self._hook.close)
@@ -58,14 +78,16 @@ class SampleFeed:
 
     @property
     def current(self) -> BatchIndices | None:
-        """Return what the loader handed out last; None before the first batch, after the last and after `close`.
+        """Return what the loader handed out last; None before the first batch, after the last and
+        after `close`.
 
         Raises NoSamplesError where the samples cannot be identified after all.
         """
         return self._passes.current if self._is_followed() else None
 
     def take(self, call: Any) -> BatchIndices | None:
-        """Return the samples of the batch that a training forward is made of; None where that cannot be told.
+        """Return the samples of the batch that a training forward is made of; None where that
+        cannot be told.
 
         It may be any that was handed out: loaders and loops run ahead of the model.
 
@@ -90,7 +112,8 @@ class SampleFeed:
     def upcoming(self, count: int) -> list[BatchIndices]:
         """Return at most `count` batches that come after the one taken last.
 
-        They are handed out already, or are drawn in advance from now on, or workers have them or work at them.
+        They are handed out already, or are drawn in advance from now on, or workers have them or
+        work at them.
         """
         latest = self._passes.latest
         if not self._finalizer.alive or latest is None:
@@ -101,12 +124,14 @@ class SampleFeed:
         return [*self._passes.pending.waiting(), *latest.coming(count)][:count]
 
     def use_views(self, num_views: int | None) -> bool:
-        """Make the augmentation stateless, with so many views of each sample, one after the other from epoch to epoch.
+        """Make the augmentation stateless, with so many views of each sample, one after the other
+        from epoch to epoch.
 
-        None goes back to augmentation as the user wrote it. Holds for batches drawn from now on; with workers
-        that persist since before the loader was watched, from the next epoch on. Workers find out themselves
-        whether views are possible, so `views_refusal` may turn up later; until then batches that cannot be viewed
-        come freely augmented, `viewed` all the same. Returns whether it could be done; `views_refusal` says why not.
+        None goes back to augmentation as the user wrote it. Holds for batches drawn from now on;
+        with workers that persist since before the loader was watched, from the next epoch on.
+        Workers find out themselves whether views are possible, so `views_refusal` may turn up
+        later; until then batches that cannot be viewed come freely augmented, `viewed` all the
+        same. Returns whether it could be done; `views_refusal` says why not.
         """
         if num_views is not None and num_views < 1:
             raise ValueError(f"num_views must be at least 1 or None, found {num_views}")
@@ -131,18 +156,25 @@ class SampleFeed:
         if self._passes.refusal is not None:
             return f"{self._passes.refusal}, so the seed of a sample is not known when it is made"
         if self._dataset is None:
-            return "the data set is a MapDataPipe, which torch takes apart itself; use a map-style data set"
+            return (
+                "the data set is a MapDataPipe, which torch takes apart itself; use a "
+                "map-style data set"
+            )
         return self._passes.batch_kind.refusal
 
     def close(self) -> None:
-        """Give the loader back exactly as it was, also in the middle of an epoch; what is drawn is still handed out."""
+        """Give the loader back exactly as it was, also in the middle of an epoch; what is drawn is
+        still handed out.
+        """
         self._finalizer()
 
 
 def _innermost(loader: Any) -> Any:
     """Return the loader of torch that one of a framework's iterates over."""
     attributes = getattr(loader, "__dict__", {})
-    inner = next((attributes[name] for name in INNER if isinstance(attributes.get(name), DataLoader)), None)
+    inner = next(
+        (attributes[name] for name in INNER if isinstance(attributes.get(name), DataLoader)), None
+    )
     return loader if inner is None else _innermost(inner)
 
 
@@ -158,7 +190,9 @@ def _refusal(loader: DataLoader[Any]) -> str | None:
 
 
 def length_of(thing: Any) -> int | None:
-    """Return the length of a loader or a data set; None where it has none, for which they raise various things."""
+    """Return the length of a loader or a data set; None where it has none, for which they raise
+    various things.
+    """
     try:
         return len(thing)
     except Exception:
@@ -166,12 +200,16 @@ def length_of(thing: Any) -> int | None:
 
 
 class LoaderHook:
-    """Stands before a loader's `_get_iterator`, until `close`; tells `passes` what its iterators do.
+    """Stands before a loader's `_get_iterator`, until `close`; tells `passes` what its iterators
+    do.
 
-    It refers to them weakly: an iterator that the user drops must end its workers at once, not at a collection.
+    It refers to them weakly: an iterator that the user drops must end its workers at once, not at a
+    collection.
     """
 
-    def __init__(self, loader: DataLoader[Any], passes: Passes, dataset: ViewedDataset | None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], passes: Passes, dataset: ViewedDataset | None
+    ) -> None:
         if isinstance(vars(loader).get(METHOD), LoaderHook):
             raise NoSamplesError("another run already watches this loader; close that run first")
         self._loader = weakref.ref(loader)
@@ -185,9 +223,12 @@ class LoaderHook:
         if getattr(loader, METHOD) is not self:
             self.close()
             raise NoSamplesError(
-                f"{type(loader).__name__} does not let its iterators be watched; pass a plain DataLoader"
+                f"{type(loader).__name__} does not let its iterators be watched; pass a plain "
+                "DataLoader"
             )
-        if loader._iterator is not None:  # of persistent workers, started before; they have the user's data set
+        if (
+            loader._iterator is not None
+        ):  # of persistent workers, started before; they have the user's data set
             self._follow(loader._iterator, has_dataset=False)
 
     def __call__(self) -> Any:
@@ -200,7 +241,9 @@ class LoaderHook:
         attributes = vars(loader)  # the loader itself forbids that these be set
         sampler, dataset = attributes["batch_sampler"], attributes["dataset"]
         try:
-            attributes["batch_sampler"] = self._recording(sampler, can_view=self._dataset is not None)
+            attributes["batch_sampler"] = self._recording(
+                sampler, can_view=self._dataset is not None
+            )
             if self._dataset is not None:
                 attributes["dataset"] = self._dataset
             iterator = make()
@@ -212,9 +255,15 @@ class LoaderHook:
         return iterator
 
     def restart_workers(self) -> None:
-        """Let the next pass start new workers, if those that persist do not have the wrapped data set."""
+        """Let the next pass start new workers, if those that persist do not have the wrapped data
+        set.
+        """
         loader: Any = self._loader()
-        if loader is not None and loader._iterator is not None and loader._iterator._dataset is not self._dataset:
+        if (
+            loader is not None
+            and loader._iterator is not None
+            and loader._iterator._dataset is not self._dataset
+        ):
             loader._iterator = None
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
-"""`MemoryCache`: skips the frozen front where inputs come again just as they were, with nothing but memory.
+"""`MemoryCache`: skips the frozen front where inputs come again just as they were, with nothing but
+memory.
 
-Rows are known by the content of the input (`store/memory.py`). So neither the loader nor the numbers of samples take
-part, and nothing is drawn ahead or read ahead. Before a layer module is frozen a look at some batches of two epochs
-tells how many samples come again (`repeats.py`). Where a freeze comes too early for that, random augmentation shows in
-that nothing does, and ends it.
+Rows are known by the content of the input (`store/memory.py`). So neither the loader nor the
+numbers of samples take part, and nothing is drawn ahead or read ahead. Before a layer module is
+frozen a look at some batches of two epochs tells how many samples come again (`repeats.py`). Where
+a freeze comes too early for that, random augmentation shows in that nothing does, and ends it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from egeria.skipping.prefix import Prefix
 from egeria.skipping.rows import true_lengths
 
 HANDLING_S = 3e-4
-"""What a batch from memory takes besides hashing and copying: stubs, and the look at the frozen weights (measured)."""
+"""What a batch from memory takes besides hashing and copying: stubs, and the look at the frozen
+weights (measured)."""
 TRIAL_ITERATIONS = 20
 """Iterations whose time finding out what crosses takes, and that must be won back."""
 MOST_UNPADDED = 32
@@ -54,25 +56,30 @@ REPORT_BATCHES = 500
 UNKNOWN_EPOCH = 10_000
 """Batches after which inputs must have come again where nobody knows how long an epoch is."""
 TRIED_AGAIN = 2
-"""Times as many steps as were made when inputs turned out not to come again, or storing not to pay, after which it is
-tried again: an augmentation may be switched off for the last epochs, but most never are, and each try costs."""
+"""Times as many steps as were made when inputs turned out not to come again, or storing not to pay,
+after which it is tried again: an augmentation may be switched off for the last epochs, but most
+never are, and each try costs."""
 LEAST_REPEATED = 0.05
 """Share of the samples that must come again."""
 SETTLED = 0.8
-"""Of the time that iterations took when they were watched before: where they still get shorter by more, they wait for
-something that passes, such as kernels that an accelerator loads, or plans that it makes for each new length."""
+"""Of the time that iterations took when they were watched before: where they still get shorter by
+more, they wait for something that passes, such as kernels that an accelerator loads, or plans that
+it makes for each new length."""
 MOST_WATCHES = 6
 """Times that the iterations behind a freeze are watched for that to end."""
 WATCHES_PER_EPOCH = 16
-"""Part of an epoch whose iterations are timed at once, eight of them at least, and at most as many as the review looks
-at, which holds its own against them. Of sentences of all lengths the median of eight was a fifth under that of all."""
+"""Part of an epoch whose iterations are timed at once, eight of them at least, and at most as many
+as the review looks at, which holds its own against them. Of sentences of all lengths the median of
+eight was a fifth under that of all."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class MemoryCache:
-    """Makes the training forwards of a model with a frozen front, as `ActivationCache` does, out of memory alone.
+    """Makes the training forwards of a model with a frozen front, as `ActivationCache` does, out of
+    memory alone.
 
-    Whatever fails, the user's forward is made as it is; what is declined is written to the journal, without a warning.
+    Whatever fails, the user's forward is made as it is; what is declined is written to the journal,
+    without a warning.
     """
 
     model: nn.Module
@@ -135,7 +142,13 @@ class MemoryCache:
             return
         self._number += 1
         self._watched_s = []
-        reason = self.refusal or self.find_refusal() or self._foresee() or self._ask_repeats() or self._recall()
+        reason = (
+            self.refusal
+            or self.find_refusal()
+            or self._foresee()
+            or self._ask_repeats()
+            or self._recall()
+        )
         if reason:
             self._record("computed", reason)
             return
@@ -213,7 +226,9 @@ class MemoryCache:
         self._given_up = TRIED_AGAIN * step, f"{reason}, at step {step}"
 
     def _ask_repeats(self) -> str:
-        """Return that inputs do not come again, as far as that was watched; empty where they do or nobody knows."""
+        """Return that inputs do not come again, as far as that was watched; empty where they do or
+        nobody knows.
+        """
         found = self.repeats.share(self._outlook.num_hosts) if self.repeats is not None else None
         if found is None:
             return ""
@@ -243,13 +258,19 @@ class MemoryCache:
         )
 
     def _decide(self, batch: Batch, timed: TimedForward) -> None:
-        """Choose how the forward pass is done from here on; waits for a batch that shows what padding does."""
+        """Choose how the forward pass is done from here on; waits for a batch that shows what
+        padding does.
+        """
         num_rows = count_rows(batch)
         self._most_rows = max(self._most_rows, num_rows)
         if num_rows < min(LEAST_ROWS, self._most_rows):
             return
         lengths = true_lengths(batch.kwargs, num_rows)
-        if lengths is not None and lengths.min() == batch.kwargs["attention_mask"].shape[1] and self._patience > 0:
+        if (
+            lengths is not None
+            and lengths.min() == batch.kwargs["attention_mask"].shape[1]
+            and self._patience > 0
+        ):
             self._patience -= 1
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -267,18 +288,26 @@ class MemoryCache:
         self.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def _timed_forward(self) -> TimedForward:
-        watched = max(WATCHED_FORWARDS, min(WINDOW_BATCHES, (self.num_batches or 0) // WATCHES_PER_EPOCH))
+        watched = max(
+            WATCHED_FORWARDS, min(WINDOW_BATCHES, (self.num_batches or 0) // WATCHES_PER_EPOCH)
+        )
         return TimedForward.of(self.model, self._modules, self.settings.gate, watched)
 
     def _is_settled(self, timed: TimedForward) -> bool:
-        """Return whether iterations are no longer much shorter than when they were watched before."""
+        """Return whether iterations are no longer much shorter than when they
+        were watched before.
+        """
         before, self._watched_s = self._watched_s, [*self._watched_s, timed.iteration_s]
         if self.settings.gate == "open" or len(self._watched_s) >= MOST_WATCHES:
             return True
         return bool(before) and timed.iteration_s >= SETTLED * before[-1]
 
-    def _try_to_store(self, batch: Batch, num_rows: int, timed: TimedForward) -> tuple[str, dict[str, float]]:
-        """Store from here on where it pays; return why not, or an empty reason, and the numbers that decided."""
+    def _try_to_store(
+        self, batch: Batch, num_rows: int, timed: TimedForward
+    ) -> tuple[str, dict[str, float]]:
+        """Store from here on where it pays; return why not, or an empty reason, and the numbers
+        that decided.
+        """
         begin = time.perf_counter()
         keys = row_keys(batch, num_rows)
         hash_s = time.perf_counter() - begin
@@ -297,7 +326,9 @@ class MemoryCache:
         prefix = Prefix.find(self.model, self._modules, batch, num_rows)
         rows = prefix.compute(batch, None)
         memory = RowMemory([leaf.length_axis for leaf in prefix.row_leaves], self._limit_bytes)
-        prospects = _time_memory(prospects, memory, batch, rows, (self.num_batches or 1) * self._outlook.num_hosts)
+        prospects = _time_memory(
+            prospects, memory, batch, rows, (self.num_batches or 1) * self._outlook.num_hosts
+        )
         if reason := self._ask_gate(prospects):
             return reason, prospects.to_dict()
         self._switch_to(self._memory_forward(prefix, memory, prospects))
@@ -305,11 +336,15 @@ class MemoryCache:
         return "", prospects.to_dict()
 
     def _limit_bytes(self, stored_bytes: int) -> int:
-        """Return how much may be stored here, where all processes of this host have stored as much as this one."""
+        """Return how much may be stored here, where all processes of this host have stored as much
+        as this one.
+        """
         free_bytes = free_memory_bytes() + self.num_local * stored_bytes
         return int(free_bytes * self.settings.memory_share / self.num_local)
 
-    def _memory_forward(self, prefix: Prefix, memory: RowMemory, prospects: Prospects) -> MemoryForward:
+    def _memory_forward(
+        self, prefix: Prefix, memory: RowMemory, prospects: Prospects
+    ) -> MemoryForward:
         return MemoryForward(
             prefix=prefix,
             memory=memory,
@@ -318,9 +353,13 @@ class MemoryCache:
             verify_batches=self.settings.verify_batches,
             rollback=Rollback(self.model),
             epoch_batches=self.num_batches or UNKNOWN_EPOCH,
-            expected_share=prospects.stored_share * prospects.repeated_share / self._outlook.num_hosts,
+            expected_share=prospects.stored_share
+            * prospects.repeated_share
+            / self._outlook.num_hosts,
             least_rows=min(LEAST_ROWS, self._most_rows),
-            review=None if self.settings.gate == "open" else Review.of(prospects, self.num_batches, self._outlook),
+            review=None
+            if self.settings.gate == "open"
+            else Review.of(prospects, self.num_batches, self._outlook),
         )
 
     def _ask_gate(self, prospects: Prospects) -> str:
@@ -331,14 +370,20 @@ class MemoryCache:
         if pays and self.num_batches:
             trial_s = TRIAL_ITERATIONS * prospects.iteration_s
             if prospects.total_gain_s * self.num_batches < trial_s:
-                return "finding out how to skip the frozen layers takes longer than the epochs ahead would save"
+                return (
+                    "finding out how to skip the frozen layers takes longer than the epochs "
+                    "ahead would save"
+                )
         return "" if pays else reason
 
     def _gain(self, prospects: Prospects) -> str:
         if self.settings.gate == "open":
             return "cache.gate is 'open'"
         share = prospects.gain_s / prospects.iteration_s
-        return f"a batch from memory saves {share:.0%} of an iteration; {size_text(prospects.room_bytes)} may be used"
+        return (
+            f"a batch from memory saves {share:.0%} of an iteration; "
+            f"{size_text(prospects.room_bytes)} may be used"
+        )
 
     def _compute(self, reason: str, numbers: dict[str, float]) -> None:
         """Compute the frozen front until the boundary moves."""
@@ -371,7 +416,9 @@ def _time_memory(
 
     `num_batches` come to this process until all samples are known.
     """
-    rows[0].flatten()[:1].cpu()  # so that an accelerator's queue is empty, and only what follows is timed
+    rows[0].flatten()[
+        :1
+    ].cpu()  # so that an accelerator's queue is empty, and only what follows is timed
     keys = [str(row).encode() for row in range(len(rows[0]))]
     lengths = true_lengths(batch.kwargs, len(keys)) if memory.has_length else None
     begin = time.perf_counter()
@@ -379,7 +426,12 @@ def _time_memory(
     written = time.perf_counter()
     batch_bytes, room_bytes = memory.size_bytes, memory.limit_bytes
     if memory.is_full:
-        return replace(prospects, batch_bytes=room_bytes + 1, needed_bytes=room_bytes * 100, room_bytes=room_bytes)
+        return replace(
+            prospects,
+            batch_bytes=room_bytes + 1,
+            needed_bytes=room_bytes * 100,
+            room_bytes=room_bytes,
+        )
     padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
     for leaf, own in zip(memory.read(keys, memory.knows(keys), padded_length), rows, strict=True):
         torch.empty_like(own).copy_(leaf)

@@ -1,4 +1,6 @@
-"""`MemoryForward`: training forwards that are served from memory where the input was there before, and fill it."""
+"""`MemoryForward`: training forwards that are served from memory where the input was there before,
+and fill it.
+"""
 
 from __future__ import annotations
 
@@ -31,39 +33,46 @@ from egeria.skipping.probe import tolerance
 from egeria.skipping.rows import true_lengths
 
 LEAST_POSITIONS = 128
-"""Positions of sequences that are computed together at least, where only some samples of a batch are missing. With half
-as many MiniLM came to the same last bits as with all, in float32 and bfloat16 (record 0041, one processor)."""
+"""Positions of sequences that are computed together at least, where only some samples of a batch
+are missing. With half as many MiniLM came to the same last bits as with all, in float32 and
+bfloat16 (record 0041, one processor)."""
 REPEATED_BATCHES = 8
-"""Batches that must have come again, of 32 more than an epoch has, or inputs are taken to be random."""
+"""Batches that must have come again, of 32 more than an epoch has, or inputs are taken to be
+random."""
 WINDOW_BATCHES = 32
 """Batches between two looks at how many samples were found."""
 LEAST_SHARE = 0.05
-"""Share of the samples that must be found from the third epoch on, or looking for them is given up."""
+"""Share of the samples that must be found from the third epoch on, or looking for them is given
+up."""
 UNKNOWN_ITERATIONS = 50
 UNKNOWN_SHARE = 0.01
-"""Iterations whose time filling may take where nobody knows how long an epoch is, or the run: so many, or this share of
-those ahead."""
+"""Iterations whose time filling may take where nobody knows how long an epoch is, or the run: so
+many, or this share of those ahead."""
 HARMLESS = 8
-"""Passes before which an attribute around the frozen layers was set otherwise, and stored rows were right all the same,
-after which that is no reason to check them: it may be a counter of steps."""
+"""Passes before which an attribute around the frozen layers was set otherwise, and stored rows were
+right all the same, after which that is no reason to check them: it may be a counter of steps."""
 
 SERVED_SHARE = 0.9
-"""Share of the samples of a window that must be known, or it says nothing of what serving brings."""
+"""Share of the samples of a window that must be known, or it says nothing of what serving
+brings."""
 
 
 @dataclass(slots=True)
 class Review:
-    """Whether storing pays in fact: how long iterations take, beside those before it, in windows of some batches.
+    """Whether storing pays in fact: how long iterations take, beside those before it, in windows of
+    some batches.
 
-    Where nearly all samples of a window were known an iteration must be shorter. In others it may be longer, by no more
-    than the epochs ahead will win back, until most samples must be known, nor by more than `budget_s` in all. Two
-    windows in a row that fail end it: one may be a busy machine.
+    Where nearly all samples of a window were known an iteration must be shorter. In others it may
+    be longer, by no more than the epochs ahead will win back, until most samples must be known, nor
+    by more than `budget_s` in all. Two windows in a row that fail end it: one may be a busy
+    machine.
     """
 
     prospects: Prospects
     """What it was to bring and cost."""
     served_from: float
-    """Batches after which each window must be of shorter iterations; infinite where nobody knows."""
+    """Batches after which each window must be of shorter iterations; infinite where nobody
+    knows."""
     budget_s: float
     """Seconds that filling may take in all, less what was saved meanwhile."""
     _spent_s: float = 0.0
@@ -78,17 +87,24 @@ class Review:
     def of(cls, prospects: Prospects, num_batches: int | None, outlook: Outlook) -> Review:
         """Return what asks again.
 
-        Where each sample may come to another process in each epoch they get known one by one. Filling may take what the
-        epochs ahead win back; where nobody knows how long an epoch is, or the run, a share of the time ahead.
+        Where each sample may come to another process in each epoch they get known one by one.
+        Filling may take what the epochs ahead win back; where nobody knows how long an epoch is, or
+        the run, a share of the time ahead.
 
         Args:
             prospects: what storing was to bring and cost.
             num_batches: of an epoch; None where nobody knows.
             outlook: the time to come.
         """
-        served_from = math.inf if num_batches is None or outlook.num_hosts > 1 else 2.0 * num_batches
+        served_from = (
+            math.inf if num_batches is None or outlook.num_hosts > 1 else 2.0 * num_batches
+        )
         if num_batches is None or outlook.steps_ahead is None:
-            ahead = 0.0 if outlook.steps_ahead is None else outlook.steps_ahead * outlook.forwards_per_step
+            ahead = (
+                0.0
+                if outlook.steps_ahead is None
+                else outlook.steps_ahead * outlook.forwards_per_step
+            )
             budget_s = max(UNKNOWN_ITERATIONS, UNKNOWN_SHARE * ahead) * prospects.iteration_s
         else:
             budget_s = num_batches * replace(prospects, fill_s=0.0).total_gain_s
@@ -103,7 +119,9 @@ class Review:
         self._known += known.tolist()
 
     def note_cost(self, seconds: float) -> None:
-        """Note what trying out a kind of batch took, which the median of iterations does not show."""
+        """Note what trying out a kind of batch took, which the median of
+        iterations does not show.
+        """
         self._spent_s += seconds
 
     def complaint(self) -> str:
@@ -122,9 +140,13 @@ class Review:
         if not (was_warned and self._is_warned):
             return ""
         if not is_longer:
-            return f"filling took {self._spent_s:.1f} s so far, more than the {self.budget_s:.1f} s that it may"
+            return (
+                f"filling took {self._spent_s:.1f} s so far, more than the {self.budget_s:.1f} "
+                "s that it may"
+            )
         return (
-            f"an iteration in which {known_share:.0%} of the samples were stored before takes {1e3 * found_s:.1f} ms, "
+            f"an iteration in which {known_share:.0%} of the samples were stored before takes "
+            f"{1e3 * found_s:.1f} ms, "
             f"and took {1e3 * usual_s:.1f} ms with computed ones{why}"
         )
 
@@ -165,14 +187,16 @@ class MemoryForward:
         self._windows = deque([(0, 0)], maxlen=2 + math.ceil(self.epoch_batches / WINDOW_BATCHES))
 
     def forward(self, call: UserForward, batch: Batch, _: BatchIndices | None = None) -> Any:
-        """Make a training forward: replayed where all samples, or most, are known; else computed and recorded.
+        """Make a training forward: replayed where all samples, or most, are known; else computed
+        and recorded.
 
         Args:
             call: the user's forward of the model.
             batch: its arguments.
 
         Raises:
-            EgeriaError: nothing stored can be used any more. What the call itself raises passes through.
+            EgeriaError: nothing stored can be used any more. What the call itself raises passes
+                through.
         """
         self._check()
         if self._num_agreed < HARMLESS:
@@ -180,14 +204,22 @@ class MemoryForward:
             self._until_check = 0 if self._is_set_otherwise else self._until_check
         num_rows = count_rows(batch)
         lengths = true_lengths(batch.kwargs, num_rows) if self.memory.has_length else None
-        keys = row_keys(batch, num_rows, self.prefix.shared_arguments) if num_rows >= self.least_rows else None
+        keys = (
+            row_keys(batch, num_rows, self.prefix.shared_arguments)
+            if num_rows >= self.least_rows
+            else None
+        )
         if keys is None or (lengths is None and self.memory.has_length):
             return call(plain=True)
         self.use.batches += 1
         known = self.memory.knows(keys)
         if self.review is not None:
             self.review.note(known)
-        is_served = bool(known.any()) and (bool(known.all()) or self.prefix.can_split) and self.prefix.knows(batch)
+        is_served = (
+            bool(known.any())
+            and (bool(known.all()) or self.prefix.can_split)
+            and self.prefix.knows(batch)
+        )
         rows = self._rows(batch, keys, known, lengths) if is_served else None
         if rows is None:
             return self._record(call, batch, keys, lengths)
@@ -228,8 +260,11 @@ class MemoryForward:
         """Free the memory; more than once is no error."""
         self.memory.close()
 
-    def _rows(self, batch: Batch, keys: Sequence[bytes], known: Mask, lengths: Integers | None) -> list[Tensor] | None:
-        """Return what crosses for a batch, computed where it is not known; None where it does not fit.
+    def _rows(
+        self, batch: Batch, keys: Sequence[bytes], known: Mask, lengths: Integers | None
+    ) -> list[Tensor] | None:
+        """Return what crosses for a batch, computed where it is not known; None where it does not
+        fit.
 
         Where a check is due the whole batch is computed, and what is known compared.
         """
@@ -251,19 +286,27 @@ class MemoryForward:
         return rows
 
     def _compute(self, batch: Batch, missing: Integers) -> list[Tensor]:
-        """Return some rows [b] of a batch, computed together with repeats of them where they are few."""
+        """Return some rows [b] of a batch, computed together with repeats of them where they are
+        few.
+        """
         mask = batch.kwargs.get("attention_mask")
         length = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 1
         least = min(LEAST_ROWS, -(-LEAST_POSITIONS // max(1, length)))
         together = np.resize(missing, max(len(missing), min(count_rows(batch), least)))
-        return [leaf[: len(missing)] for leaf in self.prefix.compute(batch, torch.from_numpy(together))]
+        return [
+            leaf[: len(missing)] for leaf in self.prefix.compute(batch, torch.from_numpy(together))
+        ]
 
-    def _record(self, call: UserForward, batch: Batch, keys: Sequence[bytes], lengths: Integers | None) -> Any:
+    def _record(
+        self, call: UserForward, batch: Batch, keys: Sequence[bytes], lengths: Integers | None
+    ) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
         self.use.misses += len(keys)
         if self.memory.is_full and self.prefix.knows(batch):
             return call(plain=True)
-        if self.prefix.is_to_be_tried(batch):  # now, while no graph of the user's waits for its backward pass
+        if self.prefix.is_to_be_tried(
+            batch
+        ):  # now, while no graph of the user's waits for its backward pass
             begin = time.perf_counter()
             self.prefix.learn(batch)
             if self.review is not None:
@@ -277,16 +320,23 @@ class MemoryForward:
             new = np.flatnonzero(~self.memory.knows(keys))
             if len(new) and self.prefix.fits(batch, rows):
                 rows = rows if len(new) == len(keys) else take_rows(rows, new)
-                self.memory.write([keys[row] for row in new.tolist()], rows, None if lengths is None else lengths[new])
-        except Exception as error:  # the forward is done and right; the next one will not be recorded
+                self.memory.write(
+                    [keys[row] for row in new.tolist()],
+                    rows,
+                    None if lengths is None else lengths[new],
+                )
+        except (
+            Exception
+        ) as error:  # the forward is done and right; the next one will not be recorded
             self._failure = without_frames(error)
         return output
 
     def lack_of_hits(self) -> str:
-        """Return, each time that so many batches were seen, that too few samples have come again; empty if enough did.
+        """Return, each time that so many batches were seen, that too few samples have come again;
+        empty if enough did.
 
-        Where the first pass over the data began in the middle of an epoch, some 32 batches have come again when 32 more
-        than an epoch has were seen.
+        Where the first pass over the data began in the middle of an epoch, some 32 batches have
+        come again when 32 more than an epoch has were seen.
         """
         seen = self.use.batches
         if not seen or seen % WINDOW_BATCHES:
@@ -301,10 +351,18 @@ class MemoryForward:
             needed = max(needed, LEAST_SHARE * looked_up)
         if found >= needed * self.expected_share:
             return ""
-        return f"inputs do not come again: of the last {looked_up} samples {found} had been there before"
+        return (
+            f"inputs do not come again: of the last {looked_up} samples {found} had been there "
+            "before"
+        )
 
     def _check_rows(
-        self, batch: Batch, computed: Sequence[Tensor], rows: Sequence[Tensor], known: Mask, lengths: Integers | None
+        self,
+        batch: Batch,
+        computed: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        known: Mask,
+        lengths: Integers | None,
     ) -> None:
         """Compare the rows [B, ...] that came from memory with computed ones."""
         self._until_check, some = self.verify_batches, np.flatnonzero(known)
@@ -314,11 +372,16 @@ class MemoryForward:
         self.use.largest_error = max(self.use.largest_error, error)
         limit = tolerance(batch, self._device)
         if not error <= limit:
-            raise StaleError(f"stored activations differ from computed ones by {error:.1e}, more than {limit:.1e}")
+            raise StaleError(
+                f"stored activations differ from computed ones by {error:.1e}, more than "
+                f"{limit:.1e}"
+            )
         self._num_agreed += self._is_set_otherwise
 
     def _check(self) -> None:
-        """Raise what has failed behind a recorded forward, or what has changed since the last one."""
+        """Raise what has failed behind a recorded forward, or what has changed
+        since the last one.
+        """
         if self._failure is not None:
             raise self._failure
         check_runs_once()
@@ -326,5 +389,7 @@ class MemoryForward:
 
 
 def count_rows(batch: Batch) -> int:
-    """Return the number of samples: the first axis of the first tensor that has one; 0 without any."""
+    """Return the number of samples: the first axis of the first tensor that has
+    one; 0 without any.
+    """
     return next((tensor.shape[0] for tensor in tree.leaves(batch.arguments) if tensor.dim()), 0)

@@ -1,10 +1,11 @@
 """`PendingBatches`: which of the batches that a loader has handed out a forward pass is of.
 
-Loaders and loops run ahead of the model: by one batch (Accelerate, Lightning), by the batches of one optimizer step
-(the `Trainer` of transformers), by as many as a prefetching thread likes. A batch is recognised by the memory of its
-tensors or, where it was copied, by some of its elements. Where the model is called with something made from the
-batch, what is left is the order. None of this keeps a batch alive, and nothing rests on it but the number of rows
-that are served: a stored row is used for equal input only.
+Loaders and loops run ahead of the model: by one batch (Accelerate, Lightning), by the batches of
+one optimizer step (the `Trainer` of transformers), by as many as a prefetching thread likes. A
+batch is recognised by the memory of its tensors or, where it was copied, by some of its elements.
+Where the model is called with something made from the batch, what is left is the order. None of
+this keeps a batch alive, and nothing rests on it but the number of rows that are served: a stored
+row is used for equal input only.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ MOST_PENDING = 512
 MOST_TAKEN = 8
 """Batches that are recognised once more after their forward pass."""
 MOST_FOREIGN = 8
-"""Forward passes in a row of nothing that was handed out, before that may be something made from the batches."""
+"""Forward passes in a row of nothing that was handed out, before that may be something made from
+the batches."""
 NUM_ELEMENTS = 512
 """Elements of a tensor that are compared where batches are copied."""
 DEEPEST, MOST_TENSORS, MOST_PLAIN = 4, 64, 64
-"""How far tensors are looked for: containers inside of others, all of them, entries of lists of numbers or strings."""
+"""How far tensors are looked for: containers inside of others, all of them, entries of lists of
+numbers or strings."""
 
 Storages = dict[tuple[int, int], StorageWeakRef]
 """The memory of tensors, by its identity and where in it each begins; held weakly."""
@@ -55,7 +58,9 @@ class PendingBatch:
 
 
 class PendingBatches:
-    """The batches handed out that no forward pass has been made of; safe to be filled by another thread."""
+    """The batches handed out that no forward pass has been made of; safe to be filled by another
+    thread.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[PendingBatch] = deque(maxlen=MOST_PENDING)
@@ -69,7 +74,8 @@ class PendingBatches:
         self._num_foreign = MOST_FOREIGN
         self._num_guessed = 0
         self._takes_all: bool | None = None
-        """Whether the loop uses every batch, where only the order tells them apart; None until a pass has shown it."""
+        """Whether the loop uses every batch, where only the order tells them apart; None until a
+        pass has shown it."""
 
     def begin(self) -> None:
         """Note that the loader begins a pass."""
@@ -83,7 +89,9 @@ class PendingBatches:
         """Note a batch that is handed out, with its samples."""
         tensors = _tensors_of(batch)
         storages = _storages(tensors)
-        shared = storages.keys() & self._before.keys()  # such as a mask that is the same in each batch
+        shared = (
+            storages.keys() & self._before.keys()
+        )  # such as a mask that is the same in each batch
         contents = _contents(tensors) if self._reads_contents else None
         own = {key: storage for key, storage in storages.items() if key not in shared}
         entry = PendingBatch(indices, self._pass_number, own, contents)
@@ -96,7 +104,8 @@ class PendingBatches:
             self._newest, self._before, self._has_ended = entry, storages, False
 
     def take(self, call: Any) -> BatchIndices | None:
-        """Return the samples of the batch that the model is called with; None where it cannot be told.
+        """Return the samples of the batch that the model is called with; None where it cannot be
+        told.
 
         The batches handed out before it are not expected any more.
 
@@ -112,7 +121,9 @@ class PendingBatches:
                 return entry.indices
             if self._num_foreign < MOST_FOREIGN:
                 self._num_foreign += 1
-                if self._num_foreign == MOST_FOREIGN:  # they were made from the batches in order, it seems
+                if (
+                    self._num_foreign == MOST_FOREIGN
+                ):  # they were made from the batches in order, it seems
                     self._pass_over(MOST_FOREIGN)
                 return None
             entry = self._next_in_order()
@@ -141,10 +152,14 @@ class PendingBatches:
         return candidates[numbers.index(most)] if most and numbers.count(most) == 1 else None
 
     def _next_in_order(self) -> PendingBatch | None:
-        """Return the batch whose turn it is, where none is recognised; None as long as that cannot be relied on."""
+        """Return the batch whose turn it is, where none is recognised; None as long as that cannot
+        be relied on.
+        """
         if not self._pending:  # a second forward pass of the same batch
             return self._taken[-1] if self._taken and not self._has_ended else None
-        latest = [entry for entry in self._pending if entry.pass_number == self._pending[-1].pass_number]
+        latest = [
+            entry for entry in self._pending if entry.pass_number == self._pending[-1].pass_number
+        ]
         is_ahead, self._reads_contents = len(latest) > 1, self._reads_contents or len(latest) > 1
         chosen = latest[-1] if self._takes_all is False else latest[0]
         self._num_guessed += is_ahead
@@ -154,7 +169,9 @@ class PendingBatches:
         return chosen
 
     def _judge_order(self, before: PendingBatch, entry: PendingBatch) -> None:
-        """See, at the first batch of a pass, whether the loop has used every batch of the one before."""
+        """See, at the first batch of a pass, whether the loop has used every batch of the one
+        before.
+        """
         if before.pass_number == entry.pass_number:
             return
         if self._num_guessed and self._has_ended and self._takes_all is None:
@@ -206,13 +223,19 @@ def _storages(tensors: Iterable[Tensor]) -> Storages:
 
 @torch.no_grad()
 def _contents(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return a hash for each tensor of elements from all over it; of equal ones where it was copied or reshaped."""
+    """Return a hash for each tensor of elements from all over it; of equal ones where it was copied
+    or reshaped.
+    """
     hashes = set()
     for tensor in tensors:
         with suppress(Exception):  # a kind of tensor whose elements cannot be read
             step = max(1, tensor.numel() // NUM_ELEMENTS)
             places = torch.arange(0, tensor.numel(), step, device=tensor.device)
-            elements = tensor[torch.unravel_index(places, tensor.shape)] if tensor.dim() else tensor.reshape(1)
+            elements = (
+                tensor[torch.unravel_index(places, tensor.shape)]
+                if tensor.dim()
+                else tensor.reshape(1)
+            )
             found = elements.cpu().view(torch.uint8).numpy().tobytes()
             hashes.add(hash((tensor.numel(), tensor.dtype, found)))
     return frozenset(hashes)

@@ -1,4 +1,6 @@
-"""Whether inputs come again just as they were: by the numbers of samples, or by what they hold alone."""
+"""Whether inputs come again just as they were: by the numbers of samples, or by what they hold
+alone.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ NEEDED = 32
 class RepeatedInputs:
     """Distinguishes a data set that gives a sample as it is from one that augments it at random.
 
-    The data set itself is never called for this: the inputs of the training forwards are compared, by
-    fingerprint, for the first samples that come round again.
+    The data set itself is never called for this: the inputs of the training forwards are compared,
+    by fingerprint, for the first samples that come round again.
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,9 @@ class RepeatedInputs:
         """Return whether the fingerprints of these samples [B] would teach anything."""
         if self.verdict is not None:
             return False
-        return len(self._first) < MAX_WATCHED or any(int(sample) in self._first for sample in samples)
+        return len(self._first) < MAX_WATCHED or any(
+            int(sample) in self._first for sample in samples
+        )
 
     def observe(self, samples: np.ndarray, prints: np.ndarray) -> None:
         """Take in the samples of a batch [B] and the fingerprints of their inputs [B, 2]."""
@@ -61,18 +65,20 @@ class RepeatedInputs:
 NUM_RUNS, RUN_BATCHES = 8, 8
 """Of each epoch so many runs of so many batches are looked at; all of an epoch that has no more."""
 LEAST_EXPECTED = 60
-"""Samples that would have come again by now, if all did, before there is a share: with 5 % of them coming again that
-none is seen has a chance of one in twenty."""
+"""Samples that would have come again by now, if all did, before there is a share: with 5 % of them
+coming again that none is seen has a chance of one in twenty."""
 MOST_TWICE = 0.25
 """Share of the samples that may be like another of the same epoch."""
 
 
 class RepeatedContents:
-    """Which share of the samples comes again just as it was in the epoch before, by what some batches hold.
+    """Which share of the samples comes again just as it was in the epoch before, by what some
+    batches hold.
 
-    Of each of the first two epochs the batches at the same places are looked at: all samples of these come again where
-    batches keep their order, as many as chance brings where they are shuffled. A sentence that is padded to another
-    length is another input. No result is waited for before the share is asked for.
+    Of each of the first two epochs the batches at the same places are looked at: all samples of
+    these come again where batches keep their order, as many as chance brings where they are
+    shuffled. A sentence that is padded to another length is another input. No result is waited for
+    before the share is asked for.
 
     Args:
         num_batches: of an epoch.
@@ -99,18 +105,21 @@ class RepeatedContents:
         """Take in the batch that was counted last, of so many samples."""
         hashes = row_hashes(batch.args, batch.kwargs, num_rows)
         if hashes is not None:
-            digest = hashlib.blake2b(describe(batch, num_rows, shapes=True).encode(), digest_size=7).digest()
+            digest = hashlib.blake2b(
+                describe(batch, num_rows, shapes=True).encode(), digest_size=7
+            ).digest()
             epoch = self._epochs[self._num_seen > self._num_batches]
             epoch.append(hashes + int.from_bytes(digest, "little"))
 
     def share(self, num_hosts: int) -> tuple[float, str] | None:
         """Return the share, and what was found in words; on an accelerator this waits.
 
-        None where too little was seen, or inputs come more than once in an epoch, as where the model is called twice
-        with each batch: then nobody knows which calls are an epoch.
+        None where too little was seen, or inputs come more than once in an epoch, as where the
+        model is called twice with each batch: then nobody knows which calls are an epoch.
 
         Args:
-            num_hosts: processes that a sample may come to: in the epoch after it does to this one by chance.
+            num_hosts: processes that a sample may come to: in the epoch after it does to this one
+                by chance.
         """
         first, second = ([own.cpu().tolist() for own in epoch] for epoch in self._epochs)
         known = {entry for batch in first for entry in batch}
@@ -118,7 +127,9 @@ class RepeatedContents:
         if not num_second or num_first - len(known) > MOST_TWICE * num_first:
             return None
         found = sum(entry in known for batch in second for entry in batch)
-        in_place = sum(len({*before} & {*after}) for before, after in zip(first, second, strict=False))
+        in_place = sum(
+            len({*before} & {*after}) for before, after in zip(first, second, strict=False)
+        )
         words = f"of {num_second} samples {found} were among {num_first} of the epoch before"
         is_ordered = in_place > found / 2
         expected = num_second * (1.0 if is_ordered else len(first) / self._num_batches / num_hosts)

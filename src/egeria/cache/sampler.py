@@ -12,10 +12,12 @@ from egeria import dist
 
 
 class ShardSampler(DistributedSampler[int]):
-    """Deals the samples out to the processes once, and shuffles each one's part anew in every epoch.
+    """Deals the samples out to the processes once, and shuffles each one's part anew in every
+    epoch.
 
-    `DistributedSampler`, which it stands in for, deals anew in every epoch, so that a sample comes to another host
-    than the one that has stored its activations. In return the batches of a process are drawn from its own part alone.
+    `DistributedSampler`, which it stands in for, deals anew in every epoch, so that a sample comes
+    to another host than the one that has stored its activations. In return the batches of a process
+    are drawn from its own part alone.
 
     Args:
         dataset: what is dealt out.
@@ -27,13 +29,18 @@ class ShardSampler(DistributedSampler[int]):
         ValueError: there is no such rank, or a process would get no sample.
     """
 
-    def __init__(self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, **options: Any
+    ) -> None:
         num_replicas = dist.world_size() if num_replicas is None else num_replicas
         rank = dist.rank() if rank is None else rank
         super().__init__(dataset, num_replicas, rank, **options)
         size = len(dataset)
         if self.num_samples <= 0:
-            raise ValueError(f"{size} samples cannot be dealt out to {num_replicas} processes without drop_last=False")
+            raise ValueError(
+                f"{size} samples cannot be dealt out to {num_replicas} processes without "
+                "drop_last=False"
+            )
         dealt = torch.arange(size)
         if self.shuffle:
             dealt = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))

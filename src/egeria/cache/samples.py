@@ -1,4 +1,6 @@
-"""Which samples make up each batch: recorded as the sampler draws them, or read from a column of the batch."""
+"""Which samples make up each batch: recorded as the sampler draws them, or read from a column of
+the batch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ NAMES = ("sample_id", "example_id", "idx", "index", "id")
 
 
 class NoSamplesError(EgeriaError):
-    """The samples of a batch cannot be identified; the message is the reason and the way out, in one sentence."""
+    """The samples of a batch cannot be identified; the message is the reason and the way out, in
+    one sentence.
+    """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -33,7 +37,8 @@ class BatchIndices:
     """Which samples make up one batch."""
 
     number: int
-    """Counts the batches of all epochs in the order of drawing; one that is drawn but never handed out leaves a gap."""
+    """Counts the batches of all epochs in the order of drawing; one that is drawn but never handed
+    out leaves a gap."""
     samples: np.ndarray
     """Index of each row's sample in the data set, int64 [B]."""
     views: np.ndarray
@@ -49,7 +54,8 @@ class Passes:
     column: IdColumn
     batch_kind: BatchKind
     refusal: str | None
-    """Why the samples cannot be identified from what the sampler draws; then they are read from the column."""
+    """Why the samples cannot be identified from what the sampler draws; then they are read from the
+    column."""
     current: BatchIndices | None = None
     pending: PendingBatches = field(default_factory=PendingBatches)
     latest: EpochIterator | None = None
@@ -76,7 +82,8 @@ class Passes:
             self.latest = source
         elif self.refusal is None or not isinstance(iterator, _BaseDataLoaderIter):
             self.failure = (
-                f"the iterators of this loader ({type(iterator).__name__}) do not draw from its batch sampler as "
+                f"the iterators of this loader ({type(iterator).__name__}) do not draw from its "
+                "batch sampler as "
                 "those of torch do; pass a plain torch DataLoader"
             )
 
@@ -88,17 +95,22 @@ class Passes:
         self.pending.add(self.current, batch)
 
     def stopped(self, iterator: Any) -> None:
-        """Record that it raises instead, at the end or as a batch could not be made: that one is gone too."""
+        """Record that it raises instead, at the end or as a batch could not be made: that one is
+        gone too.
+        """
         self._advanced(iterator)
         self.current = None
         self.pending.end()
 
     def _advanced(self, iterator: Any) -> BatchIndices | None:
         source = iterator._sampler_iter
-        if not isinstance(source, EpochIterator):  # persistent workers in the middle of a pass when the watch began
+        if not isinstance(
+            source, EpochIterator
+        ):  # persistent workers in the middle of a pass when the watch began
             return None
         self.latest = source
-        # With workers, batches come in the order of drawing; this counts those that came, failed ones too.
+        # With workers, batches come in the order of drawing; this counts those that came, failed
+        # ones too.
         return source.handed_out(getattr(iterator, "_rcvd_idx", source.num_taken))
 
     def _read(self, batch: Any, reason: str) -> BatchIndices | None:
@@ -108,7 +120,9 @@ class Passes:
             unexpected = f"reading the numbers of the samples from the batch failed: {error!r}"
             self.failure = str(error) if isinstance(error, NoSamplesError) else unexpected
             return None
-        return BatchIndices(number=next(self.numbers), samples=samples, views=np.zeros_like(samples))
+        return BatchIndices(
+            number=next(self.numbers), samples=samples, views=np.zeros_like(samples)
+        )
 
 
 @dataclass(eq=False)
@@ -131,9 +145,9 @@ class RecordingBatchSampler:
 class EpochIterator:
     """One pass over the batch sampler: hands its batches on and knows where each of them is.
 
-    A batch is first `ahead`, then `taken` (by the loader, perhaps at work in a worker), then handed out.
-    None is drawn in advance behind the last: a sampler that is asked for it may draw random numbers, which
-    it does not without us where the loop leaves the pass early.
+    A batch is first `ahead`, then `taken` (by the loader, perhaps at work in a worker), then handed
+    out. None is drawn in advance behind the last: a sampler that is asked for it may draw random
+    numbers, which it does not without us where the loop leaves the pass early.
     """
 
     def __init__(self, sampler: Any, passes: Passes, *, can_view: bool) -> None:
@@ -168,7 +182,9 @@ class EpochIterator:
         return indices
 
     def draw_ahead(self, count: int) -> None:
-        """Draw until so many batches wait; what the sampler raises is kept for the loader to meet in its turn."""
+        """Draw until so many batches wait; what the sampler raises is kept for the loader to meet
+        in its turn.
+        """
         with self._lock:
             while len(self._ahead) < count and self._end is None:
                 if self.num_taken + len(self._ahead) >= self._num_batches:
@@ -179,7 +195,9 @@ class EpochIterator:
                     self._end = end
 
     def handed_out(self, total: int) -> BatchIndices | None:
-        """Note that the loader has handed out so many batches in all; return the last, None if there is no new one."""
+        """Note that the loader has handed out so many batches in all; return the last, None if
+        there is no new one.
+        """
         drawn = None
         with self._lock:
             while self._taken and self.num_taken - len(self._taken) < total:
@@ -193,7 +211,9 @@ class EpochIterator:
             return [drawn for drawn in itertools.islice(waiting, count) if drawn is not None]
 
     def rest(self) -> Iterator[Any]:
-        """Return an iterator over the batches that the loader has not taken, the sampler's own if possible."""
+        """Return an iterator over the batches that the loader has not taken, the sampler's own if
+        possible.
+        """
         with self._lock:
             if not self._ahead and self._end is None:
                 return self._batches
@@ -220,7 +240,8 @@ class EpochIterator:
             samples = _sample_numbers(indices)
         except (TypeError, ValueError, OverflowError):
             self._passes.refusal = (
-                "the sampler gives no whole numbers from 0 on as indices; let it give the position of each sample"
+                "the sampler gives no whole numbers from 0 on as indices; let "
+                "it give the position of each sample"
             )
             return None
         is_plain = type(indices) in (list, tuple) and all(type(index) is int for index in indices)
@@ -231,7 +252,9 @@ class EpochIterator:
 
 
 def _sample_numbers(indices: Any) -> np.ndarray:
-    """Return the indices of a batch as int64 [B]; TypeError or ValueError where they do not count samples."""
+    """Return the indices of a batch as int64 [B]; TypeError or ValueError where they do not count
+    samples.
+    """
     if isinstance(indices, (Tensor, np.ndarray)):
         indices = indices.tolist()
     if not isinstance(indices, (list, tuple)):
@@ -251,24 +274,34 @@ def _rest(ahead: list[Any], end: BaseException | None, batches: Iterator[Any]) -
 
 
 class IdColumn:
-    """The entry of a batch that holds an integer for each row; where it has no name, the first of NAMES there."""
+    """The entry of a batch that holds an integer for each row; where it has no name, the first of
+    NAMES there.
+    """
 
     def __init__(self, name: str | None) -> None:
         self._name = name
         self._numbers: dict[int, int] = {}
 
     def read(self, batch: Any, reason: str) -> np.ndarray:
-        """Return each row's sample number, int64 [B], in the order of first sight; `reason` says why it is needed."""
+        """Return each row's sample number, int64 [B], in the order of first sight; `reason` says
+        why it is needed.
+        """
         names = NAMES if self._name is None else (self._name,)
         for name in names:
             ids = _ids(batch, name)
             if ids is not None:
                 self._name, numbers = name, self._numbers  # from now on this one
-                return np.array([numbers.setdefault(sample, len(numbers)) for sample in ids], dtype=np.int64)
-        wanted = f"the key '{names[0]}'" if len(names) == 1 else "one of the keys " + ", ".join(names)
+                return np.array(
+                    [numbers.setdefault(sample, len(numbers)) for sample in ids], dtype=np.int64
+                )
+        wanted = (
+            f"the key '{names[0]}'" if len(names) == 1 else "one of the keys " + ", ".join(names)
+        )
         raise NoSamplesError(
-            f"{reason}, and the batch is no mapping with {wanted} that holds one integer for each sample: "
-            "let the data set return mappings with the number of the sample under 'sample_id', or name its key"
+            f"{reason}, and the batch is no mapping with {wanted} that holds one integer for each "
+            "sample: "
+            "let the data set return mappings with the number of the sample under 'sample_id', or "
+            "name its key"
         )
 
 
@@ -284,5 +317,7 @@ def _ids(batch: Any, name: str) -> list[int] | None:
         return None
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or ids.size != len(ids):
         return None
-    sizes = {len(tensor) for tensor in tree.leaves(batch) if tensor.dim() and tensor is not batch[name]}
+    sizes = {
+        len(tensor) for tensor in tree.leaves(batch) if tensor.dim() and tensor is not batch[name]
+    }
     return [int(sample) for sample in ids.reshape(-1)] if not sizes or len(ids) in sizes else None

@@ -28,17 +28,23 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         check("schedule", arguments.schedule, timetable)
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise ConfigError(
-            f"--json takes a file in a folder that exists, found {arguments.json}. Make the folder first."
+            f"--json takes a file in a folder that exists, found {arguments.json}. Make the "
+            "folder first."
         )
     given = _arguments(arguments.training)
     with console.status("measuring on a copy"):
-        advice = advise(**{**given, **({} if arguments.rounds is None else {"rounds": arguments.rounds})})
+        advice = advise(
+            **{**given, **({} if arguments.rounds is None else {"rounds": arguments.rounds})}
+        )
     saving = None if arguments.schedule is None else advice.saving(arguments.schedule)
     console.print(_table(advice))
     for note in advice.notes():
         console.print(escape(note), highlight=False)
     if saving is not None:
-        console.print(f"The schedule {arguments.schedule!r} would save {percent(saving)} of the training time.")
+        console.print(
+            f"The schedule {arguments.schedule!r} would save {percent(saving)} of the training "
+            "time."
+        )
     if arguments.json is not None:
         arguments.json.write_text(advice.to_json() + "\n", encoding="utf-8")
         console.print(f"written: {arguments.json}", highlight=False)
@@ -58,7 +64,9 @@ def _arguments(path: str) -> dict[str, Any]:
 
 def _table(advice: Advice) -> Table:
     head, *rows = advice.rows()
-    table = Table(title="What freezing could save: an iteration with the front layer modules frozen")
+    table = Table(
+        title="What freezing could save: an iteration with the front layer modules frozen"
+    )
     for name in head:
         table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
     for row in rows:

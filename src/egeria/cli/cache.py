@@ -29,7 +29,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     directory = _cache_of(arguments.directory)
     complaints: list[str] = []
     with as_store_error(f"The cache directory {directory} cannot be read"):
-        rows = [row for path in runs_in(directory) for row in _rows_of(path, arguments.verify, complaints)]
+        rows = [
+            row
+            for path in runs_in(directory)
+            for row in _rows_of(path, arguments.verify, complaints)
+        ]
     if rows:
         console.print(_table(rows, str(directory), verified=arguments.verify))
     else:
@@ -39,7 +43,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.prune:
         with as_store_error(f"The cache directory {directory} cannot be pruned"):
             num_runs, num_bytes = sweep(directory)
-        console.print(f"Removed {num_runs} left over run{'' if num_runs == 1 else 's'}, {size_text(num_bytes)}.")
+        console.print(
+            f"Removed {num_runs} left over run{'' if num_runs == 1 else 's'}, "
+            f"{size_text(num_bytes)}."
+        )
     return 1 if complaints else 0
 
 
@@ -61,7 +68,9 @@ def _table(rows: list[list[str]], directory: str, *, verified: bool) -> Table:
 
 
 def _rows_of(run: Path, verify: bool, complaints: list[str]) -> list[list[str]]:
-    """Return the rows of the table for one run, and complain about its damaged stores; nothing is changed."""
+    """Return the rows of the table for one run, and complain about its damaged stores; nothing is
+    changed.
+    """
     note = _read_note(run)
     created, pid = note.get("created"), note.get("pid")
     is_time = isinstance(created, (int, float)) and 0 < created < YEAR_3000
@@ -70,7 +79,9 @@ def _rows_of(run: Path, verify: bool, complaints: list[str]) -> list[list[str]]:
     shown = [run.name.partition("-")[2], live if is_live(run) else "left over", begun]
     stores = [_store_cells(path, verify, complaints) for path in stores_of(run)]
     stores = stores or [["none", "", "", size_text(size_bytes(run)), ""]]
-    return [[*(shown if index == 0 else ["", "", ""]), *cells] for index, cells in enumerate(stores)]
+    return [
+        [*(shown if index == 0 else ["", "", ""]), *cells] for index, cells in enumerate(stores)
+    ]
 
 
 def _read_note(run: Path) -> dict[str, Any]:
@@ -91,8 +102,16 @@ def _store_cells(path: Path, verify: bool, complaints: list[str]) -> list[str]:
                 num_stored, num_damaged = store.verify()
                 damaged = f"{num_damaged:,}"
                 if num_damaged:
-                    complaints.append(f"{num_damaged} of {num_stored} rows in {path} have a wrong checksum.")
+                    complaints.append(
+                        f"{num_damaged} of {num_stored} rows in {path} have a wrong checksum."
+                    )
     except StoreError as error:
         if path.exists():  # else its run has removed it meanwhile: no damage
             complaints.append(str(error))
-    return [escape(path.name.partition("-")[2]), escape(boundary), rows, size_text(size_bytes(path)), damaged]
+    return [
+        escape(path.name.partition("-")[2]),
+        escape(boundary),
+        rows,
+        size_text(size_bytes(path)),
+        damaged,
+    ]

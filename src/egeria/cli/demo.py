@@ -23,7 +23,8 @@ KINDS = ("plain", "egeria")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Fine-tune with each seed plainly and with egeria; print the comparison and the paths of the reports.
+    """Fine-tune with each seed plainly and with egeria; print the comparison and the paths of the
+    reports.
 
     Raises:
         ConfigError: fewer than 1 seed or 4 epochs.
@@ -33,11 +34,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     epochs = EPOCHS if arguments.epochs is None else arguments.epochs
     if seeds < 1 or epochs < FEWEST_EPOCHS:
         raise ConfigError(
-            f"A demo needs at least 1 seed and {FEWEST_EPOCHS} epochs, found {seeds} and {epochs}. Ask for more."
+            f"A demo needs at least 1 seed and {FEWEST_EPOCHS} epochs, found {seeds} and "
+            f"{epochs}. Ask for more."
         )
     first, second = digits.load_digits()
     console.print(
-        f"A residual net that knows the digits 0 to 4 learns to tell 5 to 9 apart, under noise: {seeds} times plainly "
+        "A residual net that knows the digits 0 to 4 learns to tell 5 to 9 apart, under noise: "
+        f"{seeds} times plainly "
         f"and {seeds} times with egeria, in turn, {epochs} epochs each."
     )
     with console.status("pretraining"):
@@ -57,8 +60,14 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _bars(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:28}"), BarColumn(), TextColumn("{task.completed}/{task.total} epochs"))
-    return Progress(*columns, TextColumn("{task.fields[frozen]}"), TimeElapsedColumn(), console=console)
+    columns = (
+        TextColumn("{task.description:28}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} epochs"),
+    )
+    return Progress(
+        *columns, TextColumn("{task.fields[frozen]}"), TimeElapsedColumn(), console=console
+    )
 
 
 def _fresh(directory: Path) -> Path:
@@ -69,7 +78,11 @@ def _fresh(directory: Path) -> Path:
 
 
 def _one(
-    bars: Progress, pretrained: nn.Module, second: Digits, seed_and_epochs: tuple[int, int], directory: Path | None
+    bars: Progress,
+    pretrained: nn.Module,
+    second: Digits,
+    seed_and_epochs: tuple[int, int],
+    directory: Path | None,
 ) -> Outcome:
     seed, epochs = seed_and_epochs
     kind = "plain" if directory is None else "egeria"
@@ -78,7 +91,9 @@ def _one(
     def show(epoch: int, frozen: int) -> None:
         bars.update(task, completed=epoch, frozen=f"{frozen} modules frozen" if directory else "")
 
-    return digits.fine_tune(pretrained, second, seed=seed, epochs=epochs, directory=directory, progress=show)
+    return digits.fine_tune(
+        pretrained, second, seed=seed, epochs=epochs, directory=directory, progress=show
+    )
 
 
 def _table(outcomes: dict[str, list[Outcome]]) -> Table:
@@ -94,7 +109,9 @@ def _table(outcomes: dict[str, list[Outcome]]) -> Table:
                 _spread([100 * (1 - mine.cpu_s / plain.cpu_s) for mine, plain in pairs]),
             )
         accuracy = _spread([100 * outcome.accuracy for outcome in runs], digits=2)
-        wall, cpu = (_spread([getattr(outcome, unit) for outcome in runs]) for unit in ("wall_s", "cpu_s"))
+        wall, cpu = (
+            _spread([getattr(outcome, unit) for outcome in runs]) for unit in ("wall_s", "cpu_s")
+        )
         table.add_row(kind, accuracy, wall, cpu, *saved)
     return table
 

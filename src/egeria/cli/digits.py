@@ -1,4 +1,6 @@
-"""What `egeria demo` trains: a small residual net, pretrained on the digits 0 to 4 and fine-tuned to 5 to 9."""
+"""What `egeria demo` trains: a small residual net, pretrained on the digits 0 to 4 and fine-tuned
+to 5 to 9.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ NUM_CLASSES = 5
 """Of the pretraining and of the fine-tuning."""
 BATCH = 64
 NOISE = 0.8
-"""Standard deviation of what is added to each pixel, of -1 to 1: without it nobody would make a mistake."""
+"""Standard deviation of what is added to each pixel, of -1 to 1: without it nobody would make a
+mistake."""
 TEST_SHARE = 0.25
 WIDTHS, BLOCKS_PER_STAGE = (16, 32, 64), 3
 PRETRAINING_EPOCHS, RATE, FINE_TUNING_RATE = 12, 0.05, 0.02
@@ -46,14 +49,22 @@ class Digits:
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut, which is a strided one where the size changes (He et al. 2016, figure 2)."""
+    """Two convolutions beside a shortcut, which is a strided one where the size changes (He et al.
+    2016, figure 2).
+    """
 
     def __init__(self, before: int, width: int) -> None:
         super().__init__()
         stride = 1 if before == width else 2
-        self.first = nn.Sequential(nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width))
-        self.shortcut = nn.Identity() if before == width else nn.Conv2d(before, width, 1, stride, bias=False)
+        self.first = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        self.second = nn.Sequential(
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        )
+        self.shortcut = (
+            nn.Identity() if before == width else nn.Conv2d(before, width, 1, stride, bias=False)
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """Map [B, C, H, W] to [B, C', H / stride, W / stride]."""
@@ -65,7 +76,9 @@ class DigitNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, WIDTHS[0], 3, 1, 1, bias=False), nn.BatchNorm2d(WIDTHS[0]), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, WIDTHS[0], 3, 1, 1, bias=False), nn.BatchNorm2d(WIDTHS[0]), nn.ReLU()
+        )
         widths = [WIDTHS[0], *(width for width in WIDTHS for _ in range(BLOCKS_PER_STAGE))]
         self.blocks = nn.Sequential(*map(Block, widths[:-1], widths[1:]))
         self.head = nn.Linear(WIDTHS[-1], NUM_CLASSES)
@@ -91,24 +104,39 @@ def load_digits() -> tuple[Digits, Digits]:
         ) from error
     bunch = datasets.load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    images = functional.interpolate(images, scale_factor=2, mode="bilinear").to(memory_format=torch.channels_last)
+    images = functional.interpolate(images, scale_factor=2, mode="bilinear").to(
+        memory_format=torch.channels_last
+    )
     images = images + NOISE * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor(bunch.target)
-    return _split(images, labels, labels < NUM_CLASSES), _split(images, labels, labels >= NUM_CLASSES)
+    return _split(images, labels, labels < NUM_CLASSES), _split(
+        images, labels, labels >= NUM_CLASSES
+    )
 
 
 def _split(images: Tensor, labels: Tensor, chosen: Tensor) -> Digits:
     images, labels = images[chosen], labels[chosen] % NUM_CLASSES
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test, train = order[: int(len(order) * TEST_SHARE)], order[int(len(order) * TEST_SHARE) :]
-    return Digits(train=TensorDataset(images[train], labels[train]), test=TensorDataset(images[test], labels[test]))
+    return Digits(
+        train=TensorDataset(images[train], labels[train]),
+        test=TensorDataset(images[test], labels[test]),
+    )
 
 
 def pretrain(digits: Digits, *, seed: int, epochs: int = PRETRAINING_EPOCHS) -> nn.Module:
     """Return a network that tells the first digits apart."""
     torch.manual_seed(seed)
     model: nn.Module = DigitNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    _fit(model, digits, rate=RATE, seed=seed, epochs=epochs, directory=None, progress=lambda epoch, frozen: None)
+    _fit(
+        model,
+        digits,
+        rate=RATE,
+        seed=seed,
+        epochs=epochs,
+        directory=None,
+        progress=lambda epoch, frozen: None,
+    )
     return model
 
 
@@ -136,7 +164,13 @@ def fine_tune(
     model.head.reset_parameters()
     begin, begin_cpu = time.perf_counter(), time.process_time()
     accuracies = _fit(
-        model, digits, rate=FINE_TUNING_RATE, seed=seed, epochs=epochs, directory=directory, progress=progress
+        model,
+        digits,
+        rate=FINE_TUNING_RATE,
+        seed=seed,
+        epochs=epochs,
+        directory=directory,
+        progress=progress,
     )
     return Outcome(
         accuracy=sum(accuracies[-3:]) / len(accuracies[-3:]),
@@ -157,13 +191,17 @@ def _fit(
 ) -> list[float]:
     """Train; return the accuracy after each epoch."""
     shuffling = torch.Generator().manual_seed(seed)
-    loader = DataLoader(digits.train, batch_size=BATCH, shuffle=True, drop_last=True, generator=shuffling)
+    loader = DataLoader(
+        digits.train, batch_size=BATCH, shuffle=True, drop_last=True, generator=shuffling
+    )
     steps = len(loader) * epochs
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1e-3, total_iters=steps)
     run = None
     if directory is not None:  # this line ...
-        run = egeria.attach(model, optimizer, loader, scheduler=scheduler, total_steps=steps, directory=directory)
+        run = egeria.attach(
+            model, optimizer, loader, scheduler=scheduler, total_steps=steps, directory=directory
+        )
     accuracies = []
     for epoch in range(epochs):
         model.train()

@@ -31,7 +31,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     disk, works = _disk(arguments.directory)
-    found = _software() | _processor() | _evaluations() | _accelerator() | {f"disk at {arguments.directory}": disk}
+    found = (
+        _software()
+        | _processor()
+        | _evaluations()
+        | _accelerator()
+        | {f"disk at {arguments.directory}": disk}
+    )
     for name, value in found.items():
         table.add_row(escape(name), escape(value))
     console.print(table)
@@ -47,7 +53,9 @@ def _software() -> dict[str, str]:
     }
     return {
         "python, torch": f"{platform.python_version()}, {torch.__version__}",
-        "torch features": ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in features.items()),
+        "torch features": ", ".join(
+            f"{name} {'yes' if there else 'no'}" for name, there in features.items()
+        ),
         "quantization engines": ", ".join(torch.backends.quantized.supported_engines) or "none",
     }
 
@@ -55,10 +63,15 @@ def _software() -> dict[str, str]:
 def _processor() -> dict[str, str]:
     waiting = os.environ.get("OMP_WAIT_POLICY", "not set")
     flags = cpu_flags()
-    found = ", ".join(feature for feature in CPU_FEATURES if feature in flags) or "none that this system reports"
+    found = (
+        ", ".join(feature for feature in CPU_FEATURES if feature in flags)
+        or "none that this system reports"
+    )
     memory = psutil.virtual_memory()
     return {
-        "processor": f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads; {found}",
+        "processor": (
+            f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads; {found}"
+        ),
         "threads of torch": f"{torch.get_num_threads()}; OMP_WAIT_POLICY {waiting}",
         "load now": f"{psutil.cpu_percent(interval=0.2):.0f} % of all processors",
         "memory": f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
@@ -68,7 +81,10 @@ def _processor() -> dict[str, str]:
 def _evaluations() -> dict[str, str]:
     """Return what a run would choose here."""
     machine = Machine.here()
-    formats = [f"{' > '.join(machine.fallback_order(work))} for {work}" for work in ("convolutions", "matrix products")]
+    formats = [
+        f"{' > '.join(machine.fallback_order(work))} for {work}"
+        for work in ("convolutions", "matrix products")
+    ]
     choice = choose("auto", "auto", torch.nn.Linear(1, 1))
     return {
         "reference model": f"{'; '.join(formats)} ({machine})",
@@ -80,7 +96,11 @@ def _accelerator() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {"accelerator": "none that torch can use"}
     free, total = torch.cuda.mem_get_info()
-    return {"accelerator": f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"}
+    return {
+        "accelerator": (
+            f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        )
+    }
 
 
 def _disk(directory: Path) -> tuple[str, bool]:

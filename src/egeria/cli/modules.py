@@ -33,10 +33,14 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if example is not None:
         names = [name for module in cut for name in module.submodules]
         seen = _forward(arguments.model, model, example, [*names, *names_of_reused(model)])
-        cut = parse_modules(model, order=seen.order, returned_to=seen.returned_to, uses=seen.uses, **settings)
+        cut = parse_modules(
+            model, order=seen.order, returned_to=seen.returned_to, uses=seen.uses, **settings
+        )
     console.print(_table(model, cut))
     console.print(
-        "In execution order." if example is not None else "In definition order; the first forward of a run corrects it."
+        "In execution order."
+        if example is not None
+        else "In definition order; the first forward of a run corrects it."
     )
     return 0
 
@@ -51,7 +55,9 @@ def call_named(path: str, what: str, returns: str) -> Any:
     """
     package, colon, name = path.partition(":")
     if not (package and colon and name):
-        raise ConfigError(f"The {what} is named as package.module:callable, found {path!r}. Write it like that.")
+        raise ConfigError(
+            f"The {what} is named as package.module:callable, found {path!r}. Write it like that."
+        )
     sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(package), name)()
@@ -86,7 +92,8 @@ def _forward(path: str, model: nn.Module, example: Any, names: Sequence[str]) ->
         return seen
     except Exception as error:
         raise ConfigError(
-            f"The model of {path} must take its example arguments; {type(error).__name__}: {error}. "
+            f"The model of {path} must take its example arguments; {type(error).__name__}: "
+            f"{error}. "
             f"Return arguments that a call of the model accepts."
         ) from error
 

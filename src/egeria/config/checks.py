@@ -1,4 +1,6 @@
-"""Rules for settings; what breaks one raises `ConfigError` with contract, value found and next step."""
+"""Rules for settings; what breaks one raises `ConfigError` with contract, value found and next
+step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Front(NamedTuple):
     frozen: int = 0
     """How many are frozen."""
     periods: tuple[int, ...] = ()
-    """For each, front to back, how many optimizer steps lie between updates; those of frozen ones mean nothing."""
+    """For each, front to back, how many optimizer steps lie between updates; those of frozen ones
+    mean nothing."""
 
 
 class SettingsGroup:
@@ -77,12 +80,18 @@ def name_or(holds: Callable[[Any], bool], contract: str) -> Rule:
 
 def number(within: Callable[[float], bool], contract: str) -> Rule:
     """Return the rule for a finite int or float within limits; a bool is none."""
-    return satisfies(lambda value: _is_a(value, (int, float)) and math.isfinite(value) and within(value), contract)
+    return satisfies(
+        lambda value: _is_a(value, (int, float)) and math.isfinite(value) and within(value),
+        contract,
+    )
 
 
 def count(at_least: int = 1) -> Rule:
     """Return the rule for a whole number of at least `at_least`."""
-    return satisfies(lambda value: _is_a(value, int) and value >= at_least, f"a whole number of at least {at_least}")
+    return satisfies(
+        lambda value: _is_a(value, int) and value >= at_least,
+        f"a whole number of at least {at_least}",
+    )
 
 
 def choice(*names: str) -> Rule:
@@ -93,7 +102,9 @@ def choice(*names: str) -> Rule:
 
 def flag_or(name: str) -> Rule:
     """Return the rule for true, false or a name."""
-    return satisfies(lambda value: isinstance(value, bool) or value == name, f"true, false or {name!r}")
+    return satisfies(
+        lambda value: isinstance(value, bool) or value == name, f"true, false or {name!r}"
+    )
 
 
 FLAG = satisfies(lambda value: isinstance(value, bool), "true or false")
@@ -117,7 +128,10 @@ def timetable(text: Any) -> str:
         return f"{TIMETABLE}, share of the training : front layer modules frozen from then on"
     malformed = [entry for entry in text.split() if not _ENTRY.fullmatch(entry)]
     if malformed:
-        return f"{TIMETABLE}, where {malformed[0]!r} is no share of the training : number of layer modules"
+        return (
+            f"{TIMETABLE}, where {malformed[0]!r} is no share of the training : number of "
+            "layer modules"
+        )
     if wrong := next(filter(None, map(_wrong_parts, text.split())), ""):
         return f"{TIMETABLE}, {wrong}"
     shares = [share for share, _ in read_timetable(text)]
@@ -129,12 +143,16 @@ def timetable(text: Any) -> str:
 
 
 def read_timetable(text: str) -> tuple[tuple[float, Front], ...]:
-    """Return the (share of the training done, front layer modules from then on) that a checked text holds."""
+    """Return the (share of the training done, front layer modules from then on) that a checked text
+    holds.
+    """
     return tuple((float(entry.split(":")[0]), _read_front(entry)) for entry in text.split())
 
 
 def _parts(entry: str) -> list[tuple[int, int]]:
-    """Return the (front modules, period) of an entry such as "0.1:1,3/4", with 0 as the period of frozen ones."""
+    """Return the (front modules, period) of an entry such as "0.1:1,3/4", with 0 as the period of
+    frozen ones.
+    """
     pairs = (part.partition("/") for part in entry.split(":")[1].split(","))
     return [(int(depth), int(period or 0)) for depth, _, period in pairs]
 
@@ -144,7 +162,10 @@ def _wrong_parts(entry: str) -> str:
     parts = _parts(entry)
     depths, periods = [depth for depth, _ in parts], [period for _, period in parts if period]
     if any(period not in PERIODS for period in periods):
-        return f"where {entry!r} has a period that is none of {', '.join(map(str, PERIODS))} optimizer steps"
+        return (
+            f"where {entry!r} has a period that is none of {', '.join(map(str, PERIODS))} "
+            "optimizer steps"
+        )
     if any(behind <= front for front, behind in itertools.pairwise(depths)):
         return f"where the numbers of layer modules in {entry!r} rise from part to part"
     if any(behind >= front for front, behind in itertools.pairwise(periods)):

@@ -26,7 +26,8 @@ _REMOVED = {("cache", "inference"), ("cache", "compile")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """All settings of a run. The default policy is 'worth', ours; `policy.name` = 'egeria' is the paper's rule.
+    """All settings of a run. The default policy is 'worth', ours; `policy.name` = 'egeria' is the
+    paper's rule.
 
     The other defaults are the paper's where it gives a number, as each field says.
 
@@ -50,8 +51,10 @@ class Config:
             found = getattr(self, name)
             if not isinstance(found, group):
                 raise ConfigError(
-                    f"{name} must be an egeria.config.{group.__name__}, found {type(found).__name__}. "
-                    f"Build it with its field names, or use Config.from_dict for plain dictionaries."
+                    f"{name} must be an egeria.config.{group.__name__}, found "
+                    f"{type(found).__name__}. "
+                    "Build it with its field names, or use Config.from_dict for plain "
+                    "dictionaries."
                 )
 
     @classmethod
@@ -60,7 +63,8 @@ class Config:
 
         Args:
             table: settings by name in groups by name. Settings that no longer exist are ignored.
-            warns: whether a setting that no longer exists gives a warning; False for what an old run recorded.
+            warns: whether a setting that no longer exists gives a warning; False for what an old
+                run recorded.
 
         Raises:
             ConfigError: a group or field is unknown, or a value is outside its contract.
@@ -71,13 +75,17 @@ class Config:
             if not isinstance(values, Mapping):
                 example = {name: {fields(_GROUPS[name])[0].name: values}}
                 raise ConfigError(
-                    f"{name} must be a table of settings, found {values!r}. Write {example!r}, or in TOML a setting "
+                    f"{name} must be a table of settings, found {values!r}. Write {example!r}, or "
+                    "in TOML a setting "
                     f"below [{name}]."
                 )
             removed = sorted(key for key in values if (name, key) in _REMOVED)
             if removed and warns:
                 names = " and ".join(f"{name}.{key}" for key in removed)
-                warnings.warn(f"{names} has no effect any more. Please remove it from the settings.", stacklevel=2)
+                warnings.warn(
+                    f"{names} has no effect any more. Please remove it from the settings.",
+                    stacklevel=2,
+                )
             kept = {key: value for key, value in values.items() if key not in removed}
             _refuse_unknown(f"[{name}]", kept, [entry.name for entry in fields(_GROUPS[name])])
             built[name] = _GROUPS[name](**kept)
@@ -89,7 +97,9 @@ class Config:
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"The configuration must be TOML; {error}. Correct that line.") from error
+            raise ConfigError(
+                f"The configuration must be TOML; {error}. Correct that line."
+            ) from error
         return cls.from_dict(table)
 
     @classmethod
@@ -98,25 +108,33 @@ class Config:
         try:
             return cls.from_toml(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"The configuration must be a readable TOML file; {error}. Check the path.") from error
+            raise ConfigError(
+                f"The configuration must be a readable TOML file; {error}. Check the path."
+            ) from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values; strategy objects appear by their `repr`."""
         return {
-            name: {key: value if isinstance(value, _PLAIN) else repr(value) for key, value in group.items()}
+            name: {
+                key: value if isinstance(value, _PLAIN) else repr(value)
+                for key, value in group.items()
+            }
             for name, group in self._table().items()
         }
 
     def to_toml(self) -> str:
-        """Return the TOML text that `from_toml` reads back to an equal configuration; it holds no strategy object."""
+        """Return the TOML text that `from_toml` reads back to an equal configuration; it holds no
+        strategy object.
+        """
         table = self._table()
         for name, group in table.items():
             for key, value in group.items():
                 if not isinstance(value, _PLAIN):
                     raise ConfigError(
-                        f"{name}.{key} must be a plain value to be written as TOML, found {value!r}. "
+                        f"{name}.{key} must be a plain value to be written as TOML, found "
+                        f"{value!r}. "
                         f"Name a built-in one, or keep this configuration in Python."
                     )
             table[name] = {key: value for key, value in group.items() if value is not None}
@@ -140,5 +158,6 @@ _GROUPS: dict[str, Any] = {entry.name: entry.default_factory for entry in fields
 def _refuse_unknown(where: str, found: Mapping[str, Any], known: Collection[str]) -> None:
     if unknown := sorted(map(repr, set(found) - set(known))):
         raise ConfigError(
-            f"{where} knows {', '.join(sorted(known))}; found {', '.join(unknown)}. Check the spelling, or remove it."
+            f"{where} knows {', '.join(sorted(known))}; found {', '.join(unknown)}. Check the "
+            "spelling, or remove it."
         )

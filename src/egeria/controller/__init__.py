@@ -2,7 +2,14 @@
 
 from egeria.controller.inline import AbsentController, EvaluationPlan, InlineController
 from egeria.controller.process import ControllerChoice, ProcessController, choose, spare_cores
-from egeria.controller.protocol import Controller, ControllerStatus, EvaluationFailed, Report, Request, Ticket
+from egeria.controller.protocol import (
+    Controller,
+    ControllerStatus,
+    EvaluationFailed,
+    Report,
+    Request,
+    Ticket,
+)
 
 __all__ = [
     "AbsentController",

@@ -1,4 +1,6 @@
-"""The controller process as the training process holds it: the messages, starting, watching and ending it."""
+"""The controller process as the training process holds it: the messages, starting, watching and
+ending it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ LONGEST_WORK = 10
 
 # Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
 # accelerator, with the memory a context takes on it, belongs to the training alone.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +41,17 @@ class TakeSnapshot:
     evaluation: int
     slot: Slot
     model_bytes: int | None
-    """Size of the evaluation plan and the model without its weights; None where the process has them."""
+    """Size of the evaluation plan and the model without its weights; None where the process has
+    them."""
     precision: str
     """The number format that a new model begins with."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeEvaluation:
-    """To the process: a batch and the training model's output for it lie in the evaluation queue."""
+    """To the process: a batch and the training model's output for it lie in the
+    evaluation queue.
+    """
 
     ticket: Ticket
     slot: Slot
@@ -69,7 +79,9 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """From the process: what came of a message, or nothing when it is ready; and its CPU time so far."""
+    """From the process: what came of a message, or nothing when it is ready; and its CPU time so
+    far.
+    """
 
     reports: tuple[Report, ...]
     cpu_s: float
@@ -79,11 +91,11 @@ class Child:
     """A fresh interpreter that runs `egeria.controller.worker.main` at the other end of a pipe.
 
     Started by its own command line and not by `multiprocessing`, which would run the user's script
-    again: a script without `__main__` guard and a notebook need nothing. It inherits the pipe and the
-    shared memory, has no name anywhere, and ends when its parent does.
+    again: a script without `__main__` guard and a notebook need nothing. It inherits the pipe and
+    the shared memory, has no name anywhere, and ends when its parent does.
 
-    It answers each message with `Reports`. Until then it may be silent for `timeout_s`; one that computes is alive,
-    but nothing may take it more than ten times as long.
+    It answers each message with `Reports`. Until then it may be silent for `timeout_s`; one that
+    computes is alive, but nothing may take it more than ten times as long.
     """
 
     def __init__(self, settings: Mapping[str, Any], timeout_s: float) -> None:
@@ -103,7 +115,10 @@ class Child:
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
-                pass_fds=[theirs.fileno(), *itertools.chain.from_iterable(settings["memory"].values())],
+                pass_fds=[
+                    theirs.fileno(),
+                    *itertools.chain.from_iterable(settings["memory"].values()),
+                ],
                 env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -113,7 +128,9 @@ class Child:
         self._finalizer = weakref.finalize(self, _end, self._process, self._pipe, os.getpid())
 
     def send(self, message: TakeSnapshot | TakeEvaluation) -> None:
-        """Send a message; where that is not possible without waiting, `receive` returns the fault."""
+        """Send a message; where that is not possible without waiting, `receive`
+        returns the fault.
+        """
         if not self.num_owed:
             self._alive_at_s = self._worked_at_s = time.monotonic()
         self.num_owed += 1
@@ -125,7 +142,9 @@ class Child:
             self._reads = False
 
     def receive(self) -> tuple[list[Freed | Unusable | Reports], str]:
-        """Return what has arrived, and why the process is to be replaced; "" where it need not be."""
+        """Return what has arrived, and why the process is to be replaced; ""
+        where it need not be.
+        """
         messages: list[Freed | Unusable | Reports] = []
         try:
             while self._pipe.poll(0):
@@ -146,7 +165,12 @@ class Child:
         now, longest_s = time.monotonic(), LONGEST_WORK * self._timeout_s
         silence_s = self._timeout_s if self.is_ready else longest_s  # no heartbeat while it imports
         is_late = now - self._alive_at_s > silence_s or now - self._worked_at_s > longest_s
-        return messages, f"it gave no sign of life for {self._timeout_s:g} s" if is_late and self.num_owed else ""
+        return (
+            messages,
+            f"it gave no sign of life for {self._timeout_s:g} s"
+            if is_late and self.num_owed
+            else "",
+        )
 
     def end(self) -> str:
         """End the process and return its exit status and the last line it wrote."""

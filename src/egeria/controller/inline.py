@@ -1,4 +1,6 @@
-"""Evaluating plasticity: comparing the training model with the reference, in the process that asks for it."""
+"""Evaluating plasticity: comparing the training model with the reference, in the process that asks
+for it.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,21 @@ class EvaluationPlan:
     """Error of a reading that no decision turns on, however small plasticity is."""
 
     def reduce(self, activation: Tensor, *, as_gram: bool | None = None) -> ComparedOutput:
-        """Pool an activation [B, ...]; take its gram where the metric allows it and it is smaller, or as told."""
+        """Pool an activation [B, ...]; take its gram where the metric allows it and it is smaller,
+        or as told.
+        """
         pooled = pool_map(activation.detach(), self.largest_map)
         rows = pooled.shape[0]
         if as_gram is None:
             as_gram = self.metric in GRAM_FORMS and pooled.numel() > rows * rows
-        return ComparedOutput(tensor=gram(flatten_rows(pooled)) if as_gram else pooled, is_gram=as_gram)
+        return ComparedOutput(
+            tensor=gram(flatten_rows(pooled)) if as_gram else pooled, is_gram=as_gram
+        )
 
     def compare(self, training: ComparedOutput, activation: Tensor) -> float:
-        """Return the metric between an output and another model's activation [B, ...] for the same rows."""
+        """Return the metric between an output and another model's activation [B, ...] for the same
+        rows.
+        """
         reference = self.reduce(activation, as_gram=training.is_gram)
         metric = GRAM_FORMS[self.metric] if training.is_gram else self.metric
         with torch.no_grad():
@@ -63,21 +71,28 @@ class EvaluationPlan:
 class InlineController(Controller):
     """Runs the reference model inside `submit`; the controller process does so in `evaluate`.
 
-    Once in the life of a snapshot, after the first readings of a tap, the error of the reference is measured: the
-    metric between the full-precision snapshot and its quantized form may be at most `fidelity_share` of the mean of
-    those readings, or harmless. Otherwise the activation ranges are found again, or the next format is taken.
+    Once in the life of a snapshot, after the first readings of a tap, the error of the reference is
+    measured: the metric between the full-precision snapshot and its quantized form may be at most
+    `fidelity_share` of the mean of those readings, or harmless. Otherwise the activation ranges are
+    found again, or the next format is taken.
     """
 
     def __init__(self, plan: EvaluationPlan, reference: QuantizedReference | None = None) -> None:
         self._plan = plan
-        self._reference = reference or QuantizedReference(plan.taps, precision=plan.precision, device=plan.device)
+        self._reference = reference or QuantizedReference(
+            plan.taps, precision=plan.precision, device=plan.device
+        )
         self._checks_at = min(MOST_UNCHECKED, max(2, plan.window // 2))
         self._readings: dict[str, list[float]] = {}
         self._checked: set[str] = set()
         self._reports: list[Report] = []
 
     def refresh(
-        self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+        self,
+        evaluation: int,
+        model: nn.Module,
+        batch: Batch | None,
+        state: Mapping[str, Any] | None = None,
     ) -> bool:
         """Bring the reference model up to date with the training weights.
 
@@ -94,7 +109,9 @@ class InlineController(Controller):
         self._reference.refresh(model, batch)
         self._readings, self._checked = {}, set()
         builder = self._reference.builder
-        refreshed = ReferenceRefreshed(step=0, evaluation=evaluation, builder=builder, wall_s=0.0, cpu_s=0.0)
+        refreshed = ReferenceRefreshed(
+            step=0, evaluation=evaluation, builder=builder, wall_s=0.0, cpu_s=0.0
+        )
         self._reports += [*self._reference.take_changes(), refreshed]
         return True
 
@@ -108,7 +125,9 @@ class InlineController(Controller):
             self.evaluate(request.ticket, request.batch, training)
 
     def evaluate(self, ticket: Ticket, batch: Batch, training: ComparedOutput) -> None:
-        """Compare the training model's output for the batch, or the first rows of it, with the reference's."""
+        """Compare the training model's output for the batch, or the first rows of it, with the
+        reference's.
+        """
         try:
             activation = self._reference.activation(ticket.tap, batch)
             if activation is None:
@@ -132,7 +151,11 @@ class InlineController(Controller):
     def state_dict(self) -> dict[str, Any]:
         """Return the reference's state and the readings of this snapshot."""
         readings = {tap: list(values) for tap, values in self._readings.items()}
-        return {"reference": self._reference.state_dict(), "readings": readings, "checked": sorted(self._checked)}
+        return {
+            "reference": self._reference.state_dict(),
+            "readings": readings,
+            "checked": sorted(self._checked),
+        }
 
     def _check_fidelity(self, tap: str, value: float) -> None:
         readings = self._readings.setdefault(tap, [])
@@ -146,7 +169,9 @@ class InlineController(Controller):
         if error is None:
             return
         outcome, error = self._improve(tap, error, plasticity)
-        checked = FidelityChecked(step=0, tap=tap, rung=rung, error=error, plasticity=plasticity, outcome=outcome)
+        checked = FidelityChecked(
+            step=0, tap=tap, rung=rung, error=error, plasticity=plasticity, outcome=outcome
+        )
         self._reports += [checked, *self._reference.take_changes()]
 
     def _improve(self, tap: str, error: float, plasticity: float) -> tuple[str, float]:
@@ -159,7 +184,8 @@ class InlineController(Controller):
             if again is not None and again <= largest:
                 return "recalibrated", again
         reason = (
-            f"at {tap} its own error of {error:.1e} is above {self._plan.fidelity_share:.0%} of the recent "
+            f"at {tap} its own error of {error:.1e} is above {self._plan.fidelity_share:.0%} of "
+            "the recent "
             f"plasticity of {plasticity:.1e}"
         )
         return ("escalated" if self._reference.escalate(reason) else "exhausted"), error

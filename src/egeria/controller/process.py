@@ -1,4 +1,6 @@
-"""The controller in a separate process: training hands over, polls, and never waits; and when it is chosen."""
+"""The controller in a separate process: training hands over, polls, and never waits; and when it is
+chosen.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +29,35 @@ LARGEST_SKELETON_BYTES = 64 * 2**20
 RESTARTS_WITHOUT_A_READING = 10
 ATTEMPTS_TO_START = 3
 REPAID_S = 600.0
-"""Seconds of training left from which the process is started where that is not asked for: the start takes 2 to 4 s of
-CPU time, and may take 0.5 % of what is left."""
+"""Seconds of training left from which the process is started where that is not asked for: the start
+takes 2 to 4 s of CPU time, and may take 0.5 % of what is left."""
 
 
 class ProcessController:
     """Gives the evaluations to a child process, and replaces it when it dies or hangs.
 
-    The batch and the training output of an evaluation are known at the same moment, so that the paper's IQ and TOQ
-    are one queue, and the reference output needs no queue (ROQ) to wait for its counterpart. Weights and a
-    calibration batch go through a queue of their own. The process works through all in the order they
-    were queued, so an evaluation meets the snapshot that it was asked on.
+    The batch and the training output of an evaluation are known at the same moment, so that the
+    paper's IQ and TOQ are one queue, and the reference output needs no queue (ROQ) to wait for its
+    counterpart. Weights and a calibration batch go through a queue of their own. The process works
+    through all in the order they were queued, so an evaluation meets the snapshot that it was asked
+    on.
 
-    The process is started with the first snapshot. Where one cannot be had at all, because it cannot be started or the
-    model cannot be sent to it, or where the rest of the run is too short to repay its start, evaluations are made in
-    the training process instead, for good.
+    The process is started with the first snapshot. Where one cannot be had at all, because it
+    cannot be started or the model cannot be sent to it, or where the rest of the run is too short
+    to repay its start, evaluations are made in the training process instead, for good.
 
     Args:
         plan: how to evaluate.
         config: what it may cost.
-        seconds_left: returns how long the training still takes, None where unknown; without it any run is long enough.
+        seconds_left: returns how long the training still takes, None where unknown; without it any
+            run is long enough.
     """
 
     def __init__(
-        self, plan: EvaluationPlan, config: ControllerConfig, seconds_left: Callable[[], float | None] | None = None
+        self,
+        plan: EvaluationPlan,
+        config: ControllerConfig,
+        seconds_left: Callable[[], float | None] | None = None,
     ) -> None:
         self._plan, self._config, self._seconds_left = plan, config, seconds_left
         # Of two snapshots the process works from one, and the other is on its way.
@@ -70,11 +77,20 @@ class ProcessController:
         self._past_cpu_s = 0.0
 
     def refresh(
-        self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+        self,
+        evaluation: int,
+        model: nn.Module,
+        batch: Batch | None,
+        state: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Queue the weights as they are now, if there is room; of a saved state only the number format is taken."""
+        """Queue the weights as they are now, if there is room; of a saved state only the number
+        format is taken.
+        """
         if self._inline is not None:
-            is_made, self._lacks_reference = self._inline.refresh(evaluation, model, batch, state), False
+            is_made, self._lacks_reference = (
+                self._inline.refresh(evaluation, model, batch, state),
+                False,
+            )
             return is_made
         if state is not None and "reference" in state and self._seconds_left is not None:
             self._stay_inline("the run was saved with its evaluations in the training process")
@@ -85,7 +101,9 @@ class ProcessController:
             return False
         left_s = None if self._child or self._seconds_left is None else self._seconds_left()
         if left_s is not None and left_s < REPAID_S:
-            self._stay_inline(f"to start a process takes seconds of CPU time, and about {left_s:.0f} s are left")
+            self._stay_inline(
+                f"to start a process takes seconds of CPU time, and about {left_s:.0f} s are left"
+            )
             return self.refresh(evaluation, model, batch)
         try:
             return self._queue_snapshot(self._child or self._start(), evaluation, model, batch)
@@ -113,7 +131,9 @@ class ProcessController:
         self._pending[ticket.evaluation] = ticket
 
     def poll(self) -> ControllerStatus:
-        """Return what happened since the last call; a process that died or hangs is replaced here."""
+        """Return what happened since the last call; a process that died or hangs
+        is replaced here.
+        """
         try:
             if self._child is not None:
                 self._receive(self._child)
@@ -128,7 +148,9 @@ class ProcessController:
         return self._status()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number format; the reference itself starts again from the weights of the resumed model."""
+        """Return the number format; the reference itself starts again from the weights of the
+        resumed model.
+        """
         return {"precision": self._precision} if self._inline is None else self._inline.state_dict()
 
     def _status(self) -> ControllerStatus:
@@ -148,7 +170,10 @@ class ProcessController:
 
     def _start(self) -> Child:
         settings = {
-            "memory": {name: [each.descriptor for each in queue.segments] for name, queue in self._queues.items()},
+            "memory": {
+                name: [each.descriptor for each in queue.segments]
+                for name, queue in self._queues.items()
+            },
             "load_limit": self._config.load_limit,
             "patience_s": self._config.patience_s,
             "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
@@ -157,10 +182,14 @@ class ProcessController:
         try:
             self._child = Child(settings, self._config.timeout_s)
         except Exception as error:
-            raise ControllerError(f"the controller process cannot be started ({brief(error)})") from error
+            raise ControllerError(
+                f"the controller process cannot be started ({brief(error)})"
+            ) from error
         return self._child
 
-    def _queue_snapshot(self, child: Child, evaluation: int, model: nn.Module, batch: Batch | None) -> bool:
+    def _queue_snapshot(
+        self, child: Child, evaluation: int, model: nn.Module, batch: Batch | None
+    ) -> bool:
         queue = self._queues["snapshot"]
         tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
         shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -169,15 +198,26 @@ class ProcessController:
             return False
         try:
             if is_new:  # how the model is built; its weights follow with the snapshot
-                self._model_bytes = pack((self._plan, model), self._queues["model"].segments[0], without_values=tensors)
-                if self._model_bytes > max(LARGEST_SKELETON_BYTES, sum(tensor.nbytes for tensor in tensors)):
-                    raise ValueError(f"its classes and attributes carry {self._model_bytes / 2**20:.0f} MiB along")
+                self._model_bytes = pack(
+                    (self._plan, model), self._queues["model"].segments[0], without_values=tensors
+                )
+                if self._model_bytes > max(
+                    LARGEST_SKELETON_BYTES, sum(tensor.nbytes for tensor in tensors)
+                ):
+                    raise ValueError(
+                        f"its classes and attributes carry {self._model_bytes / 2**20:.0f} MiB "
+                        "along"
+                    )
             slot = queue.put((tensors, batch))
         except Exception as error:
-            raise ControllerError(f"the model cannot be sent to the controller process ({brief(error)})") from error
+            raise ControllerError(
+                f"the model cannot be sent to the controller process ({brief(error)})"
+            ) from error
         assert slot is not None
         self._shapes = shapes
-        self._snapshot = TakeSnapshot(evaluation, slot, self._model_bytes if is_new else None, self._precision)
+        self._snapshot = TakeSnapshot(
+            evaluation, slot, self._model_bytes if is_new else None, self._precision
+        )
         child.send(self._snapshot)
         return True
 
@@ -188,7 +228,9 @@ class ProcessController:
             if isinstance(message, Freed):
                 self._queues[message.queue].free.add(message.number)
             elif isinstance(message, Unusable):
-                raise ControllerError(f"the model cannot be rebuilt in the controller process ({message.reason})")
+                raise ControllerError(
+                    f"the model cannot be rebuilt in the controller process ({message.reason})"
+                )
             else:
                 for report in message.reports:
                     self._take_in(report)
@@ -201,7 +243,8 @@ class ProcessController:
                 return
             self._num_without_reading = 0
         elif isinstance(report, RungTaken) and report.before:
-            # A process that replaces this one begins where it ended. The first choice it makes by itself.
+            # A process that replaces this one begins where it ended. The first choice it makes by
+            # itself.
             self._precision = report.after.removesuffix("-static")
         self._reports.append(report)
 
@@ -213,7 +256,10 @@ class ProcessController:
         self._drop_pending(f"the controller was replaced: {reason}")
         self._num_restarts += 1
         self._num_without_reading += 1
-        if self._num_without_reading > RESTARTS_WITHOUT_A_READING or self._num_restarts > self._config.restarts:
+        if (
+            self._num_without_reading > RESTARTS_WITHOUT_A_READING
+            or self._num_restarts > self._config.restarts
+        ):
             self._has_ended = True
             text = f"it ended {self._num_restarts} times, last because {reason}"
             self._reports.append(Declined(step=0, what="judging plasticity", reason=text))
@@ -221,7 +267,9 @@ class ProcessController:
         child = self._start()
         self._reports.append(ControllerRestarted(step=0, count=self._num_restarts, reason=reason))
         if self._snapshot is not None:
-            child.send(replace(self._snapshot, model_bytes=self._model_bytes, precision=self._precision))
+            child.send(
+                replace(self._snapshot, model_bytes=self._model_bytes, precision=self._precision)
+            )
 
     def _evaluate_inline(self, error: ControllerError) -> None:
         self._release("its controller process is given up")
@@ -251,7 +299,9 @@ class ProcessController:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerChoice:
-    """A kind of controller ('process' or 'inline'), where its reference runs ('cpu', or such as 'cuda:1'), and why."""
+    """A kind of controller ('process' or 'inline'), where its reference runs ('cpu', or such as
+    'cuda:1'), and why.
+    """
 
     kind: str
     device: str
@@ -287,7 +337,10 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
     elif accelerator:
         kind, reason = "process", f"training is on an accelerator; {found}"
     else:
-        kind, reason = "process" if spare >= SPARE_CORES else "inline", f"training is on the CPU, {found}"
+        kind, reason = (
+            "process" if spare >= SPARE_CORES else "inline",
+            f"training is on the CPU, {found}",
+        )
         must_repay = kind == "process"
     return ControllerChoice(kind=kind, device=device, reason=reason, must_repay=must_repay)
 

@@ -16,7 +16,9 @@ from egeria.policy import Reading
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationFailed(ReadingDropped):
-    """A dropped reading whose evaluation raised: after three in a row no more evaluations are asked for."""
+    """A dropped reading whose evaluation raised: after three in a row no more evaluations are asked
+    for.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +36,15 @@ class Ticket:
 
     def failed(self, error: Exception) -> EvaluationFailed:
         """Return the event of an evaluation that raised."""
-        return EvaluationFailed(step=self.step, evaluation=self.evaluation, module=self.module, reason=brief(error))
+        return EvaluationFailed(
+            step=self.step, evaluation=self.evaluation, module=self.module, reason=brief(error)
+        )
 
     def lost(self, reason: str) -> ReadingDropped:
         """Return the event of an evaluation that never took place, though nothing is wrong."""
-        return ReadingDropped(step=self.step, evaluation=self.evaluation, module=self.module, reason=reason)
+        return ReadingDropped(
+            step=self.step, evaluation=self.evaluation, module=self.module, reason=reason
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,16 +65,18 @@ class ControllerStatus:
     """What happened since the last poll, and the state of the controller now."""
 
     reports: list[Report] = field(default_factory=list)
-    """Readings and journal events in order. The session fills in the `step` of the events and what it spent itself.
+    """Readings and journal events in order. The session fills in the `step` of the events and what
+    it spent itself.
 
-    `ReadingDropped` stands for an evaluation that was not made, `EvaluationFailed` for one that raised, and
-    `FaultCaught` for a reference that could not be refreshed."""
+    `ReadingDropped` stands for an evaluation that was not made, `EvaluationFailed` for one that
+    raised, and `FaultCaught` for a reference that could not be refreshed."""
     is_asynchronous: bool = False
     """Whether reports come at any time, so that it must be polled after every step."""
     has_ended: bool = False
     """Whether no evaluation will be made any more."""
     lacks_reference: bool = False
-    """Whether what it compared with is gone, so that nothing is to be asked of it before the next refresh."""
+    """Whether what it compared with is gone, so that nothing is to be asked of it before the next
+    refresh."""
     cpu_s: float = 0.0
     """CPU seconds spent outside the training process so far."""
 
@@ -80,7 +88,11 @@ class Controller(Protocol):
     """
 
     def refresh(
-        self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+        self,
+        evaluation: int,
+        model: nn.Module,
+        batch: Batch | None,
+        state: Mapping[str, Any] | None = None,
     ) -> bool:
         """Bring the reference model up to date with the training weights.
 
@@ -88,7 +100,8 @@ class Controller(Protocol):
             evaluation: the number of the newest evaluation.
             model: the model in training, with all of its weights.
             batch: the newest batch, to calibrate the reference model on; None if there is none.
-            state: of a run that is resumed: take the reference model from there and leave the weights.
+            state: of a run that is resumed: take the reference model from there and leave the
+                weights.
 
         Returns:
             Whether the reference model can be compared with from here on. If not, refresh again.
@@ -103,7 +116,9 @@ class Controller(Protocol):
         return ControllerStatus()
 
     def close(self) -> ControllerStatus:
-        """Release everything held, for good; return what was not polled yet, and what is lost now."""
+        """Release everything held, for good; return what was not polled yet, and
+        what is lost now.
+        """
         return self.poll()
 
     def state_dict(self) -> dict[str, Any]:

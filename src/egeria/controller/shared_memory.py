@@ -1,8 +1,10 @@
-"""Shared memory between the training process and the controller process, and the queues in it (paper §4.1.2).
+"""Shared memory between the training process and the controller process, and the queues in it
+(paper §4.1.2).
 
-Segments of memory have no name, so that nothing is left behind however the two processes end. A packed object is a
-pickle in which tensors are replaced by where their values lie after it: they are copied once, from any device.
-Classes of the user's script travel by value (cloudpickle), so the other process never runs the script again.
+Segments of memory have no name, so that nothing is left behind however the two processes end. A
+packed object is a pickle in which tensors are replaced by where their values lie after it: they are
+copied once, from any device. Classes of the user's script travel by value (cloudpickle), so the
+other process never runs the script again.
 """
 
 from __future__ import annotations
@@ -28,18 +30,24 @@ from egeria.layers.copies import without_ours, without_wrappers
 BLOCK_BYTES = 64 * 1024
 ALIGNMENT = 64
 HEADER_BYTES = 8
-DROPPED_HOOKS = {name for name in vars(nn.Module()) if name.endswith("_hooks")} - {"_forward_pre_hooks"}
+DROPPED_HOOKS = {name for name in vars(nn.Module()) if name.endswith("_hooks")} - {
+    "_forward_pre_hooks"
+}
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Segment:
-    """Shared memory behind a file descriptor: one side makes and writes it, the other inherits the descriptor."""
+    """Shared memory behind a file descriptor: one side makes and writes it, the other inherits the
+    descriptor.
+    """
 
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = _anonymous_file() if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
         self._finalizer = weakref.finalize(self, os.close, self.descriptor)
-        self._finalizer.atexit = False  # at the end of the process others may still want to read from it
+        self._finalizer.atexit = (
+            False  # at the end of the process others may still want to read from it
+        )
 
     def map(self, size_bytes: int) -> mmap.mmap:
         """Return the memory, made large enough; an OSError if there is not that much."""
@@ -51,13 +59,17 @@ class Segment:
         return self._map
 
     def close(self) -> None:
-        """Release the descriptor; the memory itself goes when the other side has released it too."""
+        """Release the descriptor; the memory itself goes when the other side has
+        released it too.
+        """
         self._map = None
         self._finalizer()
 
 
 def _allocate(descriptor: int, begin: int, end: int) -> None:
-    """Make a file larger for real: a write into a hole that finds no memory would kill the process."""
+    """Make a file larger for real: a write into a hole that finds no memory would
+    kill the process.
+    """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, end)
         return
@@ -80,14 +92,18 @@ class Slot(NamedTuple):
 
 
 class SharedQueue:
-    """The producer's end of a bounded queue of one segment per slot; a full queue refuses, nobody waits."""
+    """The producer's end of a bounded queue of one segment per slot; a full queue refuses, nobody
+    waits.
+    """
 
     def __init__(self, length: int) -> None:
         self.segments = [Segment() for _ in range(length)]
         self.free = set(range(length))
 
     def put(self, thing: Any) -> Slot | None:
-        """Queue an object; None if the queue is full. Where packing raises, the queue is as before."""
+        """Queue an object; None if the queue is full. Where packing raises, the
+        queue is as before.
+        """
         if not self.free:
             return None
         number = min(self.free)
@@ -124,10 +140,11 @@ class TensorLocation(NamedTuple):
 
 
 def pack(thing: Any, segment: Segment, *, without_values: Collection[Tensor] = ()) -> int:
-    """Put an object into the segment and return how many bytes it takes there; tensors `without_values` become zeros.
+    """Put an object into the segment and return how many bytes it takes there; tensors
+    `without_values` become zeros.
 
-    Of modules the hooks stay behind that only observe or save; pre-hooks are sent too, since some compute weights,
-    but not our own on a frozen layer.
+    Of modules the hooks stay behind that only observe or save; pre-hooks are sent too, since some
+    compute weights, but not our own on a frozen layer.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, {id(tensor) for tensor in without_values})
@@ -162,13 +179,22 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.size_bytes = 0
 
     def persistent_id(self, thing: Any) -> tuple[int, TensorLocation] | None:
-        if type(thing) not in PLAIN_TENSORS or thing.layout is not torch.strided or thing.is_quantized or thing.is_meta:
+        if (
+            type(thing) not in PLAIN_TENSORS
+            or thing.layout is not torch.strided
+            or thing.is_quantized
+            or thing.is_meta
+        ):
             return None
         key = id(thing)
         if key not in self.tensors:
-            strides = torch.empty_like(thing, device="meta").stride()  # without gaps, channels_last as it is
+            strides = torch.empty_like(
+                thing, device="meta"
+            ).stride()  # without gaps, channels_last as it is
             begin = None if key in self._without_values else self.size_bytes
-            location = TensorLocation(begin, tuple(thing.shape), strides, thing.dtype, isinstance(thing, nn.Parameter))
+            location = TensorLocation(
+                begin, tuple(thing.shape), strides, thing.dtype, isinstance(thing, nn.Parameter)
+            )
             self.tensors[key] = thing, location
             if begin is not None:
                 self.size_bytes += _aligned(thing.nbytes)
@@ -178,12 +204,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not isinstance(thing, nn.Module):
             return super().reducer_override(thing)
         try:
-            make, arguments, state, *rest = (*thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL), None)[:6]
-        except RuntimeError:  # parametrized modules refuse, for the sake of files that outlive their classes
+            make, arguments, state, *rest = (*thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL), None)[
+                :6
+            ]
+        except (
+            RuntimeError
+        ):  # parametrized modules refuse, for the sake of files that outlive their classes
             make, arguments, state, rest = copyreg.__newobj__, (type(thing),), vars(thing), []  # type: ignore[attr-defined]
         if isinstance(state, dict):
             state = without_wrappers(without_ours(state))
-            state = {name: OrderedDict() if name in DROPPED_HOOKS else value for name, value in state.items()}
+            state = {
+                name: OrderedDict() if name in DROPPED_HOOKS else value
+                for name, value in state.items()
+            }
         return (make, arguments, state, *rest[:3])
 
 
@@ -197,10 +230,14 @@ class _Unpickler(pickle.Unpickler):
         key, location = name
         if key not in self._tensors:
             if location.begin is None or not math.prod(location.shape):
-                tensor = torch.empty_strided(location.shape, location.strides, dtype=location.dtype).zero_()
+                tensor = torch.empty_strided(
+                    location.shape, location.strides, dtype=location.dtype
+                ).zero_()
             else:
                 tensor = location.view(self._memory, self._begin).clone()
-            self._tensors[key] = nn.Parameter(tensor, requires_grad=False) if location.is_parameter else tensor
+            self._tensors[key] = (
+                nn.Parameter(tensor, requires_grad=False) if location.is_parameter else tensor
+            )
         return self._tensors[key]
 
 

@@ -1,4 +1,6 @@
-"""The controller process: runs the reference and compares, while the training continues beside it."""
+"""The controller process: runs the reference and compares, while the training
+continues beside it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ import psutil
 import torch
 from torch import nn
 
-from egeria.controller.child import Freed, Heartbeat, Reports, TakeEvaluation, TakeSnapshot, Unusable, is_writable
+from egeria.controller.child import (
+    Freed,
+    Heartbeat,
+    Reports,
+    TakeEvaluation,
+    TakeSnapshot,
+    Unusable,
+    is_writable,
+)
 from egeria.controller.inline import InlineController
 from egeria.controller.protocol import Report
 from egeria.controller.shared_memory import Segment, unpack
@@ -45,7 +55,9 @@ def main(
     default_dtype: str,
     matmul_precision: str,
 ) -> None:
-    """Serve until the training process is gone; pipe and memory are descriptors, the rest are its settings."""
+    """Serve until the training process is gone; pipe and memory are descriptors, the rest are its
+    settings.
+    """
     server = Server(Connection(pipe), memory)
     lower_priority()
     threading.Thread(target=server.watch, args=(parent,), daemon=True).start()
@@ -54,23 +66,30 @@ def main(
         warm_up()
         torch.set_default_dtype(getattr(torch, default_dtype))
         torch.set_float32_matmul_precision(matmul_precision)
-        server.serve(LoadGate(load_limit, patience_s, functools.partial(load_of_others, psutil.Process())))
+        server.serve(
+            LoadGate(load_limit, patience_s, functools.partial(load_of_others, psutil.Process()))
+        )
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the training process has closed its end
     except BaseException:
         traceback.print_exc()
         status = 1
-    # At once: an interpreter that shuts down with torch in it takes its time, and nothing here is left to save.
+    # At once: an interpreter that shuts down with torch in it takes its time, and nothing here is
+    # left to save.
     sys.stderr.flush()
     os._exit(status)
 
 
 def lower_priority() -> None:
-    """Take one thread and a low priority, and ignore Ctrl-C, which is meant for the training process."""
+    """Take one thread and a low priority, and ignore Ctrl-C, which is meant for the training
+    process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts a running thread
+        os.sched_setscheduler(
+            0, os.SCHED_BATCH, os.sched_param(0)
+        )  # never preempts a running thread
     with contextlib.suppress(OSError):
         os.nice(5)  # 10 starved it: a first build took 19 s on a busy machine
 
@@ -81,18 +100,23 @@ class Server:
     def __init__(self, pipe: Connection, memory: Mapping[str, Sequence[int]]) -> None:
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._memory = {name: [Segment(entry) for entry in descriptors] for name, descriptors in memory.items()}
+        self._memory = {
+            name: [Segment(entry) for entry in descriptors] for name, descriptors in memory.items()
+        }
         self._work: deque[TakeSnapshot | TakeEvaluation] = deque()
         self._model: nn.Module | None = None
         self._controller: InlineController | None = None
 
     def watch(self, parent: int) -> None:
         """End this process when the training process is gone; send heartbeats while it computes."""
-        # A closed pipe is no sure sign: data workers forked from the training process hold its end open.
+        # A closed pipe is no sure sign: data workers forked from the training process hold its end
+        # open.
         spent_s = 0.0
         while os.getppid() == parent:
             time.sleep(WATCH_EVERY_S)
-            if time.process_time() - spent_s > WATCH_EVERY_S / 10:  # it computes: no hanging, however long it takes
+            if (
+                time.process_time() - spent_s > WATCH_EVERY_S / 10
+            ):  # it computes: no hanging, however long it takes
                 spent_s = time.process_time()
                 with contextlib.suppress(OSError):
                     self._send_heartbeat()
@@ -119,18 +143,25 @@ class Server:
             if message.model_bytes is not None:
                 plan, self._model = unpack(self._memory["model"][0], message.model_bytes)
                 self._controller = InlineController(replace(plan, precision=message.precision))
-        except (Exception, SystemExit) as error:  # a script without a guard may read arguments of its own, and exit
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a script without a guard may read arguments of its own, and exit
             self._send(Unusable(brief(error)))
             return
         assert self._model is not None and self._controller is not None
         try:
             tensors, batch = self._take("snapshot", message)
             with torch.no_grad():
-                for mine, theirs in zip((*self._model.parameters(), *self._model.buffers()), tensors, strict=True):
+                for mine, theirs in zip(
+                    (*self._model.parameters(), *self._model.buffers()), tensors, strict=True
+                ):
                     mine.copy_(theirs)
             self._controller.refresh(message.evaluation, self._model, batch)
         except Exception as error:
-            self._report(FaultCaught(step=0, where="refreshing the reference", error=brief(error), count=1))
+            self._report(
+                FaultCaught(step=0, where="refreshing the reference", error=brief(error), count=1)
+            )
             return
         wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         *changes, refreshed = self._controller.poll().reports
@@ -176,10 +207,16 @@ class Server:
 
 
 class LoadGate:
-    """Closed while others use more than `limit` of all processors (1: never), for `patience_s` at most."""
+    """Closed while others use more than `limit` of all processors (1: never), for `patience_s` at
+    most.
+    """
 
     def __init__(
-        self, limit: float, patience_s: float, load: Callable[[], float], clock: Callable[[], float] = time.monotonic
+        self,
+        limit: float,
+        patience_s: float,
+        load: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit, self._patience_s, self._load, self._clock = limit, patience_s, load, clock
         self._sampled_at = clock()
@@ -194,7 +231,9 @@ class LoadGate:
         if now - self._sampled_at >= SAMPLE_S:
             self._sampled_at = now
             # Once closed it takes a little less load to open, so that it does not flutter.
-            self._is_open = self._load() <= (self._limit if self._is_open else self._limit - HYSTERESIS)
+            self._is_open = self._load() <= (
+                self._limit if self._is_open else self._limit - HYSTERESIS
+            )
         since = now if self._waiting_since is None else self._waiting_since
         lets_through = self._is_open or now - since >= self._patience_s
         self._waiting_since = None if lets_through else since
@@ -202,6 +241,8 @@ class LoadGate:
 
 
 def load_of_others(process: psutil.Process) -> float:
-    """Return the share of all processors, 0 to 1, that other processes have used since the last call."""
+    """Return the share of all processors, 0 to 1, that other processes have used since the last
+    call.
+    """
     own = process.cpu_percent() / (psutil.cpu_count() or 1)
     return min(1.0, max(0.0, (psutil.cpu_percent() - own) / 100))

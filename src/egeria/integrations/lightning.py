@@ -37,7 +37,8 @@ _DECLINED_CALLBACKS = {
     "StochasticWeightAveraging": "averages the weights of all layers at a learning rate of its own",
     "BaseFinetuning": "freezes and thaws layers itself",
 }
-"""By the name of their class, which is the same in both packages, or of a class that they are made of."""
+"""By the name of their class, which is the same in both packages, or of a class that they are made
+of."""
 _STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
 _OTHER_STRATEGIES = {"DeepSpeedStrategy", "SingleDeviceXLAStrategy"}
 """Made of the others, and yet not followed."""
@@ -46,19 +47,19 @@ _OTHER_STRATEGIES = {"DeepSpeedStrategy", "SingleDeviceXLAStrategy"}
 class EgeriaCallback(Callback):
     """Watches a training run of Lightning and freezes its front layers as they converge.
 
-    What it cannot follow (manual optimization, sharded strategies, StochasticWeightAveraging, callbacks that freeze
-    layers) is declined with one warning, and training goes on untouched.
+    What it cannot follow (manual optimization, sharded strategies, StochasticWeightAveraging,
+    callbacks that freeze layers) is declined with one warning, and training goes on untouched.
 
     Args:
-        module: name of the submodule to watch, such as 'backbone'; it must be called as a whole, not in parts.
-            None takes the only child with anything to train, else the LightningModule, whose `training_step` must then
-            call `self(...)`.
+        module: name of the submodule to watch, such as 'backbone'; it must be called as a whole,
+            not in parts. None takes the only child with anything to train, else the
+            LightningModule, whose `training_step` must then call `self(...)`.
         config: as of `egeria.attach`, as are the next three.
         policy: the name of a policy, or what makes one.
         directory: where the journal and the report go; with `fast_dev_run` they go nowhere.
         controller: 'auto', 'process' or 'inline', or a controller of your own.
-        log: whether the loggers of the trainer get the scalars of the run, and at its end the report, where they take
-            files (MLflow, W&B).
+        log: whether the loggers of the trainer get the scalars of the run, and at its end the
+            report, where they take files (MLflow, W&B).
 
     Raises:
         ConfigError: a setting is outside its contract.
@@ -76,7 +77,8 @@ class EgeriaCallback(Callback):
     ) -> None:
         if module is not None and not isinstance(module, str):
             raise ConfigError(
-                f"EgeriaCallback takes the name of a submodule of the LightningModule, found {type(module).__name__}. "
+                "EgeriaCallback takes the name of a submodule of the LightningModule, found "
+                f"{type(module).__name__}. "
                 f"Pass its name, such as 'backbone'."
             )
         self._name, self._config = module, read_config(config, controller, policy)
@@ -101,7 +103,9 @@ class EgeriaCallback(Callback):
 
     @property
     def run(self) -> Run | None:
-        """The run, from the start of the training to its end; None at other times, and where it was declined."""
+        """The run, from the start of the training to its end; None at other times, and where it was
+        declined.
+        """
         return self._run
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -122,10 +126,14 @@ class EgeriaCallback(Callback):
                 self._begin(trainer, watched, state)
                 return
             except StateError as error:
-                _warn(f"egeria begins anew, since its state in the checkpoint does not fit: {error}")
+                _warn(
+                    f"egeria begins anew, since its state in the checkpoint does not fit: {error}"
+                )
         self._begin(trainer, watched, None)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Count the optimizer step, if there was one, with the mean loss of its batches."""
         if self._run is None:
             return
@@ -152,13 +160,17 @@ class EgeriaCallback(Callback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on as if the training had never stopped: plain values and tensors."""
+        """Return what a checkpoint needs to go on as if the training had never stopped: plain
+        values and tensors.
+        """
         if self._run is None:
             return self._last_state or self._loaded or {}
         return {"run": self._run.state_dict(), "first_step": self._first_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until the training starts: there are no optimizers before. A run under way is rolled back."""
+        """Keep the state until the training starts: there are no optimizers before. A run under way
+        is rolled back.
+        """
         if self._run is None:
             self._loaded = state_dict or None
             return
@@ -166,7 +178,10 @@ class EgeriaCallback(Callback):
             self._run.load_state_dict(state_dict["run"])
             self._losses, self._first_step = [], int(state_dict["first_step"])
         except StateError as error:
-            _warn(f"egeria freezes nothing from here on, since the state that was loaded does not fit: {error}")
+            _warn(
+                "egeria freezes nothing from here on, since the state that was loaded does not "
+                f"fit: {error}"
+            )
             self._close()
 
     def _begin(self, trainer: Any, watched: nn.Module, state: dict[str, Any] | None) -> None:
@@ -181,7 +196,9 @@ class EgeriaCallback(Callback):
         run = session.attach(
             watched,
             trainer.optimizers,
-            None if isinstance(loader, (Mapping, Sequence)) else loader,  # of several none is the whole input
+            None
+            if isinstance(loader, (Mapping, Sequence))
+            else loader,  # of several none is the whole input
             scheduler=configs[0].scheduler if len(configs) == 1 else None,
             total_steps=_total_steps(trainer, self._first_step),
             log_to=_trackers(trainer) if self._logs else None,
@@ -212,17 +229,23 @@ def _reason_to_decline(trainer: Any, pl_module: Any) -> str:
     """Return why a training cannot be followed; empty where it can."""
     if not pl_module.automatic_optimization:
         return (
-            "the LightningModule optimizes manually, so that Lightning does not know where a step ends. "
+            "the LightningModule optimizes manually, so that Lightning does not know where a step "
+            "ends. "
             "Call egeria.attach in on_train_start, and run.step(loss) after each optimizer step"
         )
     for callback in trainer.callbacks:
         kinds = [kind.__name__ for kind in type(callback).__mro__]
-        what = next((_DECLINED_CALLBACKS[kind] for kind in kinds if kind in _DECLINED_CALLBACKS), None)
+        what = next(
+            (_DECLINED_CALLBACKS[kind] for kind in kinds if kind in _DECLINED_CALLBACKS), None
+        )
         if what is not None:
             return f"the callback {kinds[0]} {what}. Use either that or EgeriaCallback"
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     if not _STRATEGIES.intersection(kinds) or _OTHER_STRATEGIES.intersection(kinds):
-        return f"the strategy {kinds[0]} is not followed. Use strategy='ddp' where a replica fits on each device"
+        return (
+            f"the strategy {kinds[0]} is not followed. Use strategy='ddp' where a replica fits "
+            "on each device"
+        )
     return ""
 
 
@@ -232,18 +255,25 @@ def _reason_of_policy(trainer: Any, config: Config) -> str:
     looks_ahead = FORESIGHT in getattr(find_policy(name), "needs", ())
     if num_schedules > 1 and looks_ahead:
         return (
-            f"configure_optimizers returns {num_schedules} learning-rate schedulers, and the rates that they come to "
-            f"together cannot be foreseen. Return one: chain them with ChainedScheduler or SequentialLR. Or use "
+            f"configure_optimizers returns {num_schedules} learning-rate schedulers, and the "
+            "rates that they come to "
+            "together cannot be foreseen. Return one: chain them with ChainedScheduler or "
+            "SequentialLR. Or use "
             f"EgeriaCallback(policy='egeria'), which does not look ahead"
         )
-    if _total_steps(trainer, trainer.global_step) is None and (looks_ahead or not _takes_any_length(config)):
+    if _total_steps(trainer, trainer.global_step) is None and (
+        looks_ahead or not _takes_any_length(config)
+    ):
         way_out = "Give it one: Trainer(max_steps=...) or Trainer(max_epochs=...)"
         if trainer.num_training_batches == math.inf:
             way_out = (
-                "The loader has no length, so give Trainer(max_steps=...), or limit_train_batches as a number beside "
+                "The loader has no length, so give Trainer(max_steps=...), or limit_train_batches "
+                "as a number beside "
                 "max_epochs"
             )
-        return f"the policy {name!r} goes by the length of the training, which is unknown. {way_out}"
+        return (
+            f"the policy {name!r} goes by the length of the training, which is unknown. {way_out}"
+        )
     return ""
 
 
@@ -268,10 +298,13 @@ def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module | str:
         except AttributeError as error:
             known = ", ".join(repr(child) for child, _ in pl_module.named_children())
             raise ConfigError(
-                f"EgeriaCallback(module=...) names a submodule of the LightningModule, found {name!r} ({error}). "
+                "EgeriaCallback(module=...) names a submodule of the LightningModule, found "
+                f"{name!r} ({error}). "
                 f"Its children are {known}."
             ) from error
-    children = {child: part for child, part in pl_module.named_children() if _trains(part.parameters())}
+    children = {
+        child: part for child, part in pl_module.named_children() if _trains(part.parameters())
+    }
     if len(children) == 1 and not _trains(pl_module.parameters(recurse=False)):
         [only] = children.values()
         if _has_forward(only):
@@ -279,8 +312,10 @@ def _find_watched(pl_module: nn.Module, name: str | None) -> nn.Module | str:
     if _has_forward(pl_module):
         return pl_module
     return (
-        f"{type(pl_module).__name__} has no forward, and its parameters are in {', '.join(map(repr, children))}. "
-        f"Name the one to watch, EgeriaCallback({next(iter(children), 'backbone')!r}), or define forward and call "
+        f"{type(pl_module).__name__} has no forward, and its parameters are in "
+        f"{', '.join(map(repr, children))}. "
+        f"Name the one to watch, EgeriaCallback({next(iter(children), 'backbone')!r}), or define "
+        "forward and call "
         f"self(...) in training_step"
     )
 
@@ -290,21 +325,29 @@ def _trains(parameters: Iterator[nn.Parameter]) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return whether a module can be called: those of torch and Lightning have a forward that only raises."""
+    """Return whether a module can be called: those of torch and Lightning have a forward that only
+    raises.
+    """
     kinds = type(without_wrapper(module)).__mro__
     owner = next(kind for kind in kinds if "forward" in vars(kind))
     return owner.__name__ not in ("Module", "LightningModule")
 
 
 def _mean(losses: Sequence[Tensor]) -> Tensor | float:
-    """Return the mean loss of a step, on its device; not a number where `training_step` returned none."""
+    """Return the mean loss of a step, on its device; not a number where `training_step` returned
+    none.
+    """
     if not losses:
         return math.nan
-    return losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).mean()
+    return (
+        losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).mean()
+    )
 
 
 def _total_steps(trainer: Any, first_step: int) -> int | None:
-    """Return the optimizer steps from one of them to the end; None for endless training, and where it is unknown."""
+    """Return the optimizer steps from one of them to the end; None for endless training, and where
+    it is unknown.
+    """
     try:
         steps = _last_step(trainer)
     except Exception:  # where Lightning fails at it, it is unknown
@@ -313,12 +356,17 @@ def _total_steps(trainer: Any, first_step: int) -> int | None:
 
 
 def _last_step(trainer: Any) -> float:
-    """Return the optimizer steps of the whole training: infinite where it is endless, -1 where they are unknown."""
-    schedules = [entry for entry in trainer.callbacks if hasattr(entry, "get_accumulate_grad_batches")]
+    """Return the optimizer steps of the whole training: infinite where it is endless, -1 where they
+    are unknown.
+    """
+    schedules = [
+        entry for entry in trainer.callbacks if hasattr(entry, "get_accumulate_grad_batches")
+    ]
     steps: float = trainer.estimated_stepping_batches
     if not schedules or trainer.max_epochs == -1 or trainer.num_training_batches == math.inf:
         return steps
-    # Such a callback sets the accumulation as epochs begin; before the first Lightning takes it for none.
+    # Such a callback sets the accumulation as epochs begin; before the first Lightning takes it for
+    # none.
     sizes = [schedules[0].get_accumulate_grad_batches(epoch) for epoch in range(trainer.max_epochs)]
     steps = sum(math.ceil(trainer.num_training_batches / size) for size in sizes)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
@@ -326,11 +374,15 @@ def _last_step(trainer: Any) -> float:
 
 def _trackers(trainer: Any) -> list[Tracker]:
     """Return what logs to the loggers of a trainer."""
-    return [_tracker(trainer, logger) for logger in trainer.loggers] if trainer.is_global_zero else []
+    return (
+        [_tracker(trainer, logger) for logger in trainer.loggers] if trainer.is_global_zero else []
+    )
 
 
 def _tracker(trainer: Any, logger: Any) -> Tracker:
-    """Return what logs to one logger, at once: through `self.log` it would be among the metrics of Lightning."""
+    """Return what logs to one logger, at once: through `self.log` it would be among the metrics of
+    Lightning.
+    """
     kinds = {kind.__name__ for kind in type(logger).__mro__}
 
     def log(values: Mapping[str, float], step: int) -> None:

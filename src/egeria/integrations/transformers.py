@@ -1,8 +1,9 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[EgeriaCallback()])`, and nothing else.
 
-Callbacks of a Trainer see neither the trainer nor the loss, and are told nothing when training ends by an exception.
-So the first `EgeriaCallback` that is made wraps `Trainer.train` once, for all trainers: one without an
-`EgeriaCallback` is passed through; one that has it is followed until `train` ends, however it ends.
+Callbacks of a Trainer see neither the trainer nor the loss, and are told nothing when training ends
+by an exception. So the first `EgeriaCallback` that is made wraps `Trainer.train` once, for all
+trainers: one without an `EgeriaCallback` is passed through; one that has it is followed until
+`train` ends, however it ends.
 """
 
 from __future__ import annotations
@@ -44,24 +45,28 @@ logger = logging.getLogger("egeria")
 
 
 class EgeriaCallback(TrainerCallback):
-    """Watches the training of a `transformers.Trainer` and freezes its front layers as they converge.
+    """Watches the training of a `transformers.Trainer` and freezes its front layers as they
+    converge.
 
-    The model comes out of `train` as it went in: thawed and without hooks, also after an exception or Ctrl-C. Each
-    checkpoint gets a file of the run, from which `resume_from_checkpoint` goes on.
+    The model comes out of `train` as it went in: thawed and without hooks, also after an exception
+    or Ctrl-C. Each checkpoint gets a file of the run, from which `resume_from_checkpoint` goes on.
 
     Args:
         config: an `egeria.Config`, nested dictionaries, or the path of a TOML file.
-        policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of your own.
-        directory: where the journal and the report go. None takes `egeria` in the trainer's `output_dir`. Where the
-            journal of another training is there already, a number is appended: `egeria-2`; not to a URL.
-        log: whether the entries of `Trainer.log` about the training also have egeria's numbers, so that all trackers
-            in `report_to` draw them.
-        save_reference: whether checkpoints hold the reference model too, which may take as many bytes as the
-            weights. Without it, it is made again from the weights on resuming, and decisions may then differ from
-            those of an uninterrupted run.
+        policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
+            your own.
+        directory: where the journal and the report go. None takes `egeria` in the trainer's
+            `output_dir`. Where the journal of another training is there already, a number is
+            appended: `egeria-2`; not to a URL.
+        log: whether the entries of `Trainer.log` about the training also have egeria's numbers, so
+            that all trackers in `report_to` draw them.
+        save_reference: whether checkpoints hold the reference model too, which may take as many
+            bytes as the weights. Without it, it is made again from the weights on resuming, and
+            decisions may then differ from those of an uninterrupted run.
 
     Attributes:
-        run: the `egeria.Run` while the trainer trains; None before, after, and where it was declined.
+        run: the `egeria.Run` while the trainer trains; None before, after, and where it was
+            declined.
         report: path of the HTML report of the last training; None where there is none.
 
     Raises:
@@ -99,7 +104,8 @@ class EgeriaCallback(TrainerCallback):
 
     @contextmanager
     def follow(self, trainer: Any, checkpoint: Path | None) -> Iterator[None]:
-        """Follow a trainer while the body runs, which is its `train`; leave trainer and model as they were.
+        """Follow a trainer while the body runs, which is its `train`; leave trainer and model as
+        they were.
 
         Args:
             trainer: the `transformers.Trainer` that has this callback.
@@ -124,14 +130,18 @@ class EgeriaCallback(TrainerCallback):
             self._trainer = self._checkpoint = None
 
     def close(self) -> None:
-        """End the run, if there is one: the model is as it was found. `train` does this itself, however it ends."""
+        """End the run, if there is one: the model is as it was found. `train` does this itself,
+        however it ends.
+        """
         run, self.run = self.run, None
         self._losses = []
         if run is not None:
             self._guard("closing the run", run.close)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach to what is trained, and go on from the checkpoint that the trainer goes on from."""
+        """Attach to what is trained, and go on from the checkpoint that the
+        trainer goes on from.
+        """
         self.close()
         self._counted, self._saved = state.global_step, None
         refusal = self._refusal(args)
@@ -145,7 +155,9 @@ class EgeriaCallback(TrainerCallback):
         self._count(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the state of the run into the checkpoint, where a trainer has written that in a way of its own."""
+        """Write the state of the run into the checkpoint, where a trainer has written that in a way
+        of its own.
+        """
         if self.run is None or args.save_only_model:
             return
         folder = self._output_folder(args) / f"checkpoint-{state.global_step}"
@@ -162,17 +174,34 @@ class EgeriaCallback(TrainerCallback):
         if trainer is None:
             return "the trainer has a `train` of its own, which is not that of transformers.Trainer"
         if args.deepspeed or getattr(trainer, "is_deepspeed_enabled", False):
-            return "DeepSpeed keeps gradients and optimizer to itself, so that nothing can be taken out of them"
+            return (
+                "DeepSpeed keeps gradients and optimizer to itself, so that nothing can be "
+                "taken out of them"
+            )
         if getattr(trainer, "is_fsdp_enabled", False):
-            return "FSDP by the arguments of the trainer is not supported; train with DistributedDataParallel"
+            return (
+                "FSDP by the arguments of the trainer is not supported; train with "
+                "DistributedDataParallel"
+            )
         if args.n_gpu > 1:
-            return "DataParallel makes the model anew at each step; start one process for each GPU with torchrun"
+            return (
+                "DataParallel makes the model anew at each step; start one process for each "
+                "GPU with torchrun"
+            )
         if getattr(trainer, "is_distributed_loading_by_transformers", False):
             return "the model was divided among processes when it was loaded"
         return ""
 
     def _begin(
-        self, args: Any, state: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, train_dataloader: Any, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        *,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        train_dataloader: Any,
+        **_: Any,
     ) -> None:
         parent, name = self._journal_place(args)
         saved = self._saved_state()
@@ -196,13 +225,17 @@ class EgeriaCallback(TrainerCallback):
             except (EgeriaError, LookupError, TypeError) as error:
                 self.close()
                 self._notes.decline(
-                    "resuming", f"the state in the checkpoint does not fit ({brief(error)}); it begins anew from here"
+                    "resuming",
+                    f"the state in the checkpoint does not fit ({brief(error)}); it begins anew "
+                    "from here",
                 )
         # Without its own state a run knows of the steps to come only.
         attach(_unused(parent / name), state.global_step)
 
     def _saved_state(self) -> dict[str, Any] | None:
-        """Return the state in the checkpoint that training goes on from; None where a process has none to read."""
+        """Return the state in the checkpoint that training goes on from; None where a process has
+        none to read.
+        """
         if self._checkpoint is None:
             return None
         path, state, reason = self._checkpoint / STATE_FILE, None, ""
@@ -219,7 +252,9 @@ class EgeriaCallback(TrainerCallback):
         return state
 
     def _count(self, step: int) -> None:
-        """Count an optimizer step once, with the sum of what its micro-batches contribute to the loss."""
+        """Count an optimizer step once, with the sum of what its micro-batches contribute to the
+        loss.
+        """
         if step == self._counted:
             return
         self._counted = step
@@ -228,12 +263,16 @@ class EgeriaCallback(TrainerCallback):
             self._guard("counting a step", functools.partial(self._step, self.run, losses))
 
     def _step(self, run: egeria.Run, losses: list[Tensor]) -> None:
-        run.step(torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else math.nan)
+        run.step(
+            torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else math.nan
+        )
 
     def _write(self, args: Any, folder: Path) -> None:
         self._saved = folder
         if self.run is not None and args.should_save:
-            self._guard("saving its state", functools.partial(self._save, self.run, folder), ends_run=False)
+            self._guard(
+                "saving its state", functools.partial(self._save, self.run, folder), ends_run=False
+            )
 
     def _save(self, run: egeria.Run, folder: Path) -> None:
         if not folder.is_dir():  # `save_total_limit` may have removed it at once
@@ -252,38 +291,59 @@ class EgeriaCallback(TrainerCallback):
         return given.parent, given.name
 
     def _output_folder(self, args: Any) -> Path:
-        """Return where checkpoints go: `output_dir`, or in a hyperparameter search the folder of the trial in it."""
+        """Return where checkpoints go: `output_dir`, or in a hyperparameter search the folder of
+        the trial in it.
+        """
         trainer = self._trainer
-        trial, folder_of = getattr(trainer, "_trial", None), getattr(trainer, "_get_output_dir", None)
+        trial, folder_of = (
+            getattr(trainer, "_trial", None),
+            getattr(trainer, "_get_output_dir", None),
+        )
         return Path(args.output_dir if folder_of is None else folder_of(trial=trial))
 
     def _attempt(self, loop: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the loop of `train`: where it fails, `auto_find_batch_size` wraps the model, thawed, anew."""
+        """Stand in for the loop of `train`: where it fails, `auto_find_batch_size` wraps the model,
+        thawed, anew.
+        """
         try:
             return loop(*args, **kwargs)
         finally:
             self.close()
 
     def _save_checkpoint(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for `trainer._save_checkpoint`, which `enable_jit_checkpoint` may call ahead of `on_step_end`."""
-        self._count(self._trainer.state.global_step)  # may also change weights, where layer modules land
+        """Stand in for `trainer._save_checkpoint`, which `enable_jit_checkpoint` may call ahead of
+        `on_step_end`.
+        """
+        self._count(
+            self._trainer.state.global_step
+        )  # may also change weights, where layer modules land
         return save(*args, **kwargs)
 
-    def _save_beside(self, save: Callable[..., Any], output_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for what saves the optimizer in every checkpoint, before it is uploaded: save the run beside it."""
+    def _save_beside(
+        self, save: Callable[..., Any], output_dir: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stand in for what saves the optimizer in every checkpoint, before it is uploaded: save
+        the run beside it.
+        """
         result = save(output_dir, *args, **kwargs)
         self._write(self._trainer.args, Path(output_dir))
         return result
 
     def _note_loss(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for `trainer.training_step`, which returns what a micro-batch contributes to the step's loss."""
+        """Stand in for `trainer.training_step`, which returns what a micro-batch contributes to the
+        step's loss.
+        """
         loss = training_step(*args, **kwargs)
         if self.run is not None and isinstance(loss, Tensor):
             self._losses.append(loss.detach())
         return loss
 
-    def _log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for `trainer.log`: add egeria's numbers, and after the last entry write the report."""
+    def _log(
+        self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stand in for `trainer.log`: add egeria's numbers, and after the last entry write the
+        report.
+        """
         is_last = "train_runtime" in logs
         if self.run is not None and self._logs and (is_last or "loss" in logs) and dist.rank() == 0:
             run = self.run
@@ -293,14 +353,18 @@ class EgeriaCallback(TrainerCallback):
             self._guard("reporting", self._report, ends_run=False)
 
     def _report(self) -> None:
-        """End the run, whose training is done; write its report and give it to the trackers, which still take files."""
+        """End the run, whose training is done; write its report and give it to the trackers, which
+        still take files.
+        """
         run, callbacks = self.run, self._trainer.callback_handler.callbacks
         self.close()
         if run is None or run.directory is None:
             return
         self.report = egeria.report(run.directory).path
         held = [getattr(entry, name, None) for entry in callbacks for name in TRACKERS]
-        trackers = find_trackers([entry for entry in held if entry is not None]) if self._logs else []
+        trackers = (
+            find_trackers([entry for entry in held if entry is not None]) if self._logs else []
+        )
         keepers = [tracker.keep for tracker in trackers if tracker.keep is not None]
         if keepers:
             with TemporaryDirectory(prefix="egeria-report-") as folder:
@@ -325,19 +389,27 @@ class EgeriaCallback(TrainerCallback):
 
 
 def _wrap_train() -> None:
-    """Have `Trainer.train` run within `EgeriaCallback.follow` of the callbacks of its trainer; done once."""
+    """Have `Trainer.train` run within `EgeriaCallback.follow` of the callbacks of its trainer; done
+    once.
+    """
     original = Trainer.train
     if hasattr(original, "_egeria_follows"):
         return
 
     @functools.wraps(original)
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        callbacks = [entry for entry in self.callback_handler.callbacks if isinstance(entry, EgeriaCallback)]
+        callbacks = [
+            entry for entry in self.callback_handler.callbacks if isinstance(entry, EgeriaCallback)
+        ]
         with ExitStack() as stack:
             for callback in callbacks:
-                if callback._trainer is not None:  # somebody has wrapped what is wrapped here already
+                if (
+                    callback._trainer is not None
+                ):  # somebody has wrapped what is wrapped here already
                     continue
-                stack.enter_context(callback.follow(self, _checkpoint(self, resume_from_checkpoint)))
+                stack.enter_context(
+                    callback.follow(self, _checkpoint(self, resume_from_checkpoint))
+                )
             return original(self, resume_from_checkpoint, *args, **kwargs)
 
     train._egeria_follows = True  # type: ignore[attr-defined]
@@ -382,5 +454,9 @@ def _gather(text: str) -> list[str]:
 
 def _unused(directory: Path) -> Path:
     """Return the directory, or one with a number where it has a journal."""
-    others = (directory.with_name(f"{directory.name}-{count}") for count in range(2, MOST_DIRECTORIES))
-    return next((found for found in (directory, *others) if not (found / FILE_NAME).exists()), directory)
+    others = (
+        directory.with_name(f"{directory.name}-{count}") for count in range(2, MOST_DIRECTORIES)
+    )
+    return next(
+        (found for found in (directory, *others) if not (found / FILE_NAME).exists()), directory
+    )

@@ -1,4 +1,6 @@
-"""A run as a framework has it: what the framework does in its own way is defined anew, the rest is passed on."""
+"""A run as a framework has it: what the framework does in its own way is defined anew, the rest is
+passed on.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ def read_journal(directory: str | Path) -> Journal:
             events.append(event)
             time = record.get("time")
             times.append(float(time) if isinstance(time, (int, float)) else 0.0)
-    return Journal(directory=path.parent, events=tuple(events), times=tuple(times), num_damaged=damaged)
+    return Journal(
+        directory=path.parent, events=tuple(events), times=tuple(times), num_damaged=damaged
+    )
 
 
 def _read(directory: str | Path) -> tuple[Path, str]:
@@ -80,7 +82,9 @@ def _read(directory: str | Path) -> tuple[Path, str]:
             content = read_bytes(url)
             if not content:
                 raise FileNotFoundError(f"there is no {url}")
-            return local_directory(str(directory), RUNS) / FILE_NAME, content.decode("utf-8", errors="replace")
+            return local_directory(str(directory), RUNS) / FILE_NAME, content.decode(
+                "utf-8", errors="replace"
+            )
         path = Path(directory)
         place = path = path / FILE_NAME if path.is_dir() else path
         return path, path.read_text(encoding="utf-8", errors="replace")
@@ -103,7 +107,8 @@ def _parse(line: str) -> dict[str, Any]:
 def _check_schema(version: object, path: Path) -> None:
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         raise JournalError(
-            f"This egeria reads journals up to schema {SCHEMA_VERSION}; {path} has schema {version!r}. "
+            f"This egeria reads journals up to schema {SCHEMA_VERSION}; {path} has schema "
+            f"{version!r}. "
             f"Read it with the egeria that wrote it, or a newer one."
         )
 
@@ -114,7 +119,9 @@ def _event(record: dict[str, Any]) -> Event | None:
     if kind is None:
         return None
     values = {
-        field.name: _numbers(record[field.name]) if "float" in str(field.type) else record[field.name]
+        field.name: _numbers(record[field.name])
+        if "float" in str(field.type)
+        else record[field.name]
         for field in dataclasses.fields(kind)
         if field.name in record
     }
@@ -125,7 +132,9 @@ def _event(record: dict[str, Any]) -> Event | None:
 
 
 def _numbers(value: Any) -> Any:
-    """Return the value with the texts that the writer puts for numbers JSON cannot hold as those numbers."""
+    """Return the value with the texts that the writer puts for numbers JSON cannot hold as those
+    numbers.
+    """
     if isinstance(value, str) and value in NOT_FINITE:
         return float(value)
     if isinstance(value, dict):

@@ -1,4 +1,6 @@
-"""Writing: one JSON object a line, flushed at once; and one warning for each thing that the library declines to do."""
+"""Writing: one JSON object a line, flushed at once; and one warning for each thing that the library
+declines to do.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,22 @@ class EgeriaWarning(UserWarning):
 
 
 class Recorder:
-    """Appends events to `journal.jsonl` in a directory, which it makes, and warns the user, each reason once.
+    """Appends events to `journal.jsonl` in a directory, which it makes, and warns the user, each
+    reason once.
 
-    A directory that cannot be written, or a disk that fills up later, raises nothing: there is a warning, and the
-    last events stay in memory. A crash loses at most the last line.
+    A directory that cannot be written, or a disk that fills up later, raises nothing: there is a
+    warning, and the last events stay in memory. A crash loses at most the last line.
 
     Args:
         directory: where the journal lives; None keeps it in memory.
         url: of a directory in a store, where a copy of it follows behind.
-        echoes: whether another process of the job says the same, so that only failures of this one are told here.
+        echoes: whether another process of the job says the same, so that only failures of this one
+            are told here.
     """
 
-    def __init__(self, directory: Path | None, *, url: str | None = None, echoes: bool = False) -> None:
+    def __init__(
+        self, directory: Path | None, *, url: str | None = None, echoes: bool = False
+    ) -> None:
         self.directory = directory
         self._url = url
         self._copy: JournalCopy | None = None
@@ -69,12 +75,15 @@ class Recorder:
                 name = getattr(listener, "__qualname__", type(listener).__name__)
                 self.warn(
                     f"listener {name} {id(key)}",
-                    f"egeria: a callback for events, {name}, raised {type(error).__name__}: {error}. It is not called "
+                    f"egeria: a callback for events, {name}, raised {type(error).__name__}: "
+                    f"{error}. It is not called "
                     f"any more; training continues.",
                 )
 
     def listen(self, listener: Callable[[Event], object]) -> Callable[[], None]:
-        """Call `listener` with each event from now on; return what ends that. One that raises is dropped."""
+        """Call `listener` with each event from now on; return what ends that. One that raises is
+        dropped.
+        """
         key = object()
         self._listeners[key] = listener
 
@@ -91,7 +100,10 @@ class Recorder:
             self._guard(file.close)
         copy, self._copy = self._copy, None
         if copy is not None and (error := copy.close()):
-            self.warn("copy", f"egeria: the end of the journal is in {self.directory} only: {copy.url}: {error}.")
+            self.warn(
+                "copy",
+                f"egeria: the end of the journal is in {self.directory} only: {copy.url}: {error}.",
+            )
 
     def warn(self, what: str, message: str) -> None:
         """Warn unless there was a warning about `what` before."""
@@ -117,11 +129,16 @@ class Recorder:
             self.warn(what, f"egeria: {what}: {reason.rstrip('.')}. Training continues.")
 
     def fault(self, where: str, error: Exception) -> None:
-        """Journal a failure of ours, with how many there were in this place, and warn the first time."""
+        """Journal a failure of ours, with how many there were in this place, and warn the first
+        time.
+        """
         count = self._faults[where] = self._faults.get(where, 0) + 1
         text = f"{type(error).__name__}: {error}"
         self.write(FaultCaught(step=self.step, where=where, error=text, count=count))
-        self.warn(f"fault in {where}", f"egeria: {where} failed ({text}). Training continues; see the journal.")
+        self.warn(
+            f"fault in {where}",
+            f"egeria: {where} failed ({text}). Training continues; see the journal.",
+        )
 
     def _open(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -129,7 +146,9 @@ class Recorder:
         copy = JournalCopy(path, f"{self._url.rstrip('/')}/{FILE_NAME}") if self._url else None
         torn = path.exists() and not _ends_with_newline(path)
         self._file = path.open("a", encoding="utf-8")
-        weakref.finalize(self, _close, self._file)  # a run that is never closed must not leak its file
+        weakref.finalize(
+            self, _close, self._file
+        )  # a run that is never closed must not leak its file
         if torn:
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
@@ -145,7 +164,10 @@ class Recorder:
         copy = self._copy
         assert copy is not None
         if error:
-            self.decline(f"copy the journal to {copy.url}", f"{error}; it is kept in {self.directory} until that works")
+            self.decline(
+                f"copy the journal to {copy.url}",
+                f"{error}; it is kept in {self.directory} until that works",
+            )
         else:
             self.write(JournalCopied(step=self.step, url=copy.url, behind_s=seconds))
 
@@ -164,13 +186,15 @@ class Recorder:
                 self._file = None
             self.warn(
                 "journal",
-                f"The journal in {self.directory} cannot be written: {error}. Training continues; events stay "
+                f"The journal in {self.directory} cannot be written: {error}. Training continues; "
+                "events stay "
                 f"in memory. Give `attach` a writable `directory` with free space.",
             )
 
 
 def run_directory(given: str | Path | None) -> Path:
-    """Return what was given, else make one that no other run writes to; where that fails, the journal says so.
+    """Return what was given, else make one that no other run writes to; where that fails, the
+    journal says so.
 
     Of a URL it is the local directory behind which the copy there follows.
     """
@@ -189,7 +213,9 @@ def run_directory(given: str | Path | None) -> Path:
 
 
 def _local_directory(url: str) -> Path:
-    """Return where a run with a URL is kept on this host; somewhere temporary where nothing can be written here."""
+    """Return where a run with a URL is kept on this host; somewhere temporary where nothing can be
+    written here.
+    """
     place = local_directory(url, RUNS)
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -199,7 +225,9 @@ def _local_directory(url: str) -> Path:
 
 
 def _close(file: IO[str]) -> None:
-    """Close a file whose disk may be full: what it could not write is lost, and was reported before."""
+    """Close a file whose disk may be full: what it could not write is lost, and was reported
+    before.
+    """
     with contextlib.suppress(OSError):
         file.close()
 

@@ -1,7 +1,9 @@
-"""A run whose directory is a URL: the journal is written to a local one, and its copy there follows behind.
+"""A run whose directory is a URL: the journal is written to a local one, and its copy there follows
+behind.
 
-An object store has no files to append to, and is away at times. So the whole journal is copied every few seconds where
-it has grown, by a thread of its own, and what could not be copied is with the next.
+An object store has no files to append to, and is away at times. So the whole journal is copied
+every few seconds where it has grown, by a thread of its own, and what could not be copied is with
+the next.
 """
 
 from __future__ import annotations
@@ -21,18 +23,23 @@ RETRY_S = 1.0
 HOPELESS = (ImportError, ValueError, PermissionError)
 """What trying again will not mend: no package for the protocol, no such protocol, no right."""
 AT_THE_END = "shutdown"
-"""In what stores say once the interpreter ends, and threads and connections can no longer be made."""
+"""In what stores say once the interpreter ends, and threads and connections can no longer be
+made."""
 WITH_FOLDERS = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "hdfs", "webhdfs"})
 """Protocols of fsspec by which a folder must be made before there can be a file in it."""
 
 
 def is_url(place: object) -> bool:
-    """Return whether a run's directory is somewhere that fsspec reaches, such as 's3://bucket/run'."""
+    """Return whether a run's directory is somewhere that fsspec reaches, such as
+    's3://bucket/run'.
+    """
     return isinstance(place, str) and "://" in place
 
 
 def local_directory(url: str, runs: Path) -> Path:
-    """Return where a run is kept on this host whose directory is a URL: always the same, so that it can go on."""
+    """Return where a run is kept on this host whose directory is a URL: always the same, so that it
+    can go on.
+    """
     url = url.rstrip("/")
     digest = hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
     return runs / f"{url.rsplit('/', 1)[-1]}-{digest}"
@@ -81,7 +88,8 @@ def _find(url: str) -> tuple[Any, str]:
 class JournalCopy:
     """Keeps a file in a store like one that grows on this host.
 
-    What is in the store already, of the processes before this one, stays in front of what this one writes.
+    What is in the store already, of the processes before this one, stays in front of what this one
+    writes.
 
     Args:
         path: the file; what it holds now is of processes before this one.
@@ -112,7 +120,9 @@ class JournalCopy:
         self._thread.start()
 
     def news(self) -> tuple[str, float] | None:
-        """Return what has changed and was not told yet: why the store is away, or '' and how many seconds it was."""
+        """Return what has changed and was not told yet: why the store is away, or '' and how many
+        seconds it was.
+        """
         return self._news.popleft() if self._news else None
 
     def close(self) -> str:
@@ -170,5 +180,7 @@ def _front(stored: bytes, earlier: bytes) -> tuple[bytes, int]:
     if stored and not stored.endswith(b"\n"):
         stored += b"\n"
     known = set(stored.split(b"\n"))
-    own = [line for line in earlier.split(b"\n") if line not in known]  # each has the time at which it was written
+    own = [
+        line for line in earlier.split(b"\n") if line not in known
+    ]  # each has the time at which it was written
     return stored + b"".join(line + b"\n" for line in own), len(earlier)

@@ -1,4 +1,5 @@
-"""Finding the atoms of a model, the repeated blocks that are never cut apart, and grouping them (paper §6.3).
+"""Finding the atoms of a model, the repeated blocks that are never cut apart, and grouping them
+(paper §6.3).
 
 The words of this file:
 
@@ -25,9 +26,9 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 Role = Literal["block", "unit", "loose", "direct", "alias", "uncalled"]
-"""`block` and `unit` are atoms, `loose` is any other submodule, `direct` are parameters that a submodule
-taken apart holds itself, `alias` is a submodule met before, in another container maybe, `uncalled` one that the
-forward pass skips."""
+"""`block` and `unit` are atoms, `loose` is any other submodule, `direct` are parameters that a
+submodule taken apart holds itself, `alias` is a submodule met before, in another container maybe,
+`uncalled` one that the forward pass skips."""
 
 _PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -74,7 +75,10 @@ class Atom:
     def tap(self) -> str:
         """The block itself; of units the last one with parameters."""
         behind = self.trail if self.core.role == "unit" else ()
-        return [self.name, *(piece.name for piece in behind if piece.role == "loose" and piece.parameters)][-1]
+        return [
+            self.name,
+            *(piece.name for piece in behind if piece.role == "loose" and piece.parameters),
+        ][-1]
 
 
 def parent_of(name: str) -> str:
@@ -95,11 +99,15 @@ def can_be_called(module: nn.Module) -> bool:
 def names_of_reused(model: nn.Module) -> list[str]:
     """Return the names of the submodules that hold parameters and have more than one name."""
     counts = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    return [name for name, module in model.named_modules() if counts[module] > 1 and module._parameters]
+    return [
+        name for name, module in model.named_modules() if counts[module] > 1 and module._parameters
+    ]
 
 
 def find_pieces(model: nn.Module, matches: Collection[str] | None = None) -> list[Piece]:
-    """Take a model apart into pieces, in definition order; `matches` names the atoms, None looks for blocks."""
+    """Take a model apart into pieces, in definition order; `matches` names the atoms, None looks
+    for blocks.
+    """
     if matches is None:
         return list(_walk(model, _Census(model).role))
 
@@ -123,7 +131,12 @@ def _walk(model: nn.Module, rule: Callable[[str, nn.Module], Role | None]) -> It
     def piece(name: str, role: Role, parameters: Iterable[nn.Parameter]) -> Piece:
         own = list(parameters)
         size = sum(parameter.numel() for parameter in own)
-        return Piece(name=name, role=role, parameters=tuple(names[id(parameter)] for parameter in own), size=size)
+        return Piece(
+            name=name,
+            role=role,
+            parameters=tuple(names[id(parameter)] for parameter in own),
+            size=size,
+        )
 
     def visit(path: str, module: nn.Module) -> Iterator[Piece]:
         is_alias = all(part in met for part in _substance(module))
@@ -153,11 +166,17 @@ class _Census:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        tables = {p for module in modules if isinstance(module, TABLES) for p in module.parameters()}
+        tables = {
+            p for module in modules if isinstance(module, TABLES) for p in module.parameters()
+        }
         looked_up = {p for p in model.parameters() if p.ndim == 3 and p.shape[0] == 1}
         matrices = {p for p in model.parameters() if p.ndim >= 2} - tables - looked_up
         self._weights = {module: matrices.intersection(module.parameters()) for module in modules}
-        kinds = Counter(type(m) for m in modules if type(m) not in _PURE_CONTAINERS and len(self._weights[m]) >= 2)
+        kinds = Counter(
+            type(m)
+            for m in modules
+            if type(m) not in _PURE_CONTAINERS and len(self._weights[m]) >= 2
+        )
         self._repeated = {kind for kind, count in kinds.items() if count >= 2}
         self._blocks = self._outermost_blocks(model, frozenset())
         held = set().union(*(self._weights[block] for block in self._blocks))
@@ -184,7 +203,9 @@ class _Census:
         waiting = list(model.children())
         while waiting:
             module = waiting.pop()
-            is_candidate = self._repeats(module) and type(module) not in excluded and can_be_called(module)
+            is_candidate = (
+                self._repeats(module) and type(module) not in excluded and can_be_called(module)
+            )
             if is_candidate and not self._is_stage(module):
                 blocks.add(module)
             else:
@@ -196,12 +217,15 @@ class _Census:
         return type(module) in self._repeated and len(self._weights[module]) >= 2
 
     def _is_stage(self, module: nn.Module) -> bool:
-        """Return whether a module is a stage: it holds siblings, and beside them less than one sibling.
+        """Return whether a module is a stage: it holds siblings, and beside them less than one
+        sibling.
 
         Experts inside a transformer block are siblings too, but its attention outweighs each.
         """
         siblings = [self._weights[sibling] for sibling in self._siblings(module)]
-        return bool(siblings) and len(self._weights[module].difference(*siblings)) < min(map(len, siblings))
+        return bool(siblings) and len(self._weights[module].difference(*siblings)) < min(
+            map(len, siblings)
+        )
 
     def _siblings(self, module: nn.Module) -> list[nn.Module]:
         """Collect the outermost same-class repeated children of chains inside the module."""
@@ -209,7 +233,9 @@ class _Census:
         is_chain = not can_be_called(module) or type(module).forward is nn.Sequential.forward
         classes = Counter(type(child) for child in children if is_chain and self._repeats(child))
         found = [child for child in children if classes[type(child)] >= 2 and self._repeats(child)]
-        return found + [inner for child in children if child not in found for inner in self._siblings(child)]
+        return found + [
+            inner for child in children if child not in found for inner in self._siblings(child)
+        ]
 
 
 JUMP = 2.0
@@ -230,7 +256,12 @@ class Group:
 
 
 def group_atoms(
-    names: Sequence[str], sizes: Sequence[int], total: int, *, target_share: float, minimum_share: float
+    names: Sequence[str],
+    sizes: Sequence[int],
+    total: int,
+    *,
+    target_share: float,
+    minimum_share: float,
 ) -> tuple[Group, ...]:
     """Group atoms of these names and sizes, front to back, into layer modules.
 
@@ -241,11 +272,16 @@ def group_atoms(
     groups: list[Group] = []
     for stage in _join_small(_find_stages(names, sizes), sizes, minimum_share * total):
         share = sum(sizes[stage.start : stage.stop]) / total
-        groups += _split(stage, sizes, share, num_parts=min(len(stage), math.floor(share / target_share + 0.5)))
+        groups += _split(
+            stage, sizes, share, num_parts=min(len(stage), math.floor(share / target_share + 0.5))
+        )
     last = groups[-1]
     if len(last) > 1:
         reason = "The last block stays alone, because the last layer module is never frozen"
-        groups[-1:] = [replace(last, stop=last.stop - 1), Group(start=last.stop - 1, stop=last.stop, reason=reason)]
+        groups[-1:] = [
+            replace(last, stop=last.stop - 1),
+            Group(start=last.stop - 1, stop=last.stop, reason=reason),
+        ]
     return tuple(groups)
 
 
@@ -312,7 +348,9 @@ def _join(front: Group, back: Group) -> Group:
 def _split(stage: Group, sizes: Sequence[int], share: float, *, num_parts: int) -> list[Group]:
     if num_parts <= 1:
         return [stage]
-    edges = [stage.start + edge for edge in split_evenly(sizes[stage.start : stage.stop], num_parts)]
+    edges = [
+        stage.start + edge for edge in split_evenly(sizes[stage.start : stage.stop], num_parts)
+    ]
     parts = []
     for number, (start, stop) in enumerate(pairwise([stage.start, *edges, stage.stop]), start=1):
         remark = f"part {number} of {num_parts} of a stage with {share:.0%} of the parameters"
@@ -324,15 +362,21 @@ def _split(stage: Group, sizes: Sequence[int], share: float, *, num_parts: int) 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
     """Split a sequence into contiguous parts with the least sum of squared sizes.
 
-    Returns where the second and later parts begin; of equally good splits the one with longer parts in front.
+    Returns where the second and later parts begin; of equally good splits the one with longer parts
+    in front.
     """
     count = len(sizes)
     sums = [0, *accumulate(sizes)]
-    costs = [(sums[count] - sums[start]) ** 2 for start in range(count)]  # of what follows `start`, in one part
+    costs = [
+        (sums[count] - sums[start]) ** 2 for start in range(count)
+    ]  # of what follows `start`, in one part
     choices: list[list[int]] = []  # for one part more each time: where the second part begins
     for parts in range(2, num_parts + 1):
         best = [
-            min(((sums[edge] - sums[start]) ** 2 + costs[edge], -edge) for edge in range(start + 1, count - parts + 2))
+            min(
+                ((sums[edge] - sums[start]) ** 2 + costs[edge], -edge)
+                for edge in range(start + 1, count - parts + 2)
+            )
             for start in range(count - parts + 1)
         ]
         costs = [cost for cost, _ in best]

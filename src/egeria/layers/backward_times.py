@@ -27,28 +27,33 @@ OVER = -1
 
 
 class BackwardTimes:
-    """Times when the gradient reaches the output of each layer module, at one step after each `arm`.
+    """Times when the gradient reaches the output of each layer module, at one step after each
+    `arm`.
 
-    The backward pass of a layer module lies between the gradient of its output and that of the one before it; that of
-    the first one ends with the pass, or where that of another forward pass begins. What follows until the optimizer's
-    step, such as clipping, or waiting for other processes, is timed as well. Time is that of the stream on CUDA,
-    elsewhere that of the clock. A fault of ours ends the timing, and so do gradients on several devices, whose streams
-    have no time in common.
+    The backward pass of a layer module lies between the gradient of its output and that of the one
+    before it; that of the first one ends with the pass, or where that of another forward pass
+    begins. What follows until the optimizer's step, such as clipping, or waiting for other
+    processes, is timed as well. Time is that of the stream on CUDA, elsewhere that of the clock. A
+    fault of ours ends the timing, and so do gradients on several devices, whose streams have no
+    time in common.
     """
 
     def __init__(self) -> None:
         self._has_failed = False
         self._handles: list[Any] = []
         self._passes: list[dict[int, Stamp]] = []
-        """For each pass of the step by the place of the layer module, or `OVER`; the last is the one under way."""
+        """For each pass of the step by the place of the layer module, or `OVER`; the last is the
+        one under way."""
         self._ended: tuple[int, list[dict[int, Stamp]], Stamp] | None = None
-        """Of the step that was timed: how many layer modules there were, its passes, and when the optimizer began."""
+        """Of the step that was timed: how many layer modules there were, its passes, and when the
+        optimizer began."""
         self._seen: set[int] = set()
         """Places of the layer modules that the forward pass under way has come through."""
         self._num_modules = 0
         self._device = torch.device("cpu")  # of the newest gradient
         self._shares: list[list[float]] = []
-        """Of an iteration, for each step that was timed: what each layer module took, then what the loop did."""
+        """Of an iteration, for each step that was timed: what each layer module took, then what the
+        loop did."""
 
     def arm(self, model: nn.Module, modules: Sequence[LayerModule]) -> None:
         """Time the coming step."""
@@ -70,7 +75,9 @@ class BackwardTimes:
 
     def end_step(self) -> None:
         """Note that the backward passes of the step are over."""
-        passes = [stamps for stamps in self._passes if stamps]  # one without is of a loss that nothing was made of
+        passes = [
+            stamps for stamps in self._passes if stamps
+        ]  # one without is of a loss that nothing was made of
         if self._handles and passes:
             self.guard(lambda: self._end(passes))
             self.disarm()
@@ -96,7 +103,9 @@ class BackwardTimes:
     def _note(self, stamps: dict[int, Stamp], place: int, device: torch.device) -> None:
         self._device = device
         if not stamps:
-            for earlier in self._passes:  # in one backward pass through several forward passes, the last one is first
+            for earlier in (
+                self._passes
+            ):  # in one backward pass through several forward passes, the last one is first
                 if earlier:
                     earlier.setdefault(OVER, _now(device))
             finish = partial(self.guard, lambda: stamps.setdefault(OVER, _now(device)))
@@ -104,7 +113,9 @@ class BackwardTimes:
         stamps.setdefault(place, _now(device))
 
     def guard(self, action: Callable[[], object]) -> None:
-        """Do something of ours, whatever becomes of it; where it fails, nothing is timed any more."""
+        """Do something of ours, whatever becomes of it; where it fails, nothing
+        is timed any more.
+        """
         if not self._has_failed:
             try:
                 action()
@@ -113,14 +124,16 @@ class BackwardTimes:
                 self._has_failed, self._ended, self._passes, self._shares = True, None, [], []
 
     def shares(self, num_modules: int, iteration_s: float) -> tuple[list[float], float] | None:
-        """Return the shares of an iteration that backward passes and the loop take, the medians of those timed.
+        """Return the shares of an iteration that backward passes and the loop take, the medians of
+        those timed.
 
         Args:
             num_modules: of the present cut; what was timed under another is forgotten.
             iteration_s: seconds of an iteration in the interval of the newest step.
 
         Returns:
-            For each layer module, front to back, and for what the loop does between them and the optimizer's step.
+            For each layer module, front to back, and for what the loop does between them and the
+            optimizer's step.
         """
         ended, self._ended = self._ended, None
         if ended is not None and ended[0] == num_modules and iteration_s > 0:
@@ -133,7 +146,9 @@ class BackwardTimes:
 
     def _take(self, seconds: Sequence[float] | None, iteration_s: float) -> None:
         if seconds is not None:
-            whole_s = max(iteration_s, math.fsum(seconds))  # a step that was held up takes longer than most
+            whole_s = max(
+                iteration_s, math.fsum(seconds)
+            )  # a step that was held up takes longer than most
             self._shares.append([part / whole_s for part in seconds])
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,7 +170,9 @@ class _Watch:
         return self
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
-        is_recomputed = torch._C._current_graph_task_id() != -1  # by activation checkpointing, in a backward pass
+        is_recomputed = (
+            torch._C._current_graph_task_id() != -1
+        )  # by activation checkpointing, in a backward pass
         if module.training and torch.is_grad_enabled() and not is_own_pass() and not is_recomputed:
             self._times.guard(lambda: self._times.begin_pass(self._place, output))
 
@@ -169,8 +186,11 @@ def _now(device: torch.device) -> Stamp:
     return event
 
 
-def _by_module(num_modules: int, passes: Sequence[Mapping[int, Stamp]], stepped: Stamp) -> list[float] | None:
-    """Return the seconds of all passes for each layer module, and then those from the last one to the optimizer's step.
+def _by_module(
+    num_modules: int, passes: Sequence[Mapping[int, Stamp]], stepped: Stamp
+) -> list[float] | None:
+    """Return the seconds of all passes for each layer module, and then those from the last one to
+    the optimizer's step.
 
     None where gradients came in another order, or a pass never ended.
     """

@@ -12,7 +12,8 @@ import torch
 from egeria import tree
 
 OF_THE_LOSS = "num_items_in_batch"
-"""Argument by which models of transformers divide their loss: of all batches of an optimizer step, not of a sample."""
+"""Argument by which models of transformers divide their loss: of all batches of an optimizer step,
+not of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,10 @@ class Autocast:
     @classmethod
     def current(cls, device_type: str) -> Autocast:
         """Return the setting in force for a type of device."""
-        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        enabled, dtype = (
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+        )
         return cls(device_type=device_type, enabled=enabled, dtype=dtype)
 
     def context(self) -> torch.autocast:
@@ -35,7 +39,9 @@ class Autocast:
         Without the cast cache: weights cast here, without gradient, must not be found by a training
         forward that shares an outer autocast context.
         """
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +58,9 @@ class Batch:
     def of_call(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Batch:
         """Return the arguments of a call that is being made, and what holds for it."""
         needs_grad = tree.requires_grad((args, kwargs))
-        return cls(args=args, kwargs=kwargs, autocast=Autocast.current(device_type), needs_grad=needs_grad)
+        return cls(
+            args=args, kwargs=kwargs, autocast=Autocast.current(device_type), needs_grad=needs_grad
+        )
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -62,16 +70,21 @@ class Batch:
     @property
     def num_rows(self) -> int | None:
         """Samples, where all of its tensors but that of the loss agree on their number."""
-        return tree.num_rows((self.args, {name: value for name, value in self.kwargs.items() if name != OF_THE_LOSS}))
+        return tree.num_rows(
+            (self.args, {name: value for name, value in self.kwargs.items() if name != OF_THE_LOSS})
+        )
 
     @property
     def unreadable(self) -> str:
-        """What among the arguments has contents that cannot be read, by its path and type; empty for nothing."""
+        """What among the arguments has contents that cannot be read, by its path and type; empty
+        for nothing.
+        """
         return tree.unreadable(self.args, "args") or tree.unreadable(dict(self.kwargs), "kwargs")
 
     @property
     def contents(self) -> list[tuple[str, Any]]:
-        """Tensors and plain values among the arguments, each after its path in `arguments`; not what is of the loss.
+        """Tensors and plain values among the arguments, each after its path in `arguments`; not
+        what is of the loss.
 
         Sorted: the order in which a caller names arguments means nothing.
         """
@@ -79,7 +92,8 @@ class Batch:
         return sorted(found, key=itemgetter(0))
 
     def first_rows(self, count: int | None) -> Batch:
-        """Return a copy cut to `count` samples, detached; whole without one, or if its tensors disagree on rows.
+        """Return a copy cut to `count` samples, detached; whole without one, or if its tensors
+        disagree on rows.
 
         What the loss is divided by stays as it is. A copy, because a model may overwrite its input.
         """

@@ -1,4 +1,6 @@
-"""Freezing a prefix of layer modules, thawing it without a trace, and noticing who changes frozen tensors."""
+"""Freezing a prefix of layer modules, thawing it without a trace, and noticing who changes frozen
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -50,22 +52,26 @@ class _Still:
     def keep(self, submodules: Iterable[nn.Module]) -> None:
         """Put those that the loop has put in training mode back, and take note of it.
 
-        But for a normalisation that makes its statistics anew: `torch.optim.swa_utils.update_bn` takes its momentum.
+        But for a normalisation that makes its statistics anew: `torch.optim.swa_utils.update_bn`
+        takes its momentum.
         """
         for submodule in submodules:
             mode = self.modes.get(submodule)
             if mode is not None and submodule.training:
                 mode.training = True
-                submodule.training = mode.momentum is not None and getattr(submodule, "momentum", None) is None
+                submodule.training = (
+                    mode.momentum is not None and getattr(submodule, "momentum", None) is None
+                )
 
 
 class Freezer:
     """Owns the frozen prefix of one model.
 
     A frozen layer module has parameters that need no gradient and hold none, and stays in inference
-    mode whoever calls `model.train()`: normalisation keeps its statistics, dropout is off. A submodule that active
-    modules use too, such as one dropout in all blocks, keeps its mode until everything that it serves is frozen.
-    Optimizer state and groups are never touched, so thawing resumes where freezing stopped.
+    mode whoever calls `model.train()`: normalisation keeps its statistics, dropout is off. A
+    submodule that active modules use too, such as one dropout in all blocks, keeps its mode until
+    everything that it serves is frozen. Optimizer state and groups are never touched, so thawing
+    resumes where freezing stopped.
 
     Args:
         model: the model the modules were cut from.
@@ -73,7 +79,8 @@ class Freezer:
         freeze_tied: what to do with a weight that an active module uses too. True freezes it. False
             trains it on through that module; what it contributes at the front is then detached, so
             that no backward pass enters the prefix.
-        trainable: for each layer module whether it had anything to train in the beginning; by default all may.
+        trainable: for each layer module whether it had anything to train in the beginning; by
+            default all may.
     """
 
     def __init__(
@@ -100,7 +107,9 @@ class Freezer:
 
     @property
     def num_frozen(self) -> int:
-        """Elements of the parameters that are frozen: without tied weights that train on through an active module."""
+        """Elements of the parameters that are frozen: without tied weights that train on through an
+        active module.
+        """
         return sum(map(nn.Parameter.numel, self.frozen))
 
     @property
@@ -110,9 +119,15 @@ class Freezer:
 
     @property
     def is_undone(self) -> bool:
-        """Whether somebody else switched gradients of a frozen parameter on, also of one that its owner had frozen."""
+        """Whether somebody else switched gradients of a frozen parameter on, also of one that its
+        owner had frozen.
+        """
         records = self._records
-        return any(entry.requires_grad for record in records for entry in (*record.parameters, *record.others))
+        return any(
+            entry.requires_grad
+            for record in records
+            for entry in (*record.parameters, *record.others)
+        )
 
     def hold(self) -> None:
         """Switch gradients off again that somebody else has switched on, until everything thaws."""
@@ -124,19 +139,27 @@ class Freezer:
     def freeze_to(self, depth: int, *, input_needs_grad: bool = False) -> None:
         """Freeze the first `depth` layer modules; those frozen already stay as they are.
 
-        A module that has, or had in the beginning, nothing to train is passed over: it is its owner's to unfreeze.
+        A module that has, or had in the beginning, nothing to train is passed over: it is its
+        owner's to unfreeze.
 
         Args:
             depth: how many are to be frozen.
-            input_needs_grad: something in front of the model is in training, so nothing is detached.
+            input_needs_grad: something in front of the model is in training, so nothing is
+                detached.
         """
-        keeps_tied = not self._freeze_tied and any(module.shared_parameters for module in self._modules[:depth])
+        keeps_tied = not self._freeze_tied and any(
+            module.shared_parameters for module in self._modules[:depth]
+        )
         in_use = self._used_outside(depth)
         for index in range(self.depth, depth):
-            self._records.append(self._freeze(index, in_use, detaches=keeps_tied and not input_needs_grad))
+            self._records.append(
+                self._freeze(index, in_use, detaches=keeps_tied and not input_needs_grad)
+            )
 
     def thaw(self) -> None:
-        """Give every frozen module back as it was; its mode follows the model's, where it did before."""
+        """Give every frozen module back as it was; its mode follows the model's, where it did
+        before.
+        """
         for record in self._records:
             for handle in record.handles:
                 handle.remove()
@@ -159,12 +182,19 @@ class Freezer:
         return mode.training and self._model.training
 
     def _used_outside(self, depth: int) -> set[nn.Module]:
-        """Return the submodules that are used outside of the first `depth` layer modules, whether inside too or not.
+        """Return the submodules that are used outside of the first `depth` layer modules, whether
+        inside too or not.
 
-        A name elsewhere is such a use; but for submodules with parameters only where one of these is shared.
+        A name elsewhere is such a use; but for submodules with parameters only where one of these
+        is shared.
         """
-        roots = [[self._model.get_submodule(name) for name in module.submodules] for module in self._modules]
-        fronts, others = ({root for own in part for root in own} for part in (roots[:depth], roots[depth:]))
+        roots = [
+            [self._model.get_submodule(name) for name in module.submodules]
+            for module in self._modules
+        ]
+        fronts, others = (
+            {root for own in part for root in own} for part in (roots[:depth], roots[depth:])
+        )
         names = {name for module in self._modules[:depth] for name in module.shared_parameters}
         shared = {id(self._model.get_parameter(name)) for name in names}
 
@@ -180,29 +210,48 @@ class Freezer:
         module = self._modules[index]
         kept = set() if self._freeze_tied else set(module.shared_parameters)
         own = [self._model.get_parameter(name) for name in module.parameters if name not in kept]
-        parameters = tuple(parameter for parameter in own if parameter.requires_grad and self._trainable[index])
+        parameters = tuple(
+            parameter for parameter in own if parameter.requires_grad and self._trainable[index]
+        )
         if not parameters:
             return _Record(others=tuple(own))
         others = tuple(parameter for parameter in own if not parameter.requires_grad)
-        roots = [root for name in module.submodules if (root := self._model.get_submodule(name)) not in in_use]
+        roots = [
+            root
+            for name in module.submodules
+            if (root := self._model.get_submodule(name)) not in in_use
+        ]
         inside = dict.fromkeys(submodule for root in roots for submodule in root.modules())
         done = in_use | self._still.modes.keys()
-        modes = {part: _Mode(part.training, getattr(part, "momentum", None)) for part in inside if part not in done}
+        modes = {
+            part: _Mode(part.training, getattr(part, "momentum", None))
+            for part in inside
+            if part not in done
+        }
         self._still.modes.update(modes)
         for parameter in parameters:
             parameter.requires_grad_(False).grad = None
         for submodule in modes:
             submodule.training = False
-        handles: list[RemovableHandle | PlainCopies] = [PlainCopies(parameter) for parameter in parameters]
-        handles += [PlainCopies(submodule, partial(self._mode, mode)) for submodule, mode in modes.items()]
+        handles: list[RemovableHandle | PlainCopies] = [
+            PlainCopies(parameter) for parameter in parameters
+        ]
+        handles += [
+            PlainCopies(submodule, partial(self._mode, mode)) for submodule, mode in modes.items()
+        ]
         stay = partial(_stay_in_inference_mode, self._still)
         handles += [root.register_forward_pre_hook(stay, prepend=True) for root in roots]
         if detaches:
-            handles += [root.register_forward_pre_hook(_detach_inputs, with_kwargs=True) for root in roots]
-        return _Record(parameters=parameters, others=others, modes=tuple(modes), handles=tuple(handles))
+            handles += [
+                root.register_forward_pre_hook(_detach_inputs, with_kwargs=True) for root in roots
+            ]
+        return _Record(
+            parameters=parameters, others=others, modes=tuple(modes), handles=tuple(handles)
+        )
 
 
-# Hooks are functions of this file, not closures: a model may be copied in its own forward pass, hooks and all.
+# Hooks are functions of this file, not closures: a model may be copied in its own forward pass,
+# hooks and all.
 
 
 def _stay_in_inference_mode(still: _Still, module: nn.Module, _args: Any) -> None:
@@ -221,15 +270,23 @@ Entry = tuple[Mapping[str, Tensor | None], str]
 class FrozenTensors:
     """Detects whether tensors were assigned, written to, or set to train.
 
-    What writes through `data` (averages of weights, Lookahead) leaves no trace but the values, and mostly concerns
-    all weights: so the smallest, `num_compared` in number, are compared by value.
+    What writes through `data` (averages of weights, Lookahead) leaves no trace but the values, and
+    mostly concerns all weights: so the smallest, `num_compared` in number, are compared by value.
     """
 
     def __init__(self, entries: Iterable[Entry], *, num_compared: int) -> None:
-        self._found = [(table, name, _version(table[name])) for table, name in entries if name != "num_batches_tracked"]
+        self._found = [
+            (table, name, _version(table[name]))
+            for table, name in entries
+            if name != "num_batches_tracked"
+        ]
         tensors = (table[name] for table, name, _ in self._found)
-        weights = sorted((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), key=Tensor.numel)
-        self._compared = [(weight, own_part(weight).detach().clone()) for weight in weights[:num_compared]]
+        weights = sorted(
+            (tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), key=Tensor.numel
+        )
+        self._compared = [
+            (weight, own_part(weight).detach().clone()) for weight in weights[:num_compared]
+        ]
 
     @property
     def have_changed(self) -> bool:
@@ -240,7 +297,9 @@ class FrozenTensors:
 
 
 def _version(tensor: Tensor | None) -> tuple[int, int, int, bool]:
-    """Return what changes with every assignment, with every change in place that torch knows of, and with a thaw."""
+    """Return what changes with every assignment, with every change in place that torch knows of,
+    and with a thaw.
+    """
     if tensor is None:
         return 0, 0, 0, False
     return id(tensor), tensor._version, own_part(tensor).data_ptr(), tensor.requires_grad
@@ -262,9 +321,10 @@ CPU = torch.device("cpu")
 class ReleasedState:
     """The optimizer's state of parameters that are frozen, in main memory or dropped.
 
-    An optimizer steps what has a gradient, so that it does not meet what was moved; where the loop trains a frozen
-    parameter nevertheless, a hook on its step brings the state back first. What it saves is complete, but for what was
-    dropped. State that somebody loads meanwhile stays where it is loaded.
+    An optimizer steps what has a gradient, so that it does not meet what was moved; where the loop
+    trains a frozen parameter nevertheless, a hook on its step brings the state back first. What it
+    saves is complete, but for what was dropped. State that somebody loads meanwhile stays where it
+    is loaded.
 
     Args:
         optimizers: of the user.
@@ -286,14 +346,21 @@ class ReleasedState:
             for optimizer in self._optimizers:
                 self._release(optimizer, parameter)
         if self._moved and not self._handles:
-            self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
+            self._handles = [
+                optimizer.register_step_pre_hook(self._before_step)
+                for optimizer in self._optimizers
+            ]
 
     def _release(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
         state: dict[str, Any] | None = optimizer.state.get(parameter)
         if state and self._drops:
             del optimizer.state[parameter]
         for name, value in (state or {}).items():
-            if not self._drops and isinstance(value, Tensor) and value.device == parameter.device != CPU:
+            if (
+                not self._drops
+                and isinstance(value, Tensor)
+                and value.device == parameter.device != CPU
+            ):
                 self._moved.append((optimizer, parameter, name))
                 state[name] = value.to(CPU)  # type: ignore[index]
 
@@ -308,7 +375,9 @@ class ReleasedState:
         self._return([entry for entry in self._moved if entry[1].grad is not None])
 
     def _return(self, entries: Sequence[tuple[Optimizer, nn.Parameter, str]]) -> None:
-        """Move state back; where there is no room the optimizer begins anew for the parameter, rather than fail."""
+        """Move state back; where there is no room the optimizer begins anew for the parameter,
+        rather than fail.
+        """
         for optimizer, parameter, name in entries:
             state = optimizer.state.get(parameter, {})
             try:

@@ -1,4 +1,6 @@
-"""The average that replaces the weights of layer modules at their freeze, and the statistics that go with it."""
+"""The average that replaces the weights of layer modules at their freeze, and the statistics that
+go with it.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,19 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FEWEST_PAIRS = 3
 """Of steps that have to be compared, or the average is not taken."""
 MOST_ERRORS = 2.0
-"""Standard errors by which the loss with the average may be above that with the weights as trained. Our choice."""
+"""Standard errors by which the loss with the average may be above that with the weights as trained.
+Our choice."""
 
 
 @dataclass(eq=False)
 class AveragedWeights:
-    """A running average of parameters, which can take their place, and the batch statistics seen meanwhile.
+    """A running average of parameters, which can take their place, and the batch statistics seen
+    meanwhile.
 
-    Weights are written past autograd and its version counters: nothing may take that for a step of an optimizer, and no
-    graph may wait for its backward pass. Of parameters in parts it is that of this process' part. Takes memory for a
-    copy of the parameters in float32, and for one more while the average is in place.
+    Weights are written past autograd and its version counters: nothing may take that for a step of
+    an optimizer, and no graph may wait for its backward pass. Of parameters in parts it is that of
+    this process' part. Takes memory for a copy of the parameters in float32, and for one more while
+    the average is in place.
     """
 
     model: nn.Module
@@ -48,7 +53,8 @@ class AveragedWeights:
         self._raw: dict[str, Tensor] = {}
         """What the average has taken the place of."""
         self._statistics: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        """The buffers of each norm before the average took its place: mean, variance, number of batches."""
+        """The buffers of each norm before the average took its place: mean, variance, number of
+        batches."""
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._num_summed: dict[str, int] = {}
         """Over how many steps of the loop the statistics of each norm were added up."""
@@ -86,7 +92,9 @@ class AveragedWeights:
 
     @torch.no_grad()
     def take_out(self) -> None:
-        """Give the model its weights and statistics back, and record those of the batches that it saw meanwhile."""
+        """Give the model its weights and statistics back, and record those of the batches that it
+        saw meanwhile.
+        """
         while self._raw:
             name, weights = self._raw.popitem()
             self._own(name).copy_(weights)
@@ -102,9 +110,13 @@ class AveragedWeights:
 
     @torch.no_grad()
     def use_statistics(self) -> None:
-        """While the average is in place, give normalisation the mean of the statistics that were recorded with it."""
+        """While the average is in place, give normalisation the mean of the statistics that were
+        recorded with it.
+        """
         for name, sums in self._sums.items():
-            for buffer, total in zip(_buffers(self.model.get_submodule(name))[:2], sums, strict=True):
+            for buffer, total in zip(
+                _buffers(self.model.get_submodule(name))[:2], sums, strict=True
+            ):
                 buffer.copy_(total / self._num_summed[name])
 
     def keep(self) -> None:
@@ -123,35 +135,52 @@ class AveragedWeights:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         at = {name: self._own(name).device for name in self.parameters}
-        self._average = {name: values.to(at[name], copy=True) for name, values in state["average"].items()}
+        self._average = {
+            name: values.to(at[name], copy=True) for name, values in state["average"].items()
+        }
         self._num_averaged, self._num_summed = int(state["num_averaged"]), dict(state["num_summed"])
         for name, sums in state["sums"].items():
-            mean, variance = (total.to(_buffers(self.model.get_submodule(name))[0].device, copy=True) for total in sums)
+            mean, variance = (
+                total.to(_buffers(self.model.get_submodule(name))[0].device, copy=True)
+                for total in sums
+            )
             self._sums[name] = mean, variance
 
     def _own(self, name: str) -> Tensor:
-        """Return what this process has of a parameter [...]; writing to it leaves no trace but the values."""
+        """Return what this process has of a parameter [...]; writing to it leaves no trace but the
+        values.
+        """
         return own_part(self.model.get_parameter(name).detach()).data
 
     def _record(self, name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """Add the statistics of the batches between `before` and `after`, free of what was there before.
+        """Add the statistics of the batches between `before` and `after`, free of what was there
+        before.
 
-        A running value is `kept * before + (1 - kept) * mean of the batches`; of several batches in a step the newer
-        ones weigh more in that mean, as they do in training.
+        A running value is `kept * before + (1 - kept) * mean of the batches`; of several batches in
+        a step the newer ones weigh more in that mean, as they do in training.
         """
         num_before, num_now = int(before[2]), int(after[2])
         momentum: Any = self.model.get_submodule(name).momentum
-        kept = num_before / max(1, num_now) if momentum is None else (1 - momentum) ** (num_now - num_before)
+        kept = (
+            num_before / max(1, num_now)
+            if momentum is None
+            else (1 - momentum) ** (num_now - num_before)
+        )
         if num_now == num_before or kept == 1:
             return
         mean, variance = ((after[at] - kept * before[at]) / (1 - kept) for at in (0, 1))
         known = self._sums.get(name)
-        self._sums[name] = (mean, variance) if known is None else (known[0] + mean, known[1] + variance)
+        self._sums[name] = (
+            (mean, variance) if known is None else (known[0] + mean, known[1] + variance)
+        )
         self._num_summed[name] = self._num_summed.get(name, 0) + 1
 
 
 def _learns(norm: nn.Module) -> bool:
-    return all(getattr(norm, name, None) is not None for name in ("running_mean", "running_var", "num_batches_tracked"))
+    return all(
+        getattr(norm, name, None) is not None
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    )
 
 
 def _buffers(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,14 +206,25 @@ def compare(losses: Sequence[Sequence[Sequence[float]]]) -> Comparison:
     Args:
         losses: of each process, for each pair of steps the loss as trained and with the average.
     """
-    pairs = [[statistics.fmean(side) for side in zip(*rows, strict=True)] for rows in zip(*losses, strict=False)]
+    pairs = [
+        [statistics.fmean(side) for side in zip(*rows, strict=True)]
+        for rows in zip(*losses, strict=False)
+    ]
     is_broken = any(math.isfinite(raw) and not math.isfinite(landed) for raw, landed in pairs)
     finite = [pair for pair in pairs if all(map(math.isfinite, pair))]
     if len(finite) < FEWEST_PAIRS or is_broken:
-        reason = "the loss was not finite with the average" if is_broken else "too few steps could be compared"
+        reason = (
+            "the loss was not finite with the average"
+            if is_broken
+            else "too few steps could be compared"
+        )
         return Comparison(len(finite), None, None, None, reason)
     raw_loss, landed_loss = (statistics.fmean(side) for side in zip(*finite, strict=True))
     error = statistics.stdev(landed - raw for raw, landed in finite) / math.sqrt(len(finite))
     is_worse = landed_loss - raw_loss > MOST_ERRORS * error
-    reason = f"the loss with the average was worse by more than {MOST_ERRORS:g} standard errors" if is_worse else ""
+    reason = (
+        f"the loss with the average was worse by more than {MOST_ERRORS:g} standard errors"
+        if is_worse
+        else ""
+    )
     return Comparison(len(finite), raw_loss, landed_loss, error, reason)

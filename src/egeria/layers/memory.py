@@ -1,4 +1,6 @@
-"""What a training iteration keeps in memory beside the weights: activations, gradients, optimizer state."""
+"""What a training iteration keeps in memory beside the weights: activations, gradients, optimizer
+state.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ from egeria.layers.undisturbed import undisturbed
 
 
 class Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what a forward pass keeps for the backward pass; a storage that several tensors share counts once.
+    """Counts what a forward pass keeps for the backward pass; a storage that several tensors share
+    counts once.
 
-    What it keeps is counted for the deepest layer module that asks for it: an activation is kept by what reads it. What
-    a checkpoint computes again counts with its inputs alone, and what no longer has a graph not at all.
+    What it keeps is counted for the deepest layer module that asks for it: an activation is kept by
+    what reads it. What a checkpoint computes again counts with its inputs alone, and what no longer
+    has a graph not at all.
 
     Args:
         model: its own tensors are there anyway, and do not count.
@@ -71,7 +75,8 @@ def storage_of(tensor: Tensor) -> int | None:
 
 
 def activation_bytes(model: nn.Module, modules: Sequence[LayerModule], batch: Batch) -> list[int]:
-    """Return the bytes that each layer module's forward pass keeps for its backward pass, by one undisturbed pass.
+    """Return the bytes that each layer module's forward pass keeps for its backward pass, by one
+    undisturbed pass.
 
     In inference mode, as all passes of ours before a freeze: what dropout keeps is not in them.
 
@@ -84,7 +89,9 @@ def activation_bytes(model: nn.Module, modules: Sequence[LayerModule], batch: Ba
         kept.place += 1
 
     with undisturbed(model, gradients=True), batch.autocast.context(), kept:
-        handles = [model.get_submodule(module.tap).register_forward_hook(pass_on) for module in modules]
+        handles = [
+            model.get_submodule(module.tap).register_forward_hook(pass_on) for module in modules
+        ]
         try:
             output = model(*copied.args, **copied.kwargs)
         finally:
@@ -96,9 +103,15 @@ def activation_bytes(model: nn.Module, modules: Sequence[LayerModule], batch: Ba
 
 
 def kept_bytes(
-    model: nn.Module, modules: Sequence[LayerModule], optimizers: Sequence[Optimizer], batch: Batch, *, ties: bool
+    model: nn.Module,
+    modules: Sequence[LayerModule],
+    optimizers: Sequence[Optimizer],
+    batch: Batch,
+    *,
+    ties: bool,
 ) -> dict[str, list[int]]:
-    """Return what an iteration keeps for each layer module, by the names of the fields of `MemoryProfiled`.
+    """Return what an iteration keeps for each layer module, by the names of the fields of
+    `MemoryProfiled`.
 
     Args:
         model: in training.
@@ -107,7 +120,10 @@ def kept_bytes(
         batch: a whole mini-batch.
         ties: whether weights that an active module uses too freeze with the front.
     """
-    named = [[name for name in module.parameters if ties or name not in module.shared_parameters] for module in modules]
+    named = [
+        [name for name in module.parameters if ties or name not in module.shared_parameters]
+        for module in modules
+    ]
     parts = [[model.get_parameter(name) for name in names] for names in named]
     return {
         "activations": activation_bytes(model, modules, batch),
@@ -129,11 +145,15 @@ def optimizer_bytes(optimizers: Sequence[Optimizer], parameters: Iterable[nn.Par
             # `state` makes an entry of what is only asked for.
             values = optimizer.state[parameter].values() if parameter in optimizer.state else ()
             held += num_bytes(
-                value for value in values if not isinstance(value, Tensor) or value.device == parameter.device
+                value
+                for value in values
+                if not isinstance(value, Tensor) or value.device == parameter.device
             )
     return held
 
 
 def num_bytes(values: Iterable[Any]) -> int:
     """Return the bytes of the tensors among values."""
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+    return sum(
+        value.numel() * value.element_size() for value in values if isinstance(value, Tensor)
+    )

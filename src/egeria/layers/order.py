@@ -24,18 +24,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CallOrder:
-    """Which submodules one forward pass called, and in which order; knows no recorder, which may be abandoned."""
+    """Which submodules one forward pass called, and in which order; knows no recorder, which may be
+    abandoned.
+    """
 
     returned_to: set[str] = field(default_factory=set)
     """The names called again after another one was: the forward pass is no chain there."""
     without_grad: set[str] = field(default_factory=set)
-    """The names of what learns, yet ran without gradient only in a pass with one: reentrant checkpointing."""
+    """The names of what learns, yet ran without gradient only in a pass with one: reentrant
+    checkpointing."""
     graph: GraphWalk = field(default_factory=lambda: GraphWalk({}))
     """What the autograd graph of the pass showed."""
     gradients: GradientUse = field(default_factory=lambda: GradientUse({}))
     """What the loop did with gradients of parameters meanwhile."""
     in_training: bool = False
-    """Whether only a pass in training mode and with gradients counts: in others nothing is checkpointed."""
+    """Whether only a pass in training mode and with gradients counts: in others nothing is
+    checkpointed."""
     _names: dict[str, None] = field(default_factory=dict)
     _with_grad: set[str] = field(default_factory=set)
     _last: str = ""
@@ -45,7 +49,8 @@ class CallOrder:
 
     @property
     def uses(self) -> dict[str, list[str]]:
-        """For each parameter the submodules in which, or on the way to which, it was used; "" is behind all of them.
+        """For each parameter the submodules in which, or on the way to which, it was used; "" is
+        behind all of them.
 
         What has a gradient, and is in no graph of the pass, was used behind it, in the loss.
         """
@@ -58,8 +63,8 @@ class CallOrder:
     def order(self) -> tuple[str, ...]:
         """The names called so far, in the order of their first call.
 
-        Submodules without parameters stand where they were called last: a dropout layer that a model
-        uses at both ends may be switched off only when everything that it serves is frozen.
+        Submodules without parameters stand where they were called last: a dropout layer that a
+        model uses at both ends may be switched off only when everything that it serves is frozen.
         """
         return tuple(self._names)
 
@@ -109,7 +114,8 @@ class CallOrder:
 
 
 class GraphWalk:
-    """Walks the autograd graph of a forward pass back from the outputs of its submodules, through each node once.
+    """Walks the autograd graph of a forward pass back from the outputs of its submodules, through
+    each node once.
 
     Args:
         names: those of the parameters, by their identity.
@@ -119,14 +125,18 @@ class GraphWalk:
         self._names = names
         self._seen: set[Any] = set()
         self.uses: dict[str, dict[str, None]] = {}
-        """For each parameter the submodules in which, or on the way to which, it was used; "": behind all of them."""
+        """For each parameter the submodules in which, or on the way to which, it was used; "":
+        behind all of them."""
         self.checkpointed: set[str] = set()
-        """The submodules in which, or on the way to which, reentrant activation checkpointing was used."""
+        """The submodules in which, or on the way to which, reentrant activation checkpointing was
+        used."""
         self.is_read = True
         """Whether all of the graph could be walked through."""
 
     def look(self, place: str, output: object) -> None:
-        """Note what is new in the graph of what a submodule, or the model (""), put out; nothing in compiled code."""
+        """Note what is new in the graph of what a submodule, or the model (""), put out; nothing in
+        compiled code.
+        """
         if torch.compiler.is_compiling():
             self.is_read = False
             return
@@ -160,7 +170,9 @@ class GraphWalk:
         return [following for following in found if not hasattr(following, "variable")]
 
     def _parameter(self, node: Any) -> str | None:
-        """Return the name of the parameter whose gradient a node adds up, also in the number format of autocast."""
+        """Return the name of the parameter whose gradient a node adds up, also in the number format
+        of autocast.
+        """
         if node.name().startswith("ToCopy") and node.next_functions[0][0] is not None:
             node = node.next_functions[0][0]
         return self._names.get(id(node.variable)) if hasattr(node, "variable") else None
@@ -169,29 +181,43 @@ class GraphWalk:
 class OrderRecorder:
     """Notes which submodules one forward pass calls, and in which order.
 
-    Works beside the user's own training loop; also a context manager, which gives the `CallOrder`. The first call of
-    the model that completes is what counts: one that fails is forgotten, and what comes later is not looked at. Where
-    the model itself is never called, every call of its submodules counts.
+    Works beside the user's own training loop; also a context manager, which gives the `CallOrder`.
+    The first call of the model that completes is what counts: one that fails is forgotten, and what
+    comes later is not looked at. Where the model itself is never called, every call of its
+    submodules counts.
 
     The hooks go when the recorder is closed or collected, whichever comes first.
 
     Args:
         model: the model that will run.
-        names: dotted names of the submodules to watch; a wrong one is an `AttributeError`, and leaves no hook behind.
+        names: dotted names of the submodules to watch; a wrong one is an `AttributeError`, and
+            leaves no hook behind.
         in_training: only a call in training mode and with gradients counts.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str], *, in_training: bool = False) -> None:
-        submodules, parameters = {name: model.get_submodule(name) for name in names}, dict(model.named_parameters())
+    def __init__(
+        self, model: nn.Module, names: Iterable[str], *, in_training: bool = False
+    ) -> None:
+        submodules, parameters = (
+            {name: model.get_submodule(name) for name in names},
+            dict(model.named_parameters()),
+        )
         walk = GraphWalk({id(parameter): name for name, parameter in parameters.items()})
         watched = parameters if in_training and not is_sharded(model) else {}
         use = GradientUse(watched)
         self._calls = calls = CallOrder(graph=walk, gradients=use, in_training=in_training)
         handles = [*use.handles, model.register_forward_pre_hook(calls.begin)]
         handles += [model.register_forward_hook(calls.complete)]
-        looked_at = [(name, sub) for name, sub in submodules.items() if next(sub.parameters(), None) is not None]
+        looked_at = [
+            (name, sub)
+            for name, sub in submodules.items()
+            if next(sub.parameters(), None) is not None
+        ]
         handles += [sub.register_forward_hook(partial(calls.look, name)) for name, sub in looked_at]
-        handles += [sub.register_forward_pre_hook(partial(calls.note, name)) for name, sub in submodules.items()]
+        handles += [
+            sub.register_forward_pre_hook(partial(calls.note, name))
+            for name, sub in submodules.items()
+        ]
         self.close = weakref.finalize(self, _remove, handles)
         """Removes the hooks; what was recorded stays readable. Closing twice is fine."""
 
@@ -215,13 +241,18 @@ class OrderRecorder:
 
 
 class OrderOfBatch:
-    """Notes the same as an `OrderRecorder`, from a forward pass of its own: hooks do not fire in compiled code.
+    """Notes the same as an `OrderRecorder`, from a forward pass of its own: hooks do not fire in
+    compiled code.
 
-    `keep_next` takes what is to be handed the batch of the coming training forward, and None to stop that.
+    `keep_next` takes what is to be handed the batch of the coming training forward, and None to
+    stop that.
     """
 
     def __init__(
-        self, model: nn.Module, names: Iterable[str], keep_next: Callable[[Callable[[Batch], None] | None], None]
+        self,
+        model: nn.Module,
+        names: Iterable[str],
+        keep_next: Callable[[Callable[[Batch], None] | None], None],
     ) -> None:
         self._model, self._names, self._keep_next = model, tuple(names), keep_next
         self._batch: Batch | None = None

@@ -13,23 +13,29 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
 
 COARSE_SHARE, FINE_SHARE = 0.2, 0.1
-"""What `modules.target_share` stands for where it is None: plasticity judges one layer module after the other, so that
-few are better; the worth of many is measured at once, so that more can freeze at their own time."""
+"""What `modules.target_share` stands for where it is None: plasticity judges one layer module after
+the other, so that few are better; the worth of many is measured at once, so that more can freeze at
+their own time."""
 
 
 def find_trained_norms(model: nn.Module) -> dict[str, bool]:
     """Return for each normalisation layer, by its dotted name, whether it was ever trained.
 
-    They begin with all weights equal, 1 or 0, and with the statistics of no data; training moves each number by
-    itself. What is of torch or has `norm` in the name of its class counts. Parameters in parts are judged by the part
-    of this process.
+    They begin with all weights equal, 1 or 0, and with the statistics of no data; training moves
+    each number by itself. What is of torch or has `norm` in the name of its class counts.
+    Parameters in parts are judged by the part of this process.
     """
-    found = {name: [not _is_constant(values) for values in _numbers(part)] for name, part in model.named_modules()}
+    found = {
+        name: [not _is_constant(values) for values in _numbers(part)]
+        for name, part in model.named_modules()
+    }
     return {name: any(signs) for name, signs in found.items() if signs}
 
 
 def is_mostly_trained(norms: Mapping[str, bool]) -> bool:
-    """Return whether most normalisation layers came trained, so that training on is a fine-tuning."""
+    """Return whether most normalisation layers came trained, so that training on
+    is a fine-tuning.
+    """
     return 2 * sum(norms.values()) > len(norms)
 
 
@@ -46,8 +52,8 @@ def count_pretrained(norms: Mapping[str, bool], modules: Sequence[LayerModule]) 
 
     Args:
         norms: of `find_trained_norms`, before the training.
-        modules: front to back. One without normalisation is like the next behind it that has some; where none has,
-            nothing is known to be trained.
+        modules: front to back. One without normalisation is like the next behind it that has some;
+            where none has, nothing is known to be trained.
     """
     found = [
         [
@@ -68,7 +74,12 @@ def _numbers(module: nn.Module) -> Iterator[Tensor]:
     if "norm" not in type(module).__name__.lower():
         return
     for values in (getattr(module, "weight", None), getattr(module, "running_mean", None)):
-        if isinstance(values, Tensor) and values.dim() == 1 and values.is_floating_point() and not values.is_meta:
+        if (
+            isinstance(values, Tensor)
+            and values.dim() == 1
+            and values.is_floating_point()
+            and not values.is_meta
+        ):
             yield values
 
 

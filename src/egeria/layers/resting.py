@@ -1,4 +1,6 @@
-"""Updating front layer modules at some optimizer steps only: what rests at a step needs no gradient and has none."""
+"""Updating front layer modules at some optimizer steps only: what rests at a step needs no gradient
+and has none.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ class _Member:
     """One layer module that is not updated at every step."""
 
     parameters: list[nn.Parameter]
-    """Those that the module alone trains; less those whose gradient the loop itself switched off meanwhile."""
+    """Those that the module alone trains; less those whose gradient the loop itself switched off
+    meanwhile."""
     handles: list[RemovableHandle | PlainCopies]
     version: int | None = None
-    """Of the parameters when their gradients were switched on: where it is the same later, no step was made."""
+    """Of the parameters when their gradients were switched on: where it is the same later, no step
+    was made."""
 
 
 @dataclass(eq=False)
@@ -36,18 +40,21 @@ class _Resting:
 
 @dataclass(eq=False)
 class DutyCycle:
-    """Lets front layer modules behind the frozen ones rest at the optimizer steps that are not theirs.
+    """Lets front layer modules behind the frozen ones rest at the optimizer steps that are not
+    theirs.
 
-    A module that rests stays in the mode that it is in: normalisation keeps on counting, dropout is on. Optimizer state
-    and groups are never touched: an optimizer passes over parameters without a gradient. Copies of the model are made
-    as if nothing rested. Between steps only the parameters of what begins or ends to rest are touched.
+    A module that rests stays in the mode that it is in: normalisation keeps on counting, dropout is
+    on. Optimizer state and groups are never touched: an optimizer passes over parameters without a
+    gradient. Copies of the model are made as if nothing rested. Between steps only the parameters
+    of what begins or ends to rest are touched.
     """
 
     model: nn.Module
     modules: Sequence[LayerModule]
     """Its layer modules, front to back."""
     freezes_tied: bool = False
-    """Whether a weight rests that a module behind uses too; else it trains on through that alone."""
+    """Whether a weight rests that a module behind uses too; else it trains on through that
+    alone."""
 
     def __post_init__(self) -> None:
         self._state = _Resting()
@@ -58,11 +65,14 @@ class DutyCycle:
         self.periods = (1,) * len(self.modules)
         """For each layer module, how many optimizer steps lie between its updates."""
         self.was_overruled = False
-        """Whether the loop switched gradients on that were off, which has the last word; nothing moves from then on."""
+        """Whether the loop switched gradients on that were off, which has the last word; nothing
+        moves from then on."""
 
     @property
     def depth(self) -> int:
-        """How many front layer modules are not updated at the step to come, frozen ones included; 0 for none at all."""
+        """How many front layer modules are not updated at the step to come, frozen ones included; 0
+        for none at all.
+        """
         return self._state.depth
 
     @property
@@ -74,7 +84,9 @@ class DutyCycle:
     def is_undone(self) -> bool:
         """Whether the loop has switched gradients on that were off."""
         resting = (member for index, member in self._members.items() if index < self.depth)
-        return self.was_overruled or any(entry.requires_grad for member in resting for entry in member.parameters)
+        return self.was_overruled or any(
+            entry.requires_grad for member in resting for entry in member.parameters
+        )
 
     def hold(self) -> None:
         """Switch gradients off again that the loop has switched on of what rests."""
@@ -96,7 +108,9 @@ class DutyCycle:
         return depth
 
     def depths(self, first: int) -> list[int]:
-        """Return all depths that occur, those with modules at rest, shallowest first; `first` modules are frozen."""
+        """Return all depths that occur, those with modules at rest, shallowest first; `first`
+        modules are frozen.
+        """
         return sorted({self.depth_at(step, first) for step in (1, *self.periods[first:])} - {first})
 
     def begin(self, periods: Sequence[int], first: int, *, input_needs_grad: bool = False) -> None:
@@ -105,7 +119,8 @@ class DutyCycle:
         Args:
             periods: for each layer module; never smaller in front than behind.
             first: how many front layer modules are frozen; these are left alone.
-            input_needs_grad: something in front of the model is in training, so nothing is detached.
+            input_needs_grad: something in front of the model is in training, so nothing is
+                detached.
         """
         self.end()
         self.periods, self._first = tuple(periods), first
@@ -114,13 +129,21 @@ class DutyCycle:
         kept = set() if self.freezes_tied else set(shared)
         for index in resting:
             module = self.modules[index]
-            named = ((name, self.model.get_parameter(name)) for name in module.parameters if name not in kept)
+            named = (
+                (name, self.model.get_parameter(name))
+                for name in module.parameters
+                if name not in kept
+            )
             parameters = [parameter for _, parameter in named if parameter.requires_grad]
-            handles: list[RemovableHandle | PlainCopies] = [PlainCopies(parameter) for parameter in parameters]
+            handles: list[RemovableHandle | PlainCopies] = [
+                PlainCopies(parameter) for parameter in parameters
+            ]
             if kept and not input_needs_grad:
                 detach = partial(_detach_inputs, self._state, index)
                 roots = [self.model.get_submodule(name) for name in module.submodules]
-                handles += [root.register_forward_pre_hook(detach, with_kwargs=True) for root in roots]
+                handles += [
+                    root.register_forward_pre_hook(detach, with_kwargs=True) for root in roots
+                ]
             self._members[index] = _Member(parameters, handles)
 
     def end(self) -> None:
@@ -137,7 +160,9 @@ class DutyCycle:
         self._state.depth = 0
 
     def rest_at(self, step: int) -> bool:
-        """Let that rest which is not to be updated at an optimizer step; return whether anything changed."""
+        """Let that rest which is not to be updated at an optimizer step; return whether anything
+        changed.
+        """
         if not self._members or self.was_overruled:
             return False
         if self._has_leftovers:
@@ -149,7 +174,9 @@ class DutyCycle:
 
     @contextmanager
     def trial(self, depth: int) -> Iterator[None]:
-        """Let the layer modules up to a depth rest, to see what becomes of a forward pass; all are awake before."""
+        """Let the layer modules up to a depth rest, to see what becomes of a forward pass; all are
+        awake before.
+        """
         self._move_to(depth, drops=False)
         try:
             yield
@@ -167,9 +194,13 @@ class DutyCycle:
         self._state.depth = depth if depth > self._first else 0
 
     def _lay_down(self, member: _Member, *, drops: bool) -> None:
-        """Switch gradients off, and drop those that an optimizer has used: a loop may call us before it steps."""
+        """Switch gradients off, and drop those that an optimizer has used: a loop may call us
+        before it steps.
+        """
         if not all(parameter.requires_grad for parameter in member.parameters):
-            member.parameters = [parameter for parameter in member.parameters if parameter.requires_grad]
+            member.parameters = [
+                parameter for parameter in member.parameters if parameter.requires_grad
+            ]
         is_used = member.version is None or member.version != _version(member)
         if not is_used and any(parameter.grad is not None for parameter in member.parameters):
             self._has_leftovers = True
@@ -197,9 +228,14 @@ def _version(member: _Member) -> int:
     return sum(parameter._version for parameter in member.parameters)
 
 
-# A function of this file, not a closure: a model may be copied in its own forward pass, hooks and all.
+# A function of this file, not a closure: a model may be copied in its own forward pass, hooks and
+# all.
 
 
-def _detach_inputs(state: _Resting, index: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Detach what enters a resting layer module: a tied weight in front of it trains through the modules behind."""
+def _detach_inputs(
+    state: _Resting, index: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Detach what enters a resting layer module: a tied weight in front of it trains through the
+    modules behind.
+    """
     return (tree.detach(args), tree.detach(kwargs)) if index < state.depth else None

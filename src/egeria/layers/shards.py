@@ -1,4 +1,6 @@
-"""What torch puts around a model: `torch.compile`, and `fully_shard`, which leaves each process parts of parameters."""
+"""What torch puts around a model: `torch.compile`, and `fully_shard`, which leaves each process
+parts of parameters.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +30,39 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-compiling_callback: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
-"""Returns what compiles the functions called now; None or False where nothing does. Not to be called by a function of
-its own, which would be compiled first."""
+compiling_callback: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
+"""Returns what compiles the functions called now; None or False where nothing does. Not to be
+called by a function of its own, which would be compiled first."""
 
 
 def run_uncompiled(function: _Function) -> _Function:
-    """Have torch run a function as it is where its callers are compiled, and go on compiling what it calls.
+    """Have torch run a function as it is where its callers are compiled, and go on compiling what
+    it calls.
 
-    Costs nothing per call, and is no graph break: for hooks that run ahead of a compiled forward pass.
+    Costs nothing per call, and is no graph break: for hooks that run ahead of a compiled forward
+    pass.
     """
     eval_frame: Any = torch._C._dynamo.eval_frame
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, default))
+        eval_frame.set_code_exec_strategy(
+            function.__code__, eval_frame._FrameExecStrategy(skip, default)
+        )
     elif hasattr(eval_frame, "skip_code"):
         eval_frame.skip_code(function.__code__)
     return function
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether the parameters of a model are in parts, so that no process can run it alone."""
+    """Return whether the parameters of a model are in parts, so that no process
+    can run it alone.
+    """
     in_parts = any(_is_part(parameter) for parameter in model.parameters())
-    return in_parts or any(_is_of_shards(type(module)) for module in model.modules())  # whole for the moment
+    return in_parts or any(
+        _is_of_shards(type(module)) for module in model.modules()
+    )  # whole for the moment
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -60,10 +72,11 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def element_shares(model: nn.Module) -> dict[str, float]:
-    """Return by which share each process counts what it finds in its own part of a parameter, by the names of those.
+    """Return by which share each process counts what it finds in its own part of a parameter, by
+    the names of those.
 
-    Shares of all processes add up to 1 for each element: some may be in several processes. In a model that is not in
-    parts a process counts all.
+    Shares of all processes add up to 1 for each element: some may be in several processes. In a
+    model that is not in parts a process counts all.
     """
     if not is_sharded(model):
         return {name: 1.0 for name, _ in model.named_parameters()}
@@ -76,7 +89,9 @@ def _num_parts(parameter: nn.Parameter) -> int:
     if not _is_part(parameter):
         return 1
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
+    return math.prod(
+        mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate()
+    )
 
 
 def reshard(model: nn.Module) -> None:
@@ -87,12 +102,15 @@ def reshard(model: nn.Module) -> None:
 
 
 def choose_dtypes_again(module: nn.Module) -> None:
-    """Let a unit that was all frozen at its first forward pass find the number formats that its gradients come in.
+    """Let a unit that was all frozen at its first forward pass find the number formats that its
+    gradients come in.
 
     `fully_shard` looks for them once, among what trains then.
     """
     state = module._get_fsdp_state() if _is_of_shards(type(module)) else None  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
     for group in groups:
         if getattr(group, "_orig_dtype", ...) is None:
             group._init_mp_dtypes()
@@ -102,7 +120,9 @@ def without_torch(table: dict[int, Any]) -> dict[int, Any]:
     """Return a table of hooks without those of `torch.distributed`."""
 
     def is_of_torch(hook: Any) -> bool:
-        return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed")
+        return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(
+            "torch.distributed"
+        )
 
     return type(table)((key, hook) for key, hook in table.items() if not is_of_torch(hook))
 
@@ -119,15 +139,17 @@ def _is_of_shards(kind: type) -> bool:
 def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
     """Return the model as a plain one, with all of its weights; one that is not in parts as it is.
 
-    All processes call this together; parameters are gathered one by one, so that there is room for it on their device.
+    All processes call this together; parameters are gathered one by one, so that there is room for
+    it on their device.
 
     Args:
         model: the model in training.
         keeps: whether this process is to have the copy. Others get an empty one.
 
     Raises:
-        Exception: the copy cannot be made. Where there is no room to keep it, all parameters have been gathered
-            nevertheless, so that no other process waits; where there is none to gather even one, others do.
+        Exception: the copy cannot be made. Where there is no room to keep it, all parameters have
+            been gathered nevertheless, so that no other process waits; where there is none to
+            gather even one, others do.
     """
     if not is_sharded(model):
         return model
@@ -147,17 +169,24 @@ def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
     if not keeps:
         return nn.Module()
     rest = (tensor for tensor in _held(model) if id(tensor) not in whole)
-    return _plain_copy(model, {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in rest} | whole)
+    return _plain_copy(
+        model, {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in rest} | whole
+    )
 
 
 def outline(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
-    """Return a model and a batch for a forward pass of which only shapes and gradient functions matter.
+    """Return a model and a batch for a forward pass of which only shapes and gradient functions
+    matter.
 
-    Both as they are, but for a model in parts: a copy on the meta device then, which has no weights and takes no time.
+    Both as they are, but for a model in parts: a copy on the meta device then, which has no weights
+    and takes no time.
     """
     if not is_sharded(model):
         return model, batch
-    empty = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in _held(model)}
+    empty = {
+        id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for tensor in _held(model)
+    }
     return _plain_copy(model, empty), batch.on("meta")
 
 
@@ -165,13 +194,19 @@ def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
     """Return a deep copy with these tensors, by the identity of those they stand for."""
     memo: dict[int, Any] = dict(tensors)
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(tensors[id(parameter)], requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            tensors[id(parameter)], requires_grad=parameter.requires_grad
+        )
     shells = []
     for module in model.modules():
         attributes = _attributes(module)
-        plain: type[nn.Module] = next(kind for kind in type(module).__mro__ if not _is_of_shards(kind))
+        plain: type[nn.Module] = next(
+            kind for kind in type(module).__mro__ if not _is_of_shards(kind)
+        )
         if plain is not type(module) or attributes != vars(module):  # `fully_shard` has changed it
-            memo[id(module)] = object.__new__(plain)  # that of torch.fx makes another class, which has no `forward`
+            memo[id(module)] = object.__new__(
+                plain
+            )  # that of torch.fx makes another class, which has no `forward`
             shells.append((memo[id(module)], attributes))
     for shell, attributes in shells:
         shell.__dict__.update(deepcopy_as_is(attributes, memo))
@@ -179,11 +214,20 @@ def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
 
 
 def _held(model: nn.Module) -> Iterator[Tensor]:
-    """Yield all tensors that the modules hold: parameters, buffers, and those in plain attributes."""
+    """Yield all tensors that the modules hold: parameters, buffers, and those in
+    plain attributes.
+    """
     return (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without what `fully_shard` keeps there."""
-    own = {name: value for name, value in without_ours(vars(module)).items() if not name.startswith("__composable_api")}
-    return {n: without_torch(v) if n.endswith("_hooks") and isinstance(v, dict) else v for n, v in own.items()}
+    own = {
+        name: value
+        for name, value in without_ours(vars(module)).items()
+        if not name.startswith("__composable_api")
+    }
+    return {
+        n: without_torch(v) if n.endswith("_hooks") and isinstance(v, dict) else v
+        for n, v in own.items()
+    }

@@ -18,13 +18,16 @@ from egeria.layers.undisturbed import undisturbed
 
 
 class TapReachedError(BaseException):
-    """Ends a forward pass that has run far enough; a BaseException, so that no handler in a model swallows it."""
+    """Ends a forward pass that has run far enough; a BaseException, so that no handler in a model
+    swallows it.
+    """
 
 
 def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
     """Return the activation of submodule `tap` for the batch, running the model no further than it.
 
-    That is the first floating-point tensor of its output [B, ...], detached; None if it was not called or has none.
+    That is the first floating-point tensor of its output [B, ...], detached; None if it was not
+    called or has none.
     """
     captured: list[Any] = []
 
@@ -45,7 +48,8 @@ def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
 
 
 class TrainingTap:
-    """Keeps the activation of one submodule, up to `num_rows` rows, from the user's own training forward (paper's way).
+    """Keeps the activation of one submodule, up to `num_rows` rows, from the user's own training
+    forward (paper's way).
 
     It is a copy, since an in-place operation behind the tap may overwrite the original.
     """
@@ -72,7 +76,9 @@ class TrainingTap:
 
 @contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Let no parameter need a gradient: the counter looks for the graph of what does, and views have none here."""
+    """Let no parameter need a gradient: the counter looks for the graph of what does, and views
+    have none here.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -83,10 +89,14 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batch) -> list[float] | None:
-    """Return the share of each layer module in the operations of one forward pass; None where none can be counted.
+def forward_shares(
+    model: nn.Module, modules: Sequence[LayerModule], batch: Batch
+) -> list[float] | None:
+    """Return the share of each layer module in the operations of one forward pass; None where none
+    can be counted.
 
-    They sum to 1: operations outside every listed submodule (a functional head, say) count for the last module.
+    They sum to 1: operations outside every listed submodule (a functional head, say) count for the
+    last module.
     """
     counter = FlopCounterMode(display=False)
     copied = batch.first_rows(None)
@@ -95,8 +105,13 @@ def forward_shares(model: nn.Module, modules: Sequence[LayerModule], batch: Batc
     total = counter.get_total_flops()
     if not total:
         return None
-    counts = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
+    counts = {
+        name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()
+    }
     root = type(model).__name__
-    shares = [sum(counts.get(f"{root}.{name}", 0) for name in module.submodules) / total for module in modules]
+    shares = [
+        sum(counts.get(f"{root}.{name}", 0) for name in module.submodules) / total
+        for module in modules
+    ]
     shares[-1] += max(0.0, 1 - sum(shares))
     return shares

@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from egeria.parallel.refusals import COMPILED_SHARDS
-from egeria.parallel.strategies import ParallelStrategy, Replicas, Sharded, SingleProcess, choose_parallel
+from egeria.parallel.strategies import (
+    ParallelStrategy,
+    Replicas,
+    Sharded,
+    SingleProcess,
+    choose_parallel,
+)
 
-__all__ = ["COMPILED_SHARDS", "ParallelStrategy", "Replicas", "Sharded", "SingleProcess", "choose_parallel"]
+__all__ = [
+    "COMPILED_SHARDS",
+    "ParallelStrategy",
+    "Replicas",
+    "Sharded",
+    "SingleProcess",
+    "choose_parallel",
+]

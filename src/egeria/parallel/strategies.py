@@ -14,14 +14,17 @@ from egeria.layers.shards import choose_dtypes_again, is_sharded, reshard, witho
 from egeria.parallel.refusals import refuse_model, refuse_options, refuse_shards, refuse_wrapper
 
 _BARE = (
-    "the model is trained by several processes and called without DistributedDataParallel, so that nothing joins "
+    "the model is trained by several processes and called without DistributedDataParallel, so "
+    "that nothing joins "
     "their gradients. Call run.model in its place, which wraps it, or wrap it yourself"
 )
 _PART = (
-    "DistributedDataParallel joins only some processes of the job. Wrap the model before attach, and pass the wrapper"
+    "DistributedDataParallel joins only some processes of the job. Wrap the model before "
+    "attach, and pass the wrapper"
 )
 FIRST_ITERATIONS = 2
-"""Iterations after which buckets are laid out for good: they are ordered again after the first backward pass."""
+"""Iterations after which buckets are laid out for good: they are ordered again after the first
+backward pass."""
 
 
 class ParallelStrategy:
@@ -60,7 +63,9 @@ class ParallelStrategy:
         return self._refused or refuse_model(self._model)
 
     def periods_refusal(self) -> str | None:
-        """Return why layer modules cannot rest at single steps under the strategy; None if they can."""
+        """Return why layer modules cannot rest at single steps under the strategy; None if they
+        can.
+        """
         return None
 
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
@@ -80,7 +85,8 @@ class ParallelStrategy:
         """Put parameters into the form in which what trains can be changed."""
 
     def equalise(self, names: Collection[str]) -> None:
-        """Give parameters the values of the first process in all of them, where each has the whole of them.
+        """Give parameters the values of the first process in all of them, where each has the whole
+        of them.
 
         Args:
             names: those of the parameters.
@@ -100,7 +106,8 @@ class ParallelStrategy:
         return self.called
 
     def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
-        """Let what wraps the model follow, now that gradients may have been switched on or off; nothing rests.
+        """Let what wraps the model follow, now that gradients may have been switched on or off;
+        nothing rests.
 
         Args:
             frozen: names of the submodules that are frozen now.
@@ -108,15 +115,21 @@ class ParallelStrategy:
         """
 
     def rest(self, depth: int) -> None:
-        """Let what wraps the model follow, now that the first `depth` layer modules rest; 0 for none."""
+        """Let what wraps the model follow, now that the first `depth` layer modules rest; 0 for
+        none.
+        """
 
 
 def choose_parallel(model: nn.Module) -> ParallelStrategy:
-    """Return the strategy for what was given to `attach`; a bare model in a job of several processes is a replica."""
+    """Return the strategy for what was given to `attach`; a bare model in a job of several
+    processes is a replica.
+    """
     refused = refuse_wrapper(model) or (refuse_shards(model) if is_sharded(model) else None)
     if refused is None and is_sharded(model):
         return Sharded()
-    is_replica = isinstance(without_wrapper(model), DistributedDataParallel) or dist.world_size() > 1
+    is_replica = (
+        isinstance(without_wrapper(model), DistributedDataParallel) or dist.world_size() > 1
+    )
     return Replicas() if refused is None and is_replica else SingleProcess(refused)
 
 
@@ -125,13 +138,15 @@ class SingleProcess(ParallelStrategy):
 
 
 class Replicas(ParallelStrategy):
-    """Replicas of the model under `DistributedDataParallel`: what is frozen drops out of the reduction of gradients.
+    """Replicas of the model under `DistributedDataParallel`: what is frozen drops out of the
+    reduction of gradients.
 
-    The wrapper is the one that was given, or the one that a bare model is found in at its first training call, as
-    frameworks wrap it; else the first call of `run.model` makes one. It stays the same object with its options and
-    communication hooks, and its buckets are rebuilt whenever layers freeze or thaw. Where layers rest at some steps,
-    what reduces (torch's `Reducer`) is kept for each depth of rest, and a step picks one: the others, which are not
-    prepared for its backward pass, let all gradients go by. With `find_unused_parameters` they take note of what is
+    The wrapper is the one that was given, or the one that a bare model is found in at its first
+    training call, as frameworks wrap it; else the first call of `run.model` makes one. It stays the
+    same object with its options and communication hooks, and its buckets are rebuilt whenever
+    layers freeze or thaw. Where layers rest at some steps, what reduces (torch's `Reducer`) is kept
+    for each depth of rest, and a step picks one: the others, which are not prepared for its
+    backward pass, let all gradients go by. With `find_unused_parameters` they take note of what is
     used all the same, so that it is made anew at each such step.
 
     Args:
@@ -170,21 +185,29 @@ class Replicas(ParallelStrategy):
         return self._model
 
     def refusal(self) -> str | None:
-        """Refuse what cannot be watched, and options that fix at the first iteration what is reduced."""
+        """Refuse what cannot be watched, and options that fix at the first iteration what is
+        reduced.
+        """
         if self._wrapper is None:
             return super().refusal() or (_BARE if self._is_bare else None)
         return super().refusal() or refuse_options(self._wrapper)
 
     def periods_refusal(self) -> str | None:
-        """Refuse hooks that keep something for each bucket, since the buckets are others from step to step."""
+        """Refuse hooks that keep something for each bucket, since the buckets are others from step
+        to step.
+        """
         hooks = self._wrapper._comm_hooks if self._wrapper is not None else ()
         if any(hasattr(state, "start_powerSGD_iter") for _, state in hooks):
-            return "PowerSGD keeps errors by bucket, and buckets are others where layer modules rest"
+            return (
+                "PowerSGD keeps errors by bucket, and buckets are others where layer modules rest"
+            )
         return None
 
     def equalise(self, names: Collection[str]) -> None:
         """Send the values of the first process to the others."""
-        group: Any = distributed.group.WORLD if self._wrapper is None else self._wrapper.process_group
+        group: Any = (
+            distributed.group.WORLD if self._wrapper is None else self._wrapper.process_group
+        )
         first = distributed.get_global_rank(group, 0)
         for name in sorted(names):
             weights = self._model.get_parameter(name).detach()
@@ -209,15 +232,22 @@ class Replicas(ParallelStrategy):
         else:
             self.called = wrapper
             self._adopt(wrapper)
-            if self._refused is None and refuse_options(wrapper) is None and (self._frozen or self._depth):
-                # A resumed state has layers that are frozen, or rest, before the wrapper was known, or made.
+            if (
+                self._refused is None
+                and refuse_options(wrapper) is None
+                and (self._frozen or self._depth)
+            ):
+                # A resumed state has layers that are frozen, or rest, before the wrapper was known,
+                # or made.
                 self._rebuild()
                 wrapper.reducer.prepare_for_forward()
 
     def wrap(self) -> nn.Module:
         """Return the wrapper, made now if there is none."""
         if self.called is None:
-            self.called = DistributedDataParallel(self._given, **{**_device(self._model), **self._options})
+            self.called = DistributedDataParallel(
+                self._given, **{**_device(self._model), **self._options}
+            )
             self._adopt(self.called)
             if self._frozen or self._depth:
                 self._rebuild()
@@ -228,11 +258,16 @@ class Replicas(ParallelStrategy):
         self._frozen = tuple(frozen)
         self.rest(0)
         self._kept = {depth: kept for depth, kept in self._kept.items() if depth in depths}
-        if self._wrapper is not None and (self._trainable(), self._idle_buffers()) != (self._trained, self._idle):
+        if self._wrapper is not None and (self._trainable(), self._idle_buffers()) != (
+            self._trained,
+            self._idle,
+        ):
             self._rebuild()
 
     def rest(self, depth: int) -> None:
-        """Pick what reduces the gradients that there are while so many layer modules rest; made when first needed."""
+        """Pick what reduces the gradients that there are while so many layer modules rest; made
+        when first needed.
+        """
         before, self._depth = self._depth, depth
         if self._wrapper is None or depth == before:
             return
@@ -253,7 +288,9 @@ class Replicas(ParallelStrategy):
             _make_reducer(self._wrapper)
 
     def _rebuild(self) -> None:
-        """Reduce from now on what needs a gradient now; what rests is known again at the next update."""
+        """Reduce from now on what needs a gradient now; what rests is known again at the next
+        update.
+        """
         self._kept, idle = {}, self._idle_buffers()
         _rebuild(self._wrapper, idle_before=self._idle, idle=idle)
         self._trained, self._idle = self._trainable() if self._depth == 0 else (), idle
@@ -271,10 +308,12 @@ class Replicas(ParallelStrategy):
 
 
 class Sharded(ParallelStrategy):
-    """Processes that hold a part of each parameter (`fully_shard`, FSDP2) and gather them for each pass.
+    """Processes that hold a part of each parameter (`fully_shard`, FSDP2) and gather them for each
+    pass.
 
-    A parameter without a gradient has none to reduce, and behind the frozen front nothing is gathered a second time,
-    so that there is nothing to wrap again. All processes of the job take part.
+    A parameter without a gradient has none to reduce, and behind the frozen front nothing is
+    gathered a second time, so that there is nothing to wrap again. All processes of the job take
+    part.
     """
 
     def __init__(self) -> None:
@@ -293,7 +332,9 @@ class Sharded(ParallelStrategy):
         return super().refusal() or refuse_shards(self.wrap())
 
     def settle(self) -> None:
-        """Put parameters in parts, where an evaluation of the loop's own has left whole ones: no change would stick."""
+        """Put parameters in parts, where an evaluation of the loop's own has left whole ones: no
+        change would stick.
+        """
         reshard(self._model)
 
     def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
@@ -302,13 +343,16 @@ class Sharded(ParallelStrategy):
             choose_dtypes_again(module)
 
     def rest(self, depth: int) -> None:
-        """Put whole parameters away that a forward pass has left: they take over what rests when made from parts."""
+        """Put whole parameters away that a forward pass has left: they take over what rests when
+        made from parts.
+        """
         reshard(self._model)
         self.update()
 
 
 def _group_on_the_cpu(group: Any) -> Any:
-    """Return a process group of the same ranks that carries numbers of the CPU, so that no device waits for them.
+    """Return a process group of the same ranks that carries numbers of the CPU, so that no device
+    waits for them.
 
     Where the group has none, one is made; all ranks make it together.
     """
@@ -334,7 +378,9 @@ def _device(model: nn.Module) -> dict[str, Any]:
 
 
 def _buffers_of(wrapped: nn.Module, model: nn.Module, frozen: Collection[str]) -> list[str]:
-    """Return the names of the buffers of frozen submodules of a model, in the module that holds it."""
+    """Return the names of the buffers of frozen submodules of a model, in the
+    module that holds it.
+    """
     prefix = next(name for name, module in wrapped.named_modules() if module is model)
     return [
         ".".join(part for part in (prefix, name, buffer) if part)
@@ -343,18 +389,20 @@ def _buffers_of(wrapped: nn.Module, model: nn.Module, frozen: Collection[str]) -
     ]
 
 
-def _rebuild(wrapper: DistributedDataParallel, *, idle_before: frozenset[str], idle: frozenset[str]) -> None:
+def _rebuild(
+    wrapper: DistributedDataParallel, *, idle_before: frozenset[str], idle: frozenset[str]
+) -> None:
     """Reduce from now on what needs a gradient now.
 
-    Does what unpickling a wrapper does, without its checks across processes, which take most of the time: that
-    all ranks train the same parameters is for the caller to see to. The old buckets go first, so that there is
-    never more than one set of them.
+    Does what unpickling a wrapper does, without its checks across processes, which take most of the
+    time: that all ranks train the same parameters is for the caller to see to. The old buckets go
+    first, so that there is never more than one set of them.
 
     Args:
         wrapper: the wrapper.
         idle_before: names of buffers that were left out of the broadcast so far.
-        idle: names of those to leave out from now on. New ones are made equal to those of the first rank once
-            more, if the wrapper did that before every forward pass.
+        idle: names of those to leave out from now on. New ones are made equal to those of the first
+            rank once more, if the wrapper did that before every forward pass.
     """
     held: Any = wrapper
     if not hasattr(held, "buffer_hook"):  # one of the user's own wants to see all buffers
@@ -372,7 +420,9 @@ _REDUCING = ("reducer", "logger", "_has_rebuilt_buckets")
 
 
 def _make_reducer(wrapper: DistributedDataParallel) -> None:
-    """Give a wrapper what reduces the gradients that are needed now, beside what it may have had for others."""
+    """Give a wrapper what reduces the gradients that are needed now, beside what it may have had
+    for others.
+    """
     held: Any = wrapper
     hooks, held._comm_hooks = list(held._comm_hooks), []
     parameters, expects_sparse = held._build_params_for_reducer()

@@ -2,8 +2,8 @@
 
 `protocol` is what goes in and out of a policy. `worth` is the default one: in a
 fine-tuning by itself, else as `forecast` (with `evidence`). `paper` is the
-paper's (with `schedules`), `rivals` and `smartfrz` are those of others; all are built on `base`, and `catalogue` names
-them.
+paper's (with `schedules`), `rivals` and `smartfrz` are those of others; all are built on `base`,
+and `catalogue` names them.
 """
 
 from egeria.policy.catalogue import (
@@ -40,7 +40,14 @@ from egeria.policy.protocol import (
     Unhurried,
 )
 from egeria.policy.rivals import ordinal
-from egeria.policy.schedules import RULES, Moment, UnfreezeAction, UnfreezeRule, find_rule, rule_for_schedule
+from egeria.policy.schedules import (
+    RULES,
+    Moment,
+    UnfreezeAction,
+    UnfreezeRule,
+    find_rule,
+    rule_for_schedule,
+)
 
 __all__ = [
     "BOOTSTRAPPING",

@@ -27,7 +27,9 @@ NOT_SAVED = {"memory", "total_steps"}  # fields that the settings and the call o
 
 
 class FrontPolicy:
-    """A policy that freezes from the front, to build others on. By itself it is 'none': the plain run."""
+    """A policy that freezes from the front, to build others on. By itself it is 'none': the plain
+    run.
+    """
 
     needs: frozenset[str] = frozenset()
     has_bootstrapping = False  # whether a run begins in the bootstrapping stage
@@ -105,7 +107,9 @@ class FrontPolicy:
             setattr(self, f"_{name}", _restored(state[name], getattr(self, f"_{name}")))
 
     def _move_to(self, depth: int, reason: str) -> tuple[Decision, ...]:
-        """Return the decisions that make the first `depth` layer modules the frozen ones, as far as allowed."""
+        """Return the decisions that make the first `depth` layer modules the frozen ones, as far as
+        allowed.
+        """
         depth, before = min(depth, self._deepest_freeze), self._frozen
         if not self._config.freezing.enabled or depth == before:
             return ()
@@ -117,14 +121,19 @@ class FrontPolicy:
         return (thaw, *(Freeze(module=module, reason=reason) for module in range(depth)))
 
     def _update_every(self, periods: Sequence[int], reason: str) -> tuple[Decision, ...]:
-        """Return the decision that gives the front layer modules these periods, as far as allowed; () for no change.
+        """Return the decision that gives the front layer modules these periods, as far as allowed;
+        () for no change.
 
         Args:
-            periods: of the first modules, front to back; those behind them are updated at every step, and those of
-                frozen ones stay.
+            periods: of the first modules, front to back; those behind them are updated at every
+                step, and those of frozen ones stay.
             reason: why.
         """
-        num_ones = len(self._trainable) - len(active := periods[self._frozen : self._deepest_freeze]) - self._frozen
+        num_ones = (
+            len(self._trainable)
+            - len(active := periods[self._frozen : self._deepest_freeze])
+            - self._frozen
+        )
         behind = [*active, *(1 for _ in range(num_ones))]
         wanted = (*(max(period, behind[0]) for period in self._periods[: self._frozen]), *behind)
         if not self._config.freezing.enabled or wanted == self._periods:
@@ -133,7 +142,9 @@ class FrontPolicy:
         return (SetPeriods(periods=wanted, reason=reason),)
 
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
-        """Return the decisions that freeze the next modules as far as they have no parameters to train."""
+        """Return the decisions that freeze the next modules as far as they have no parameters to
+        train.
+        """
         depth = self._frozen
         while depth < self._deepest_freeze and not self._trainable[depth]:
             depth += 1
@@ -142,15 +153,21 @@ class FrontPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
-    """The early, critical period: over once the mean loss changes little from interval to interval (paper §3)."""
+    """The early, critical period: over once the mean loss changes little from interval to interval
+    (paper §3).
+    """
 
     change_threshold: float
     previous_loss: float | None = None
-    change: float | None = None  # relative change of the loss in the last interval; None before the second one
+    change: float | None = (
+        None  # relative change of the loss in the last interval; None before the second one
+    )
 
     @property
     def is_over(self) -> bool:
-        """Whether the loss of an interval has come to less than `change_threshold` from the one before."""
+        """Whether the loss of an interval has come to less than `change_threshold` from the one
+        before.
+        """
         return self.change is not None and self.change < self.change_threshold
 
     def observe(self, loss: float | None) -> Bootstrap:
@@ -181,7 +198,9 @@ class BootstrappedPolicy(FrontPolicy):
         if not self._bootstrap.is_over:
             return ()
         change, threshold = self._bootstrap.change, self._bootstrap.change_threshold
-        ended = EndBootstrapping(reason=f"the loss changed by {change:.1%} in an interval, less than {threshold:.0%}")
+        ended = EndBootstrapping(
+            reason=f"the loss changed by {change:.1%} in an interval, less than {threshold:.0%}"
+        )
         return (ended, *self._pass_over_untrainable())
 
 
@@ -190,14 +209,25 @@ def _plain(value: Any) -> Any:
         return list(map(_plain, value))
     if not is_dataclass(value):
         return value
-    entries = ((field.name, getattr(value, field.name)) for field in fields(value) if field.name not in NOT_SAVED)
-    return {name: list(entry.items()) if isinstance(entry, dict) else entry for name, entry in entries}
+    entries = (
+        (field.name, getattr(value, field.name))
+        for field in fields(value)
+        if field.name not in NOT_SAVED
+    )
+    return {
+        name: list(entry.items()) if isinstance(entry, dict) else entry for name, entry in entries
+    }
 
 
 def _restored(value: Any, present: Any) -> Any:
-    """Return what `_plain` made a value of, by the value that the attribute has now; lists count as tuples."""
+    """Return what `_plain` made a value of, by the value that the attribute has now; lists count as
+    tuples.
+    """
     if is_dataclass(present) and not isinstance(present, type):
-        return replace(present, **{name: _restored(entry, getattr(present, name)) for name, entry in value.items()})
+        return replace(
+            present,
+            **{name: _restored(entry, getattr(present, name)) for name, entry in value.items()},
+        )
     if isinstance(present, dict):
         return {int(key): entry for key, entry in value}
     if isinstance(value, (list, tuple)):
@@ -207,7 +237,9 @@ def _restored(value: Any, present: Any) -> Any:
 
 
 def relative_change(before: float | None, now: float | None) -> float:
-    """Return the change as a share of what was before; not a number where one of the two is missing or not finite."""
+    """Return the change as a share of what was before; not a number where one of the two is missing
+    or not finite.
+    """
     if before is None or now is None or not (math.isfinite(before) and math.isfinite(now)):
         return math.nan
     if before == now:

@@ -1,4 +1,6 @@
-"""'egeria': the policy of the paper (algorithm 1), freezing the front module once its plasticity is stationary."""
+"""'egeria': the policy of the paper (algorithm 1), freezing the front module once its plasticity is
+stationary.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from egeria.policy.base import BootstrappedPolicy
-from egeria.policy.protocol import BOOTSTRAPPING, PLASTICITY, Decision, Interval, Judgement, Reading, Thaw
+from egeria.policy.protocol import (
+    BOOTSTRAPPING,
+    PLASTICITY,
+    Decision,
+    Interval,
+    Judgement,
+    Reading,
+    Thaw,
+)
 from egeria.policy.schedules import Moment, UnfreezeAction
 
 
 class EgeriaPolicy(BootstrappedPolicy):
-    """Freezes from the front by stationary plasticity, thaws by the learning rate (algorithm 1 and §4.2.2).
+    """Freezes from the front by stationary plasticity, thaws by the learning rate (algorithm 1 and
+    §4.2.2).
 
-    A layer module without parameters to train is passed over at once: there is nothing in it to wait for.
+    A layer module without parameters to train is passed over at once: there is nothing in it to
+    wait for.
     """
 
     needs = frozenset({PLASTICITY})
@@ -23,7 +35,10 @@ class EgeriaPolicy(BootstrappedPolicy):
 
     def _prepare(self) -> None:
         super()._prepare()
-        share, readings = self._config.freezing.tolerance_share, self._config.freezing.tolerance_readings
+        share, readings = (
+            self._config.freezing.tolerance_share,
+            self._config.freezing.tolerance_readings,
+        )
         history = ModuleHistory(tolerance_share=share, tolerance_readings=readings)
         self._histories = (history,) * len(self._trainable)
         self._learning_rate: float | None = None
@@ -82,15 +97,19 @@ class EgeriaPolicy(BootstrappedPolicy):
 
     def _thaw(self, interval: Interval, *, restart: bool) -> tuple[Thaw]:
         before, full = self._freeze_learning_rate, self._config.plasticity.window
-        self._window = full if restart else max(self._config.unfreezing.minimum_window, self._window // 2)
+        self._window = (
+            full if restart else max(self._config.unfreezing.minimum_window, self._window // 2)
+        )
         self._frozen, self._periods = 0, (1,) * len(self._trainable)
         self._freeze_learning_rate = None
         # The early slopes stay: they stand for the fast early phase of the module.
         self._histories = tuple(
-            replace(history, readings=(), smoothed=(), slope=None, stationary=0) for history in self._histories
+            replace(history, readings=(), smoothed=(), slope=None, stationary=0)
+            for history in self._histories
         )
         moved = "risen" if restart else "fallen"
-        # A rule of the user's own may thaw where nothing but modules without anything to train were frozen.
+        # A rule of the user's own may thaw where nothing but modules without anything to train were
+        # frozen.
         rates = "" if before is None else f" from {before:g} to {interval.learning_rate:g}"
         reason = f"the learning rate has {moved}{rates} since the first freeze"
         return (Thaw(reason=reason, window=self._window),)
@@ -98,7 +117,8 @@ class EgeriaPolicy(BootstrappedPolicy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleHistory:
-    """The plasticity of one layer module since monitoring of it began: smoothing, slope, tolerance and patience.
+    """The plasticity of one layer module since monitoring of it began: smoothing, slope, tolerance
+    and patience.
 
     Source: eq. 2 (the printed sum has one term too many: exactly `window` readings are averaged),
     algorithm 1 (the printed test is signed; the prose means the absolute slope), §4.2.2.
@@ -120,14 +140,18 @@ class ModuleHistory:
         return self.tolerance_share * max(map(abs, self.early_slopes))
 
     def observe(self, value: float, window: int) -> ModuleHistory:
-        """Return the history with one more reading; its slope is fitted once `window` smoothed values are there."""
+        """Return the history with one more reading; its slope is fitted once `window` smoothed
+        values are there.
+        """
         readings = (*self.readings, value)[-window:]
         smoothed = (*self.smoothed, sum(readings) / len(readings))[-window:]
         if len(smoothed) < window:
             return replace(self, readings=readings, smoothed=smoothed, slope=None, stationary=0)
         slope = least_squares_slope(smoothed)
         early = (*self.early_slopes, slope)[: self.tolerance_readings]
-        updated = replace(self, readings=readings, smoothed=smoothed, early_slopes=early, slope=slope)
+        updated = replace(
+            self, readings=readings, smoothed=smoothed, early_slopes=early, slope=slope
+        )
         tolerance = updated.tolerance
         # No movement at all is stationary whatever the tolerance, which may itself be zero.
         is_stationary = tolerance is not None and (slope == 0 or abs(slope) < tolerance)

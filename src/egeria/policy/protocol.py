@@ -1,4 +1,6 @@
-"""The interface between a policy and the session: what it is given, what it returns, and the policy itself."""
+"""The interface between a policy and the session: what it is given, what it returns, and the policy
+itself.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Interval:
     gradients: tuple[float | None, ...] | None = None
     """For each layer module the L1 norm of its gradients, summed over the interval."""
     weight_changes: tuple[float | None, ...] | None = None
-    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None in the first one."""
+    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None in the first
+    one."""
     noise: tuple[float | None, ...] | None = None
     """For each layer module by how much the noise of the optimizer's steps raises the loss."""
     remaining_rate_sum: float | None = None
@@ -41,21 +44,31 @@ class Interval:
     last_rate: float | None = None
     """The learning rate of the last step; None like `remaining_rate_sum`."""
     worth: tuple[float | None, ...] | None = None
-    """For each layer module by how much its steps in the interval lowered the loss, to first order."""
+    """For each layer module by how much its steps in the interval lowered the loss, to first
+    order."""
     time_shares: tuple[float, ...] | None = None
-    """For each layer module the share of an iteration that a freeze of it saves, where all in front are frozen."""
+    """For each layer module the share of an iteration that a freeze of it saves, where all in front
+    are frozen."""
     num_pretrained: int | None = None
     """How many front layer modules came trained; None like `worth`."""
     freeze_scores: tuple[float | None, ...] | None = None
-    """For each layer module the probability that it may freeze, as the predictor of SmartFRZ sees it."""
+    """For each layer module the probability that it may freeze, as the predictor of SmartFRZ sees
+    it."""
     frozen: int | None = None
-    """How many front layer modules were frozen, those not that land first or wait; None where it is not known."""
+    """How many front layer modules were frozen, those not that land first or wait; None where it is
+    not known."""
 
     @classmethod
     def of(cls, event: IntervalMeasured) -> Interval:
         """Return what the journal has of it."""
-        found = {field.name: getattr(event, _IN_JOURNAL.get(field.name, field.name)) for field in fields(cls)}
-        values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        found = {
+            field.name: getattr(event, _IN_JOURNAL.get(field.name, field.name))
+            for field in fields(cls)
+        }
+        values: Any = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in found.items()
+        }
         return cls(**values)
 
 
@@ -70,9 +83,11 @@ class Reading:
     age: int | None = None
     """Evaluations since the snapshot that it was compared with; None in old journals."""
     work_share: float | None = None
-    """Share of the model's forward operations that the module makes; None where they could not be counted."""
+    """Share of the model's forward operations that the module makes; None where they could not be
+    counted."""
     wall_s: float = 0.0
-    """Seconds the reading took in the training process: for the journal, no policy may decide by it."""
+    """Seconds the reading took in the training process: for the journal, no policy may decide by
+    it."""
     cpu_s: float = 0.0
     """CPU seconds it took in the training process, likewise."""
     controller_cpu_s: float = 0.0
@@ -90,7 +105,8 @@ class EndBootstrapping:
 class Freeze:
     """Freeze this layer module, the frontmost active one.
 
-    With `freezing.landing` it lands first. To the policy it is frozen from now on; a `Thaw` cancels that.
+    With `freezing.landing` it lands first. To the policy it is frozen from now on; a `Thaw` cancels
+    that.
     """
 
     module: int
@@ -99,7 +115,9 @@ class Freeze:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thaw:
-    """Thaw everything and start again at the first layer module, with this window; all periods are 1 again."""
+    """Thaw everything and start again at the first layer module, with this window; all periods are
+    1 again.
+    """
 
     reason: str
     window: int
@@ -113,15 +131,21 @@ class SetPeriods:
     """
 
     periods: tuple[int, ...]
-    """For each layer module, front to back; 1 is every step. Those of frozen modules mean nothing while they are."""
+    """For each layer module, front to back; 1 is every step. Those of frozen modules mean nothing
+    while they are."""
     reason: str
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for periods by which what rests at a step would not always be a front of the model."""
+        """Raise ConfigError for periods by which what rests at a step would not always be a front
+        of the model.
+        """
         periods = self.periods
         is_usable = all(period in (1, *PERIODS) for period in periods) and periods[-1:] == (1,)
         falls = all(front >= behind for front, behind in itertools.pairwise(periods))
-        contract = f"1 or one of {', '.join(map(str, PERIODS))}, never smaller in front than behind, and 1 at the end"
+        contract = (
+            f"1 or one of {', '.join(map(str, PERIODS))}, never smaller in front than "
+            "behind, and 1 at the end"
+        )
         require(is_usable and falls, "SetPeriods.periods", contract, periods)
 
 
@@ -138,7 +162,8 @@ class Judgement:
     stationary: int = 0
     """Consecutive stationary evaluations, this one included."""
     change_ahead: float | None = None
-    """Plasticity against now that the module is predicted to reach by the end of the run, where the policy predicts."""
+    """Plasticity against now that the module is predicted to reach by the end of the run, where the
+    policy predicts."""
     loss_ahead: float | None = None
     """Share of the fall of the training loss so far that freezing would keep it up by."""
     decisions: tuple[Decision, ...] = ()
@@ -164,11 +189,12 @@ class Policy(Protocol):
     def needs(self) -> frozenset[str]:
         """What must be measured for it.
 
-        'plasticity' are readings of the `monitored` layer module, through `observe_reading`. 'gradients', 'weights',
-        'noise', 'foresight' (`remaining_rate_sum` and `last_rate`), 'prediction' (`freeze_scores`) and 'worth' (with
-        `time_shares` and `num_pretrained`; of a model that begins untrained there is none) are fields of `Interval`.
-        What a policy does not need from the beginning on it cannot need later; what it needs no more is not measured
-        any more.
+        'plasticity' are readings of the `monitored` layer module, through `observe_reading`.
+        'gradients', 'weights', 'noise', 'foresight' (`remaining_rate_sum` and `last_rate`),
+        'prediction' (`freeze_scores`) and 'worth' (with `time_shares` and `num_pretrained`; of a
+        model that begins untrained there is none) are fields of `Interval`. What a policy does not
+        need from the beginning on it cannot need later; what it needs no more is not measured any
+        more.
         """
 
     @property
@@ -191,7 +217,9 @@ class Policy(Protocol):
         """Return the decisions after one interval."""
 
     def observe_reading(self, reading: Reading) -> Judgement:
-        """Return the judgement of one reading; a reading of a module no longer monitored changes nothing."""
+        """Return the judgement of one reading; a reading of a module no longer monitored changes
+        nothing.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain values."""
@@ -213,10 +241,14 @@ class Annealing(Protocol):
 
 @runtime_checkable
 class Foreseeing(Protocol):
-    """A policy that knows for how long the frozen prefix stays as it is, by which the cache decides whether it pays."""
+    """A policy that knows for how long the frozen prefix stays as it is, by which the cache decides
+    whether it pays.
+    """
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
-        """Return for how many steps after `step` the boundary cannot move; None: to the end of the run."""
+        """Return for how many steps after `step` the boundary cannot move; None: to the end of the
+        run.
+        """
 
 
 @runtime_checkable
@@ -229,7 +261,9 @@ class Unhurried(Protocol):
 
 
 class PolicyMaker(Protocol):
-    """Makes the policy of a run, and another one where the model is cut into other layer modules."""
+    """Makes the policy of a run, and another one where the model is cut into
+    other layer modules.
+    """
 
     def __call__(
         self,

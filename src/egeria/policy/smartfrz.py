@@ -7,13 +7,14 @@ from egeria.policy.protocol import PREDICTION, Decision, Interval
 
 
 class SmartFrz(FrontPolicy):
-    """'smartfrz': freezes the front modules of which a trained predictor says so, at the end of each interval.
+    """'smartfrz': freezes the front modules of which a trained predictor says so, at the end of
+    each interval.
 
-    The predictor sees 30 snapshots of 1,024 weights of a layer module, evenly spaced over the interval, a twentieth of
-    the training. Front to back, so that a freeze saves; nothing thaws.
+    The predictor sees 30 snapshots of 1,024 weights of a layer module, evenly spaced over the
+    interval, a twentieth of the training. Front to back, so that a freeze saves; nothing thaws.
 
-    Source: SmartFRZ (arXiv 2401.16720), which asks at the end of each epoch. Only like it: the paper's text leaves
-    open what it was trained on; see `egeria.smartfrz`.
+    Source: SmartFRZ (arXiv 2401.16720), which asks at the end of each epoch. Only like it: the
+    paper's text leaves open what it was trained on; see `egeria.smartfrz`.
     """
 
     needs = frozenset({PREDICTION})
@@ -36,5 +37,7 @@ class SmartFrz(FrontPolicy):
         return self._move_to(depth, f"the predictor gives {min(passed):.0%} for a freeze")
 
     def steady_steps(self, step: int, interval_steps: int) -> float | None:
-        """Return the steps to the next time that the predictor is asked; None where nothing is left to freeze."""
+        """Return the steps to the next time that the predictor is asked; None where nothing is left
+        to freeze.
+        """
         return float(interval_steps) if self._frozen < self._deepest_freeze else None

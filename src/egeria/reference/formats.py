@@ -44,9 +44,15 @@ class FormatInputs:
 
     def require_float32(self) -> None:
         """Raise where weights are not float32: converting them would change what is compared."""
-        found = {parameter.dtype for parameter in self.snapshot.parameters() if parameter.is_floating_point()}
+        found = {
+            parameter.dtype
+            for parameter in self.snapshot.parameters()
+            if parameter.is_floating_point()
+        }
         if others := found - {torch.float32}:
-            raise ValueError(f"the weights must be float32, found {', '.join(sorted(map(str, others)))}")
+            raise ValueError(
+                f"the weights must be float32, found {', '.join(sorted(map(str, others)))}"
+            )
 
 
 class NumberFormat:
@@ -63,10 +69,15 @@ class NumberFormat:
         if folded is not None:
             self._model, self._hooks = folded.model, folded.hooks
         self._autocast = in_fp32(inputs.device_type)
-        self.found: dict[str, Any] = {"parts": {part.name: part.form for part in folded.parts} if folded else {}}
+        self.found: dict[str, Any] = {
+            "parts": {part.name: part.form for part in folded.parts} if folded else {}
+        }
         """What the build has found out, for `FormatInputs.built`."""
-        self._updates: list[Callable[[], Any]] = [fold.update for fold in folded.folds] if folded else []
-        """Each makes weights of the model anew from those of the snapshot; what it shares with that needs none."""
+        self._updates: list[Callable[[], Any]] = (
+            [fold.update for fold in folded.folds] if folded else []
+        )
+        """Each makes weights of the model anew from those of the snapshot; what it shares with that
+        needs none."""
 
     def update(self) -> None:
         """Take over the weights of the snapshot as they are now; graphs and ranges stay."""
@@ -86,9 +97,11 @@ class NumberFormat:
 
 
 class Float32(NumberFormat):
-    """Folded and channels last where the model can be traced and runs without autocast, else the plain copy.
+    """Folded and channels last where the model can be traced and runs without autocast, else the
+    plain copy.
 
-    At the first batch that the folded copy cannot run and the plain one can, it is the plain one for good.
+    At the first batch that the folded copy cannot run and the plain one can, it is the plain one
+    for good.
     """
 
     name: FormatName = "fp32"
@@ -104,7 +117,9 @@ class Float32(NumberFormat):
         try:
             return super().activation(tap, batch)
         except Exception:
-            activation = run_to(self._inputs.snapshot, tap, batch)  # what fails here too is no fault of the folding
+            activation = run_to(
+                self._inputs.snapshot, tap, batch
+            )  # what fails here too is no fault of the folding
             super().__init__(self._inputs, None)
             self.detail = "fp32 copy, since a batch was too much for the folded one"
             return activation
@@ -123,13 +138,17 @@ def _agrees(folded: FoldedModel, survey: Survey) -> bool:
     check_readings(readings, survey, is_fp32=True)
     pairs = ((readings[tap], expected) for tap, expected in survey.readings.items())
     return all(
-        found is None or expected is None or torch.allclose(found, expected, 1e-3, 1e-3 * float(expected.abs().amax()))
+        found is None
+        or expected is None
+        or torch.allclose(found, expected, 1e-3, 1e-3 * float(expected.abs().amax()))
         for found, expected in pairs
     )
 
 
 class BFloat16(NumberFormat):
-    """Weights in bf16, batch norm folded, under bf16 autocast: models that mix types keep working."""
+    """Weights in bf16, batch norm folded, under bf16 autocast: models that mix
+    types keep working.
+    """
 
     name: FormatName = "bf16"
     detail = "bf16"
@@ -144,7 +163,8 @@ class BFloat16(NumberFormat):
 
 
 def _in_bf16(folded: FoldedModel) -> list[Callable[[], Any]]:
-    """Replace parameters by copies in bf16; return what rounds those again that the snapshot has as they are.
+    """Replace parameters by copies in bf16; return what rounds those again that the snapshot has as
+    they are.
 
     Norms keep float32, since a residual stream may be either. So do weights that are computed from
     others, or used by a `forward` of the instance: such arithmetic may know nothing of autocast.
@@ -159,7 +179,9 @@ def _in_bf16(folded: FoldedModel) -> list[Callable[[], Any]]:
             if parameter is None or parameter.dtype != torch.float32:
                 continue
             if id(parameter) not in copies:
-                copies[id(parameter)] = nn.Parameter(parameter.detach().bfloat16(), requires_grad=False)
+                copies[id(parameter)] = nn.Parameter(
+                    parameter.detach().bfloat16(), requires_grad=False
+                )
                 if id(module) not in owned:
                     rounding.append(partial(copies[id(parameter)].detach().copy_, parameter))
             module._parameters[name] = copies[id(parameter)]
@@ -186,12 +208,17 @@ class StaticInt8(NumberFormat):
         if not folded.parts:
             raise ValueError("no part of the model can be traced")
         with quantization.kernels():
-            parts = {part.name: quantization.StaticPart(part.graph, inputs.machine.vnni) for part in folded.parts}
+            parts = {
+                part.name: quantization.StaticPart(part.graph, inputs.machine.vnni)
+                for part in folded.parts
+            }
             folded.replace_parts({name: part.module for name, part in parts.items()})
             ranges = inputs.built.get("ranges") or _observe(inputs, folded.model, parts)
             for name, part in parts.items():
                 part.convert(ranges[name])
-            folded.replace_parts({name: part.module for name, part in parts.items()}, dequantize=True)
+            folded.replace_parts(
+                {name: part.module for name, part in parts.items()}, dequantize=True
+            )
         sources = [source for part in parts.values() for _, source in part.layers]
         self.detail = _describe("static", sources, inputs.snapshot)
         super().__init__(inputs, folded)
@@ -199,7 +226,9 @@ class StaticInt8(NumberFormat):
         self._updates += [part.update for part in parts.values()]
 
 
-def _observe(inputs: FormatInputs, model: nn.Module, parts: Mapping[str, quantization.StaticPart]) -> dict[str, Any]:
+def _observe(
+    inputs: FormatInputs, model: nn.Module, parts: Mapping[str, quantization.StaticPart]
+) -> dict[str, Any]:
     """Return the ranges of activations, by part, on a batch."""
     if inputs.survey is None or inputs.batch is None:
         raise ValueError("there is no batch to find the ranges of activations on")
@@ -210,7 +239,9 @@ def _observe(inputs: FormatInputs, model: nn.Module, parts: Mapping[str, quantiz
     autocast = replace(in_fp32("cpu"), enabled=inputs.machine.fast_bf16)
     with undisturbed(model), autocast.context():
         model(*batch.args, **batch.kwargs)
-        return {name: part.ranges() for name, part in parts.items()}  # here: observers keep them in buffers
+        return {
+            name: part.ranges() for name, part in parts.items()
+        }  # here: observers keep them in buffers
 
 
 class DynamicInt8(NumberFormat):
@@ -236,15 +267,24 @@ class DynamicInt8(NumberFormat):
 
 
 def _describe(kind: str, quantized: list[Any], model: nn.Module) -> str:
-    """Return a line for the journal; raise where too little is in int8 to be worth it, vocabularies left out."""
-    vocabulary = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    total = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in vocabulary)
+    """Return a line for the journal; raise where too little is in int8 to be worth it, vocabularies
+    left out.
+    """
+    vocabulary = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    total = sum(
+        parameter.numel() for parameter in model.parameters() if id(parameter) not in vocabulary
+    )
     size = sum(layer.weight.numel() for layer in quantized if id(layer.weight) not in vocabulary)
     if size < _LEAST_SHARE * total:
         raise ValueError(f"int8 has kernels for {size / max(total, 1):.0%} of the parameters only")
     weighted = (nn.Linear, nn.modules.conv._ConvNd)
     num_weighted = sum(isinstance(module, weighted) for module in model.modules())
-    return f"int8 {kind}, {quantization.ENGINE} engine, {len(quantized)} of {num_weighted} weighted layers"
+    return (
+        f"int8 {kind}, {quantization.ENGINE} engine, {len(quantized)} of {num_weighted} "
+        "weighted layers"
+    )
 
 
 FORMATS: dict[str, Callable[[FormatInputs], NumberFormat]] = {

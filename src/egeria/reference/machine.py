@@ -30,7 +30,9 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return what this CPU has, as far as the environment variable ONEDNN_MAX_CPU_ISA allows its use."""
+        """Return what this CPU has, as far as the environment variable ONEDNN_MAX_CPU_ISA allows
+        its use.
+        """
         return cls(
             vnni=_has("_is_vnni_supported", "avx512_vnni", "AVX512_CORE_VNNI"),
             avx512_bf16=_has("_is_avx512_bf16_supported", "avx512_bf16", "AVX512_CORE_BF16"),
@@ -41,8 +43,8 @@ class Machine:
     def fast_bf16(self) -> bool:
         """Whether bf16 beats float32.
 
-        Measured with one thread: 3x on residual nets and 1.9x on BERT by AVX-512 BF16 alone, 4 to 9x
-        with AMX, and a fifth to two thirds of the speed of float32 without either.
+        Measured with one thread: 3x on residual nets and 1.9x on BERT by AVX-512 BF16 alone, 4 to
+        9x with AMX, and a fifth to two thirds of the speed of float32 without either.
         """
         return self.amx or self.avx512_bf16
 

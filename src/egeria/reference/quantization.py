@@ -1,6 +1,8 @@
-"""Everything that torch deprecates: graph-mode static quantisation, quantised tensors and their kernels.
+"""Everything that torch deprecates: graph-mode static quantisation, quantised tensors and their
+kernels.
 
-`load_toolkit` is the only way in: it imports `torch.ao.quantization`, and raises where a torch has it no more.
+`load_toolkit` is the only way in: it imports `torch.ao.quantization`, and raises where a torch has
+it no more.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from egeria.reference.tracing import CONVOLUTIONS, is_altered, is_plain
 ENGINE = "x86"
 _FRONTEND = "torch.ao.quantization"
 _WEIGHTED = (*CONVOLUTIONS, nn.Linear)
-# What stays in float32: all that has weights, but for the layers above, since only they are quantised
-# again when weights change; and `mean`, whose int8 kernel refuses maps of one pixel.
+# What stays in float32: all that has weights, but for the layers above, since only they are
+# quantised again when weights change; and `mean`, whose int8 kernel refuses maps of one pixel.
 _IN_FLOAT32 = re.compile(
     r"(Batch|Layer|Instance|Group)Norm.*|(batch|layer|instance|group)_norm|.*(LSTM|GRU|RNN).*|Embedding.*|embedding.*"
     r"|PReLU|Conv.*d.*BatchNorm.*|ConvTranspose.*|conv.*d|linear|BN.*|.*Bn.*|mean"
@@ -48,7 +50,8 @@ def _changed(settings: Any, name: str, value: Any) -> Iterator[None]:
 def silence() -> Iterator[None]:
     """Suppress all warnings in the block.
 
-    After `warnings.catch_warnings` Python forgets what it has shown, and a user's code would warn again.
+    After `warnings.catch_warnings` Python forgets what it has shown, and a user's code would warn
+    again.
     """
     filters: Any = warnings.filters
     # Like no filter of anyone else, so that the right one is removed.
@@ -65,7 +68,8 @@ def silence() -> Iterator[None]:
 def kernels() -> Iterator[None]:
     """Use our kernels for the block, whatever engine the user has chosen, and in silence.
 
-    torch warns of kernels on their way out, and of joins of tensors with different ranges; what that costs is measured.
+    torch warns of kernels on their way out, and of joins of tensors with different ranges; what
+    that costs is measured.
     """
     with _changed(torch.backends.quantized, "engine", ENGINE), silence():
         yield
@@ -74,7 +78,8 @@ def kernels() -> Iterator[None]:
 def quantize_weight(weight: Tensor) -> Tensor:
     """Return a weight [out, ...] in 8 bits with a symmetric scale for each output channel.
 
-    To the bit as torch's per-channel min-max observer does it, whether taken over in place or built anew.
+    To the bit as torch's per-channel min-max observer does it, whether taken over in place or built
+    anew.
     """
     weight = weight.detach()
     # In the order they lie in memory, the values of a channels_last weight need no copy.
@@ -82,7 +87,9 @@ def quantize_weight(weight: Tensor) -> Tensor:
     low, high = torch.aminmax(rows.flatten(1), dim=1)
     largest = torch.maximum(-low.clamp(max=0), high.clamp(min=0))
     scale = (largest / 127.5).clamp(min=torch.finfo(torch.float32).eps)
-    return torch.quantize_per_channel(weight, scale.double(), torch.zeros_like(scale).long(), 0, torch.qint8)
+    return torch.quantize_per_channel(
+        weight, scale.double(), torch.zeros_like(scale).long(), 0, torch.qint8
+    )
 
 
 class DynamicLinear(nn.Module):
@@ -111,7 +118,9 @@ class DynamicLinear(nn.Module):
 
 
 class StaticPart:
-    """A traced module in int8, with ranges of activations found beforehand: until `convert`, `module` observes them."""
+    """A traced module in int8, with ranges of activations found beforehand: until `convert`,
+    `module` observes them.
+    """
 
     def __init__(self, graph: fx.GraphModule, full_range: bool) -> None:
         self._source, self._tools = graph, load_toolkit()
@@ -126,25 +135,36 @@ class StaticPart:
             mapping.set_module_name(name, None)
         # To look up where each node of a trace comes from would import the whole compiler.
         with _changed(fx.config, "do_not_emit_stack_traces", True):
-            prepared = self._tools.quantize_fx.prepare_fx(graph, mapping, (), backend_config=self._tools.backend)
+            prepared = self._tools.quantize_fx.prepare_fx(
+                graph, mapping, (), backend_config=self._tools.backend
+            )
         self.module: fx.GraphModule = prepared
         self.layers: list[tuple[Any, Any]] = []
         """The quantised layers, each with the layer it stands for."""
         modules = prepared.named_modules()
-        self._observers = {name: each for name, each in modules if isinstance(each, frontend.MinMaxObserver)}
+        self._observers = {
+            name: each for name, each in modules if isinstance(each, frontend.MinMaxObserver)
+        }
 
     def ranges(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the smallest and largest value that each observer has seen."""
-        return {name: (found.min_val.clone(), found.max_val.clone()) for name, found in self._observers.items()}
+        return {
+            name: (found.min_val.clone(), found.max_val.clone())
+            for name, found in self._observers.items()
+        }
 
     def convert(self, ranges: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Change to int8, as if every observer had seen these values."""
         for name, observer in self._observers.items():
             observer.min_val, observer.max_val = (value.clone() for value in ranges[name])
-        self.module = self._tools.quantize_fx.convert_fx(self.module, backend_config=self._tools.backend)
+        self.module = self._tools.quantize_fx.convert_fx(
+            self.module, backend_config=self._tools.backend
+        )
         _move_in_int8(self.module)
         quantized = [
-            (name, layer) for name, layer in self.module.named_modules() if isinstance(layer, self._tools.kinds)
+            (name, layer)
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, self._tools.kinds)
         ]
         self.layers = [(layer, self._source.get_submodule(name)) for name, layer in quantized]
 
@@ -161,17 +181,24 @@ def _hide_weights(graph: fx.GraphModule) -> list[str]:
     """
     names = []
     for name, module in list(graph.named_modules()):
-        has_weights = any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
+        has_weights = any(
+            tensor is not None
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+        )
         if name and (is_altered(module) or (has_weights and not is_plain(module, _WEIGHTED))):
-            # The module name makes the tracer take it for a layer of torch, and not look inside. It is
-            # the module itself and no copy, since a `forward` of the instance is bound to it.
-            module.__class__ = type(type(module).__name__, (type(module),), {"__module__": "torch.nn.float32"})
+            # The module name makes the tracer take it for a layer of torch, and not look inside. It
+            # is the module itself and no copy, since a `forward` of the instance is bound to it.
+            module.__class__ = type(
+                type(module).__name__, (type(module),), {"__module__": "torch.nn.float32"}
+            )
             names.append(name)
     return names
 
 
 def _move_in_int8(converted: fx.GraphModule) -> None:
-    """Let slices and padding with zeros work in int8, with the range of their input; torch leaves them in float32."""
+    """Let slices and padding with zeros work in int8, with the range of their input; torch leaves
+    them in float32.
+    """
     for node in converted.graph.nodes:
         moving = node.args[0] if node.target is torch.quantize_per_tensor else None
         if not isinstance(moving, fx.Node) or not (_is_slice(moving) or _is_zero_padding(moving)):
@@ -193,7 +220,11 @@ def _is_slice(node: fx.Node) -> bool:
 
 def _is_zero_padding(node: fx.Node) -> bool:
     is_padding = node.target is functional.pad and len(node.args) == 2
-    return is_padding and node.kwargs.get("mode", "constant") == "constant" and not node.kwargs.get("value")
+    return (
+        is_padding
+        and node.kwargs.get("mode", "constant") == "constant"
+        and not node.kwargs.get("value")
+    )
 
 
 def _names(pattern: Any) -> list[str]:
@@ -224,7 +255,10 @@ def load_toolkit() -> Any:
     """
     try:
         with kernels():
-            frontend, modules = importlib.import_module(_FRONTEND), importlib.import_module("torch.ao.nn.quantized")
+            frontend, modules = (
+                importlib.import_module(_FRONTEND),
+                importlib.import_module("torch.ao.nn.quantized"),
+            )
             return SimpleNamespace(
                 frontend=frontend,
                 quantize_fx=importlib.import_module(f"{_FRONTEND}.quantize_fx"),
@@ -233,6 +267,8 @@ def load_toolkit() -> Any:
             )
     except (ImportError, AttributeError, RuntimeError) as error:
         raise ReferenceModelError(
-            f"int8 needs torch.ao.quantization with the {ENGINE} engine, found torch {torch.__version__} "
-            f"without ({error}). Choose reference.precision 'bf16' or 'fp32', or leave it at 'auto'."
+            f"int8 needs torch.ao.quantization with the {ENGINE} engine, found torch "
+            f"{torch.__version__} "
+            f"without ({error}). Choose reference.precision 'bf16' or 'fp32', or leave it at "
+            "'auto'."
         ) from error

@@ -1,4 +1,6 @@
-"""The reference model in the cheapest number format that works, with a fallback to more exact ones."""
+"""The reference model in the cheapest number format that works, with a fallback
+to more exact ones.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ _SAVED = (type(None), bool, int, float, str, bytes, Tensor)
 
 
 class QuantizedReference:
-    """A snapshot of the model in a cheap number format, with a fallback order of ever more exact ones.
+    """A snapshot of the model in a cheap number format, with a fallback order of ever more exact
+    ones.
 
     The model, the batch and the machine alone decide, never a clock, so that every process chooses
     the same. A format that does not work is passed over; at the end stands float32.
@@ -51,10 +54,17 @@ class QuantizedReference:
     """
 
     def __init__(
-        self, taps: Sequence[str], *, precision: str = "auto", machine: Machine | None = None, device: str = "cpu"
+        self,
+        taps: Sequence[str],
+        *,
+        precision: str = "auto",
+        machine: Machine | None = None,
+        device: str = "cpu",
     ) -> None:
         if precision not in _PRECISIONS:
-            raise ConfigError(f"precision must be one of {_PRECISIONS}, found {precision!r}. Choose one of them.")
+            raise ConfigError(
+                f"precision must be one of {_PRECISIONS}, found {precision!r}. Choose one of them."
+            )
         self.reason = ""
         self.is_stale = False
         """Whether ranges of activations are older than the weights."""
@@ -93,7 +103,10 @@ class QuantizedReference:
         Raises:
             ReferenceModelError: the model cannot be copied.
         """
-        before, self._snapshot = self._snapshot, refresh_snapshot(self._snapshot, model, self._device)
+        before, self._snapshot = (
+            self._snapshot,
+            refresh_snapshot(self._snapshot, model, self._device),
+        )
         if batch is not None:
             self._batch = self._on_device(batch).first_rows(_MOST_ROWS)
         with self._aside():
@@ -109,7 +122,8 @@ class QuantizedReference:
                     self._build(self._format.name, f"taking over weights failed: {brief(error)}")
 
     def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the output of submodule `tap` for the batch [B, ...] in float32, None if it gives no tensor.
+        """Return the output of submodule `tap` for the batch [B, ...] in float32, None if it gives
+        no tensor.
 
         Args:
             tap: one of those named beforehand.
@@ -121,7 +135,8 @@ class QuantizedReference:
         built = self._require_format()
         if tap not in self._taps:
             raise ReferenceModelError(
-                f"A reference is built for the taps {list(self._taps)}, found {tap!r}. Name it when building one."
+                f"A reference is built for the taps {list(self._taps)}, found {tap!r}. Name it "
+                "when building one."
             )
         batch = self._on_device(batch)
         try:
@@ -134,7 +149,8 @@ class QuantizedReference:
             return self.activation(tap, batch)
 
     def error(self, tap: str, metric: Callable[[Tensor, Tensor], Tensor]) -> float | None:
-        """Return how far this format is from the float32 snapshot, on the newest batch kept for calibration.
+        """Return how far this format is from the float32 snapshot, on the newest batch kept for
+        calibration.
 
         Args:
             tap: where to compare.
@@ -153,7 +169,9 @@ class QuantizedReference:
         return None if exact is None or found is None else float(metric(exact, found))
 
     def recalibrate(self) -> bool:
-        """Build this format again, with fresh ranges of activations; False if they are not stale."""
+        """Build this format again, with fresh ranges of activations; False if
+        they are not stale.
+        """
         if not self.is_stale:
             return False
         with self._aside():
@@ -172,13 +190,16 @@ class QuantizedReference:
     def state_dict(self) -> dict[str, Any]:
         """Return what it takes to continue, empty before the first refresh.
 
-        A batch with objects of the loop's own is left out, and formats are tried anew with the next one.
+        A batch with objects of the loop's own is left out, and formats are tried anew with the next
+        one.
         """
         if self._format is None:
             return {}
         batch = self._batch if self._batch and _can_be_saved(self._batch.arguments) else None
         return {
-            "snapshot": {"tensors": [tensor.detach().clone() for tensor in tensors_of(self._exact_model)]},
+            "snapshot": {
+                "tensors": [tensor.detach().clone() for tensor in tensors_of(self._exact_model)]
+            },
             "formats": list(self._formats),
             "rung": self.number_format,
             "reason": self.reason,
@@ -203,7 +224,9 @@ class QuantizedReference:
         self._formats, self.reason = tuple(state["formats"]), state["reason"]
         self._waits_for_batch, self.is_stale = state["waits_for_batch"], state["has_old_ranges"]
         with self._aside():
-            for tensor, saved in zip(tensors_of(self._snapshot), state["snapshot"]["tensors"], strict=True):
+            for tensor, saved in zip(
+                tensors_of(self._snapshot), state["snapshot"]["tensors"], strict=True
+            ):
                 tensor.copy_(saved)
             try:
                 self._format = self._make(state["rung"], None, state["found"])
@@ -224,7 +247,10 @@ class QuantizedReference:
         reason = f"the setting is {self._precision!r}"
         if self._precision == "auto":
             where = f"this CPU ({self._machine})" if on_cpu else "a GPU"
-            reason = f"most of the work is {survey.workload}, for which {self._formats[0]} is the fastest on {where}"
+            reason = (
+                f"most of the work is {survey.workload}, for which {self._formats[0]} is the "
+                f"fastest on {where}"
+            )
         self._build(self._formats[0], reason, survey)
 
     def _build(self, first: FormatName, reason: str, found: Survey | str = "") -> None:
@@ -237,7 +263,9 @@ class QuantizedReference:
                 self._format = self._make(name, survey, {})
                 if survey is not None:
                     with silence():  # torch warns of kernels on their way out at their first use
-                        check_readings(self._format.readings(survey.batch), survey, is_fp32=name == "fp32")
+                        check_readings(
+                            self._format.readings(survey.batch), survey, is_fp32=name == "fp32"
+                        )
                 break
             except Exception as error:
                 if name == self._formats[-1]:
@@ -246,7 +274,9 @@ class QuantizedReference:
         self.is_stale = False
         if self.number_format != before:
             self.reason = "; ".join(reasons)
-            self._changes.append(RungTaken(step=0, before=before, after=self.number_format, reason=self.reason))
+            self._changes.append(
+                RungTaken(step=0, before=before, after=self.number_format, reason=self.reason)
+            )
 
     def _make(self, name: str, survey: Survey | None, found: Mapping[str, Any]) -> NumberFormat:
         inputs = FormatInputs(
@@ -274,7 +304,9 @@ class QuantizedReference:
         return run_to(self._exact_model, tap, replace(batch, autocast=in_fp32(self._device.type)))
 
     def _on_device(self, batch: Batch) -> Batch:
-        """Return the batch on our device; the mixed precision of another type of device means nothing there."""
+        """Return the batch on our device; the mixed precision of another type of device means
+        nothing there.
+        """
         kind = self._device.type
         autocast = batch.autocast if batch.autocast.device_type == kind else in_fp32(kind)
         return replace(batch.on(str(self._device)), autocast=autocast)
@@ -286,18 +318,28 @@ class QuantizedReference:
 
     def _require_format(self) -> NumberFormat:
         if self._format is None:
-            raise ReferenceModelError("A reference is refreshed before it is asked, found none. Call `refresh` first.")
+            raise ReferenceModelError(
+                "A reference is refreshed before it is asked, found none. Call `refresh` first."
+            )
         return self._format
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Build without a trace: no gradients, no random numbers, no mixed precision of the user's."""
-        with torch.no_grad(), kept_random_state(self._exact_model), in_fp32(self._device.type).context():
+        """Build without a trace: no gradients, no random numbers, no mixed
+        precision of the user's.
+        """
+        with (
+            torch.no_grad(),
+            kept_random_state(self._exact_model),
+            in_fp32(self._device.type).context(),
+        ):
             yield
 
 
 def _can_be_saved(value: Any) -> bool:
-    """Return whether a value is made of `_SAVED` alone: an object of the loop's own keeps a checkpoint from loading."""
+    """Return whether a value is made of `_SAVED` alone: an object of the loop's own keeps a
+    checkpoint from loading.
+    """
     if type(value) is dict:
         value = [*value, *value.values()]
     return all(map(_can_be_saved, value)) if type(value) in (list, tuple) else type(value) in _SAVED

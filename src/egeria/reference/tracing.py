@@ -1,4 +1,6 @@
-"""A copy of the snapshot whose traceable parts are graphs, with batch norm folded into convolutions."""
+"""A copy of the snapshot whose traceable parts are graphs, with batch norm folded into
+convolutions.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a module is of these very types and computes what they do, with the weights it has."""
+    """Return whether a module is of these very types and computes what they do, with the weights it
+    has.
+    """
     return type(module) in kinds and not is_altered(module)
 
 
 def is_altered(module: nn.Module) -> bool:
-    """Return whether a call does more than the class says: for a pre-hook, or a `forward` put on the instance."""
+    """Return whether a call does more than the class says: for a pre-hook, or a `forward` put on
+    the instance.
+    """
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
@@ -69,14 +75,21 @@ class FoldedModel:
     """
 
     def __init__(
-        self, snapshot: nn.Module, taps: Sequence[str], batch: Batch | None, forms: Mapping[str, list[str]] | None
+        self,
+        snapshot: nn.Module,
+        taps: Sequence[str],
+        batch: Batch | None,
+        forms: Mapping[str, list[str]] | None,
     ) -> None:
         self.model = sharing_copy(snapshot)
         self.hooks = {tap: tap for tap in taps}
         """For each tap, the submodule to read."""
         with undisturbed(self.model):
             if forms is not None:
-                self.parts = [TracedPart(name, *_trace(self.model, name, taps), form) for name, form in forms.items()]
+                self.parts = [
+                    TracedPart(name, *_trace(self.model, name, taps), form)
+                    for name, form in forms.items()
+                ]
             elif batch is None:
                 raise ValueError("there is no batch to try it on")
             else:
@@ -85,7 +98,9 @@ class FoldedModel:
         self.replace_parts({part.name: part.graph for part in self.parts})
 
     def replace_parts(self, graphs: Mapping[str, nn.Module], dequantize: bool = False) -> None:
-        """Put other modules in the place of the traced ones; their outlets may carry quantised tensors."""
+        """Put other modules in the place of the traced ones; their outlets may carry quantised
+        tensors.
+        """
         for part in self.parts:
             graph = graphs[part.name]
             check = functools.partial(_require_form, inspect.signature(graph.forward), part.form)
@@ -116,7 +131,9 @@ class _Outlet(nn.Module):
 
 
 class FoldedConvolution:
-    """A convolution with its own tensors, channels last, that also does the work of the norm after it, if any."""
+    """A convolution with its own tensors, channels last, that also does the work of the norm after
+    it, if any.
+    """
 
     def __init__(self, convolution: Any, norm: Any) -> None:
         self.folded: Any = copy.copy(convolution)
@@ -126,7 +143,9 @@ class FoldedConvolution:
         bias = convolution.bias if norm is None else norm.running_mean
         self.folded._parameters = {
             "weight": nn.Parameter(weight, requires_grad=False),
-            "bias": None if bias is None else nn.Parameter(torch.empty_like(bias), requires_grad=False),
+            "bias": None
+            if bias is None
+            else nn.Parameter(torch.empty_like(bias), requires_grad=False),
         }
         self.update()
 
@@ -143,7 +162,9 @@ class FoldedConvolution:
 
 
 def _fold_norms(graph: fx.GraphModule) -> list[FoldedConvolution]:
-    """Fold, in place, each batch norm that alone reads a convolution; return every convolution, folded or not."""
+    """Fold, in place, each batch norm that alone reads a convolution; return every convolution,
+    folded or not.
+    """
     folds = []
     modules = dict(graph.named_modules())
     targets = [node.target for node in graph.graph.nodes if node.op == "call_module"]
@@ -152,7 +173,9 @@ def _fold_norms(graph: fx.GraphModule) -> list[FoldedConvolution]:
         if module is None or not is_plain(module, CONVOLUTIONS) or targets.count(node.target) > 1:
             continue
         norm_node = _norm_behind(node, modules, targets)
-        folds.append(FoldedConvolution(module, None if norm_node is None else modules[str(norm_node.target)]))
+        folds.append(
+            FoldedConvolution(module, None if norm_node is None else modules[str(norm_node.target)])
+        )
         graph.set_submodule(str(node.target), folds[-1].folded)
         if norm_node is not None:
             norm_node.replace_all_uses_with(node)
@@ -162,7 +185,9 @@ def _fold_norms(graph: fx.GraphModule) -> list[FoldedConvolution]:
     return folds
 
 
-def _norm_behind(node: fx.Node, modules: Mapping[str, nn.Module], targets: Sequence[Any]) -> fx.Node | None:
+def _norm_behind(
+    node: fx.Node, modules: Mapping[str, nn.Module], targets: Sequence[Any]
+) -> fx.Node | None:
     users = list(node.users)
     if len(users) != 1 or users[0].op != "call_module" or targets.count(users[0].target) > 1:
         return None
@@ -178,7 +203,11 @@ class _Tracer(fx.Tracer):
         self._outlets = outlets
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         output = super().call_module(m, forward, args, kwargs)
         outlet = self._outlets.get(m)
@@ -189,13 +218,16 @@ class _Tracer(fx.Tracer):
         return self.create_proxy("call_module", outlet, (output,), {})
 
 
-def _trace(model: nn.Module, name: str, taps: Sequence[str]) -> tuple[fx.GraphModule, tuple[str, ...]]:
+def _trace(
+    model: nn.Module, name: str, taps: Sequence[str]
+) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """Return the graph of a submodule, and the taps inside."""
     module = model.get_submodule(name)
     inside = tuple(tap for tap in taps if tap != name and (not name or tap.startswith(name + ".")))
     outlets = {model.get_submodule(tap): f"{_OUTLETS}.{index}" for index, tap in enumerate(inside)}
     tracer = _Tracer(outlets)
-    # A layer of torch itself would be traced into functions, and functions cannot be quantised with ranges.
+    # A layer of torch itself would be traced into functions, and functions cannot be quantised with
+    # ranges.
     root = nn.Sequential(module) if tracer.is_leaf_module(module, "") else module
     with undisturbed(root):  # a model may keep what it is given, and would keep a proxy
         graph = tracer.trace(root)
@@ -208,26 +240,39 @@ def _trace(model: nn.Module, name: str, taps: Sequence[str]) -> tuple[fx.GraphMo
 
 
 def _find_parts(model: nn.Module, name: str, taps: Sequence[str], call: _Call) -> list[TracedPart]:
-    """Return the largest submodules with convolutions that can be traced and compute the same when traced."""
+    """Return the largest submodules with convolutions that can be traced and compute the same when
+    traced.
+    """
     module = model.get_submodule(name)
     if not _has_convolutions(module):
         return []
-    # Tracing starts after what has been put on the module from outside, and draws its random numbers once and for all.
-    draws = any(isinstance(value, Generator) for inner in module.modules() for value in vars(inner).values())
+    # Tracing starts after what has been put on the module from outside, and draws its random
+    # numbers once and for all.
+    draws = any(
+        isinstance(value, Generator) for inner in module.modules() for value in vars(inner).values()
+    )
     if not draws and not is_altered(module):
-        with suppress(Exception):  # whatever a model's own code does with a proxy: it cannot be traced
+        with suppress(
+            Exception
+        ):  # whatever a model's own code does with a proxy: it cannot be traced
             graph, inside = _trace(model, name, taps)
             if _computes_the_same(graph, module, call):
-                return [TracedPart(name, graph, inside, _form_of(inspect.signature(graph.forward), *call))]
+                return [
+                    TracedPart(
+                        name, graph, inside, _form_of(inspect.signature(graph.forward), *call)
+                    )
+                ]
     calls, prefix = _calls_of_children(module, call), f"{name}." if name else ""
-    return [part for child in calls for part in _find_parts(model, prefix + child, taps, calls[child])]
+    return [
+        part for child in calls for part in _find_parts(model, prefix + child, taps, calls[child])
+    ]
 
 
 def _computes_the_same(graph: nn.Module, module: nn.Module, call: _Call) -> bool:
     """Compare what comes of real inputs, to the bit, and the random states left behind.
 
-    An `if` on an optional argument, or on a number of Python's random generator, is traced without an error, and
-    wrongly; a random tensor of torch becomes a part of the graph, or a constant.
+    An `if` on an optional argument, or on a number of Python's random generator, is traced without
+    an error, and wrongly; a random tensor of torch becomes a part of the graph, or a constant.
     """
     with kept_random_state(module):
         for _ in range(_NUM_RANDOM_STATES):
@@ -260,7 +305,9 @@ def _calls_of_children(module: nn.Module, call: _Call) -> dict[str, _Call]:
 
     with ExitStack() as handles:
         for name, child in _callable_children(module):
-            handles.enter_context(child.register_forward_pre_hook(functools.partial(keep, name), with_kwargs=True))
+            handles.enter_context(
+                child.register_forward_pre_hook(functools.partial(keep, name), with_kwargs=True)
+            )
         _run(module, call)
     return calls
 
@@ -285,7 +332,9 @@ def _draw_once(model: nn.Module) -> None:
         torch.rand(1, device=generator.device, generator=generator)
 
 
-def _form_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+def _form_of(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[str]:
     """Return a word for each argument, defaults included: its type, not its value."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -293,9 +342,15 @@ def _form_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _require_form(
-    signature: inspect.Signature, form: list[str], _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    signature: inspect.Signature,
+    form: list[str],
+    _module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> None:
-    """Refuse a call of another form: an `if` on an optional argument leaves nothing behind in a traced module."""
+    """Refuse a call of another form: an `if` on an optional argument leaves nothing behind in a
+    traced module.
+    """
     found = _form_of(signature, args, kwargs)
     if found != form:
         raise ValueError(f"traced with the arguments {form}, called with {found}")

@@ -11,13 +11,19 @@ from egeria import events
 from egeria.report.freezing import median_over_steps
 from egeria.report.history import History, setting
 
-PEAK, ENERGY, RELEASING = "measuring the peak of memory", "measuring energy", "releasing the optimizer's state"
+PEAK, ENERGY, RELEASING = (
+    "measuring the peak of memory",
+    "measuring energy",
+    "releasing the optimizer's state",
+)
 """What is declined where it cannot be measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreedMemory:
-    """Bytes that an iteration no longer keeps beside the weights, as counted, with the front frozen that is now."""
+    """Bytes that an iteration no longer keeps beside the weights, as counted, with the front frozen
+    that is now.
+    """
 
     activations: int
     gradients: int
@@ -48,12 +54,15 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnergyUse:
-    """Joules, as measured over whole intervals; our own work and the loop's evaluations are in them."""
+    """Joules, as measured over whole intervals; our own work and the loop's evaluations are in
+    them.
+    """
 
     used: float
     saved: float | None
-    """As time is, by the energy of an iteration: its time, without our work, by the power of its interval. What our
-    work took is taken off. None where nothing ran unfrozen, or it is not known how long intervals were."""
+    """As time is, by the energy of an iteration: its time, without our work, by the power of its
+    interval. What our work took is taken off. None where nothing ran unfrozen, or it is not known
+    how long intervals were."""
 
     @property
     def saved_share(self) -> float | None:
@@ -71,7 +80,8 @@ class BesideTime:
     peak: PeakMemory | None
     energy: EnergyUse | None
     money: float | None
-    """Saved, by the price of an hour and the wall time saved; None without a price, or where the time is not known."""
+    """Saved, by the price of an hour and the wall time saved; None without a price, or where the
+    time is not known."""
     currency: str
     is_peak_asked: bool
     is_energy_asked: bool
@@ -103,7 +113,9 @@ def accounts_of(
         freed=_freed(history, frozen),
         peak=_peak([entry for entry in intervals if entry.peak_bytes], is_full, frozen),
         energy=_energy(intervals, is_full, history.overhead_wall_s),
-        money=saved_s / 3600 * price if isinstance(price, (int, float)) and saved_s is not None else None,
+        money=saved_s / 3600 * price
+        if isinstance(price, (int, float)) and saved_s is not None
+        else None,
         currency=str(asked("currency") or ""),
         is_peak_asked=bool(asked("peak_memory")),
         is_energy_asked=bool(asked("energy")),
@@ -116,25 +128,34 @@ def _freed(history: History, frozen: int) -> FreedMemory | None:
         return None
     declined = [event.what for event in history.of(events.Declined)]
     started = history.last(events.RunStarted)
-    keeps = started is None or setting(started, "freezing", "release_optimizer_state") in (None, "keep")
+    keeps = started is None or setting(started, "freezing", "release_optimizer_state") in (
+        None,
+        "keep",
+    )
     runs_through = any(what.startswith("the full saving behind") for what in declined)
     kept = (profile.activations, profile.gradients, profile.optimizer_state)
     return FreedMemory(
         activations=0 if runs_through else sum(profile.activations[:frozen]),
         gradients=sum(profile.gradients[:frozen]),
-        optimizer_state=0 if keeps or RELEASING in declined else sum(profile.optimizer_state[:frozen]),
+        optimizer_state=0
+        if keeps or RELEASING in declined
+        else sum(profile.optimizer_state[:frozen]),
         kept_before=sum(map(sum, kept)),
     )
 
 
 def _peak(
-    intervals: Sequence[events.IntervalMeasured], is_full: Callable[[events.IntervalMeasured], bool], frozen: int
+    intervals: Sequence[events.IntervalMeasured],
+    is_full: Callable[[events.IntervalMeasured], bool],
+    frozen: int,
 ) -> PeakMemory | None:
     unfrozen = [entry.peak_bytes or 0 for entry in intervals if is_full(entry)]
     now = [entry.peak_bytes or 0 for entry in intervals if entry.frozen == frozen]
     if not unfrozen or not now:
         return None
-    return PeakMemory(unfrozen=round(statistics.median(unfrozen)), now=round(statistics.median(now)))
+    return PeakMemory(
+        unfrozen=round(statistics.median(unfrozen)), now=round(statistics.median(now))
+    )
 
 
 def _energy(
@@ -152,9 +173,14 @@ def _energy(
     if full:
         unfrozen = median_over_steps(full)
         # The overhead is that of the whole run, of which there may be energy for a part only.
-        share = sum(entry.num_steps for _, entry in watts) / sum(entry.num_steps for entry in intervals)
+        share = sum(entry.num_steps for _, entry in watts) / sum(
+            entry.num_steps for entry in intervals
+        )
         overhead = share * overhead_s * statistics.median(power for power, _ in watts)
-        saved = sum((unfrozen - pace) * entry.num_steps for pace, entry in paces if not is_full(entry)) - overhead
+        saved = (
+            sum((unfrozen - pace) * entry.num_steps for pace, entry in paces if not is_full(entry))
+            - overhead
+        )
     return EnergyUse(used=sum(entry.energy_j or 0.0 for entry in measured), saved=saved)
 
 

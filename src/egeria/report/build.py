@@ -62,7 +62,9 @@ class Report:
         for label, value in _rows(self.summary):
             # `Text`, not markup: a module may be called [red].
             table.add_row(Text(label, style="dim"), Text(value))
-        notes = [Text(f"• {printable(caution)}", style="yellow") for caution in cautions(self.summary)]
+        notes = [
+            Text(f"• {printable(caution)}", style="yellow") for caution in cautions(self.summary)
+        ]
         found = Text(printable(verdict(self.summary)), style="bold")
         return Panel(
             Group(found, Text(), table, *notes, Text(self.message, style="dim")),
@@ -76,8 +78,8 @@ def report(directory: str | Path) -> Report:
     """Summarise a run and write `report.html` beside its journal.
 
     Args:
-        directory: the run's directory, or the journal file in it; also the URL of a directory, which gets the page
-            too. The run may still be going on.
+        directory: the run's directory, or the journal file in it; also the URL of a directory,
+            which gets the page too. The run may still be going on.
 
     Returns:
         The numbers, and the page's path; a directory that cannot be written costs only the page.
@@ -112,7 +114,8 @@ def report(directory: str | Path) -> Report:
 
 
 def write_files(directory: str | Path, into: Path) -> None:
-    """Write the report of a run as files for a tracker: the page, and each of its pictures as an SVG.
+    """Write the report of a run as files for a tracker: the page, and each of its pictures as an
+    SVG.
 
     Raises:
         JournalError: there is no journal, or a newer version of egeria wrote it.
@@ -133,18 +136,31 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the headline numbers, each under its name."""
     of_modules = f" of {len(summary.modules)} modules" if summary.modules else ""
     now, mean = percent(summary.depths[-1].parameter_share), percent(summary.mean_parameter_share)
-    skipped, at_least = percent(summary.mean_skipped_share), "" if summary.history.overhead_complete else "at least "
+    skipped, at_least = (
+        percent(summary.mean_skipped_share),
+        "" if summary.history.overhead_complete else "at least ",
+    )
     rows = [
         ("progress", f"{progress(summary)}, {summary.stage}"),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
         *beside_time(summary),
         ("egeria's overhead", f"{at_least}{percent(summary.wall.overhead_share)} of training time"),
-        (f"frozen {frozen_when(summary)}", f"{summary.frozen_now}{of_modules} ({now} of parameters)"),
-        *([("behind them", rare)] if (rare := rarely_updated(summary.periods_now, summary.frozen_now)) else []),
+        (
+            f"frozen {frozen_when(summary)}",
+            f"{summary.frozen_now}{of_modules} ({now} of parameters)",
+        ),
+        *(
+            [("behind them", rare)]
+            if (rare := rarely_updated(summary.periods_now, summary.frozen_now))
+            else []
+        ),
         ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),
     ]
-    rows += [(m.name, f"{number(m.final)} (best {number(m.best)})") for m in summary.metrics[:MAX_METRICS]]
+    rows += [
+        (m.name, f"{number(m.final)} (best {number(m.best)})")
+        for m in summary.metrics[:MAX_METRICS]
+    ]
     return [(printable(label), printable(value)) for label, value in rows]
 
 

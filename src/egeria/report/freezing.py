@@ -54,7 +54,9 @@ class FreezeMark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthPoint:
-    """From this step on, `frozen` front modules are frozen, and those behind them updated by their periods."""
+    """From this step on, `frozen` front modules are frozen, and those behind them updated by their
+    periods.
+    """
 
     step: int
     frozen: int
@@ -63,14 +65,20 @@ class DepthPoint:
     parameter_share: float | None
     """Share of the trainable parameters that is frozen."""
     skipped_share: float | None
-    """Share of an iteration's compute that is skipped, mean over steps: the backward pass of what is not updated."""
+    """Share of an iteration's compute that is skipped, mean over steps: the backward pass of what
+    is not updated."""
     periods: tuple[int, ...] = ()
-    """For each layer module, how many steps lie between its updates; empty where all are updated at every step."""
+    """For each layer module, how many steps lie between its updates; empty where all are updated at
+    every step."""
 
 
 def depth_points(history: History) -> tuple[DepthPoint, ...]:
-    """Return how deep the run was frozen, and what was rarely updated, one point per change, from its first step."""
-    depths = {history.first_step: 0} | {event.step: after for event, _, after, _ in _changes(history)}
+    """Return how deep the run was frozen, and what was rarely updated, one point per change, from
+    its first step.
+    """
+    depths = {history.first_step: 0} | {
+        event.step: after for event, _, after, _ in _changes(history)
+    }
     periods = {history.first_step: ()} | dict(_periods(history))
     depth, every = 0, tuple[int, ...]()
     course: list[tuple[int, tuple[int, tuple[int, ...]]]] = []
@@ -107,24 +115,35 @@ def count_landing(history: History) -> int:
             depth, last = event.frozen, event.frozen + event.landing
         elif isinstance(event, LandingEnded):
             last = 0
-        elif isinstance(event, Thawed) or (isinstance(event, Declined) and event.what == "freezing"):
+        elif isinstance(event, Thawed) or (
+            isinstance(event, Declined) and event.what == "freezing"
+        ):
             depth = last = 0
     return max(0, last - depth)
 
 
-def mean_over_steps(points: tuple[DepthPoint, ...], read: Callable[[DepthPoint], float | None]) -> float | None:
-    """Return the mean of a share over all steps that the journal covers; None where it is not known."""
+def mean_over_steps(
+    points: tuple[DepthPoint, ...], read: Callable[[DepthPoint], float | None]
+) -> float | None:
+    """Return the mean of a share over all steps that the journal covers; None where it is not
+    known.
+    """
     num_steps = sum(point.num_steps for point in points)
     shares = [read(point) for point in points]
     if num_steps == 0 or any(share is None for share in shares):
         return None
-    return sum((share or 0.0) * point.num_steps for share, point in zip(shares, points, strict=True)) / num_steps
+    return (
+        sum((share or 0.0) * point.num_steps for share, point in zip(shares, points, strict=True))
+        / num_steps
+    )
 
 
 def median_over_steps(paces: Iterable[tuple[float, int]]) -> float:
-    """Return the median of the paces of intervals, each given with its number of steps and counted as often.
+    """Return the median of the paces of intervals, each given with its number of steps and counted
+    as often.
 
-    Intervals change their length in a run: the many short ones of a warm-up are few steps. There must be one at least.
+    Intervals change their length in a run: the many short ones of a warm-up are few steps. There
+    must be one at least.
     """
     ordered = sorted(paces)
     left = sum(num_steps for _, num_steps in ordered) / 2
@@ -157,20 +176,26 @@ def freeze_marks(history: History) -> tuple[FreezeMark, ...]:
 def list_modules(history: History, points: tuple[DepthPoint, ...]) -> tuple[Module, ...]:
     """Return the layer modules, front to back, with the steps that each was frozen for."""
     return tuple(
-        replace(module, steps_frozen=sum(point.num_steps for point in points if point.frozen > place))
+        replace(
+            module, steps_frozen=sum(point.num_steps for point in points if point.frozen > place)
+        )
         for place, module in enumerate(_cut(history))
     )
 
 
 def _changes(history: History) -> Iterator[tuple[Event, int, int, str]]:
-    """Yield the events that changed the number of frozen modules, each with that before and after, and why."""
+    """Yield the events that changed the number of frozen modules, each with that before and after,
+    and why.
+    """
     depth = 0
     for event in history.events:
         if isinstance(event, ModuleFrozen):
             after, reason = event.frozen, event.reason
         elif isinstance(event, Resumed):
             after, reason = event.frozen, "resumed from a saved state"
-        elif isinstance(event, Thawed) or (isinstance(event, Declined) and event.what == "freezing"):
+        elif isinstance(event, Thawed) or (
+            isinstance(event, Declined) and event.what == "freezing"
+        ):
             after, reason = 0, event.reason  # a session that cannot continue thaws everything
         else:
             continue
@@ -186,17 +211,27 @@ def _periods(history: History) -> Iterator[tuple[int, tuple[int, ...]]]:
             yield event.step, tuple(event.periods) if event.is_in_force else ()
         elif isinstance(event, Resumed):
             yield event.step, tuple(event.periods or ())
-        elif isinstance(event, Thawed) or (isinstance(event, Declined) and event.what == "freezing"):
+        elif isinstance(event, Thawed) or (
+            isinstance(event, Declined) and event.what == "freezing"
+        ):
             yield event.step, ()
 
 
 def _cut(history: History) -> list[Module]:
-    """Return the modules that the run went by: those of the first forward pass, where it set them."""
+    """Return the modules that the run went by: those of the first forward pass,
+    where it set them.
+    """
     source = history.last(ModulesOrdered) or history.last(RunStarted)
     if source is None:
         return []
-    counts = [count if isinstance(count := entry.get("num_parameters"), int) else None for entry in source.modules]
-    trained = [entry.get("num_trainable", count) for entry, count in zip(source.modules, counts, strict=True)]
+    counts = [
+        count if isinstance(count := entry.get("num_parameters"), int) else None
+        for entry in source.modules
+    ]
+    trained = [
+        entry.get("num_trainable", count)
+        for entry, count in zip(source.modules, counts, strict=True)
+    ]
     total = sum(count or 0 for count in trained)
     profile = history.last(ComputeProfiled)
     forward_shares = profile.forward_shares if profile is not None else []
@@ -207,7 +242,9 @@ def _cut(history: History) -> list[Module]:
             trainable=source.trainable[place] if place < len(source.trainable) else True,
             num_parameters=count,
             num_trainable=trained[place],
-            parameter_share=trained[place] / total if trained[place] is not None and total else None,
+            parameter_share=trained[place] / total
+            if trained[place] is not None and total
+            else None,
             forward_share=forward_shares[place] if is_profiled else None,
             steps_frozen=0,
         )
@@ -219,22 +256,31 @@ def _parameter_shares(history: History, modules: list[Module]) -> dict[int, floa
     """Return the share of the parameters that is frozen at each depth."""
     sums = list(itertools.accumulate(module.num_trainable or 0 for module in modules))
     shares = {depth: part / sums[-1] for depth, part in enumerate(sums, 1)} if any(sums) else {}
-    # The session knows better than a sum: weights shared with an active module may stay in training.
+    # The session knows better than a sum: weights shared with an active module may stay in
+    # training.
     measured = {event.frozen: event.parameter_share for event in history.of(ModuleFrozen)}
-    return {0: 0.0} | shares | {depth: share for depth, share in measured.items() if math.isfinite(share)}
+    return (
+        {0: 0.0}
+        | shares
+        | {depth: share for depth, share in measured.items() if math.isfinite(share)}
+    )
 
 
 def backward_shares(forward: Sequence[float], trained: Sequence[float | None]) -> list[float]:
-    """Return the share of an iteration's operations that goes with the backward pass of each layer module.
+    """Return the share of an iteration's operations that goes with the backward pass of each layer
+    module.
 
-    Backward there is one part for each of the forward pass for the inputs, and another for the weights, as far as they
-    train: of a layer with LoRA hardly any do.
+    Backward there is one part for each of the forward pass for the inputs, and another for the
+    weights, as far as they train: of a layer with LoRA hardly any do.
 
     Args:
         forward: each one's share of the forward pass.
         trained: share of its parameters that train; None counts as all.
     """
-    backward = [share * (2.0 if part is None else 1.0 + part) for share, part in zip(forward, trained, strict=True)]
+    backward = [
+        share * (2.0 if part is None else 1.0 + part)
+        for share, part in zip(forward, trained, strict=True)
+    ]
     total = math.fsum(forward) + math.fsum(backward)
     return [part / total for part in backward] if total else backward
 
@@ -259,7 +305,9 @@ def _backward(modules: Sequence[Module]) -> list[float] | None:
 
 
 def _skipped_share(modules: list[Module], depth: int, periods: tuple[int, ...]) -> float | None:
-    """Return the share of an iteration that goes with the backward pass of what is frozen, or rests at most steps."""
+    """Return the share of an iteration that goes with the backward pass of what is frozen, or rests
+    at most steps.
+    """
     rests = [1.0] * depth + [1 - 1 / period for period in periods[depth:]]
     if not rests:
         return 0.0
@@ -268,5 +316,7 @@ def _skipped_share(modules: list[Module], depth: int, periods: tuple[int, ...]) 
         return None
     # A module with nothing to train has no backward pass that freezing could take away.
     return math.fsum(
-        rest * share for rest, share, module in zip(rests, shares, modules, strict=False) if module.trainable
+        rest * share
+        for rest, share, module in zip(rests, shares, modules, strict=False)
+        if module.trainable
     )

@@ -1,4 +1,6 @@
-"""The course a run really took: the journal's events, less those that a resumed run went back on."""
+"""The course a run really took: the journal's events, less those that a resumed
+run went back on.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ class History:
     directory: Path
     events: tuple[Event, ...]
     overhead_wall_s: float
-    """What egeria itself cost; of a process that did not close its run, to the end of the journal as it is."""
+    """What egeria itself cost; of a process that did not close its run, to the end of the journal
+    as it is."""
     overhead_cpu_s: float
     """The same by the CPU clock, the time of a controller process included."""
     overhead_complete: bool
-    """False where a process of an earlier version never closed its run, so that only evaluations could be counted."""
+    """False where a process of an earlier version never closed its run, so that only evaluations
+    could be counted."""
     first_step: int
     """Where the journal begins: 0, or the step at which a run went on in a new directory."""
     closed: bool
@@ -42,7 +46,8 @@ class History:
     num_overridden: int
     """Events after the point that a resumed run went back to."""
     num_missing_steps: int
-    """Steps that a resumed run had behind it and this journal knows nothing of: their part was never written."""
+    """Steps that a resumed run had behind it and this journal knows nothing of: their part was
+    never written."""
     num_earlier_runs: int
     """Runs in the same directory that a fresh run replaced; nothing here speaks of them."""
     num_damaged: int
@@ -82,7 +87,11 @@ def course_of(journal: Journal) -> History:
                 num_overridden += _rewind(kept, event.step)
                 num_missing_steps += _missing(kept, event.step)
             kept[-1].append(event)
-    begins = (event for event in (kept[0] if kept else ()) if isinstance(event, (Resumed, IntervalMeasured)))
+    begins = (
+        event
+        for event in (kept[0] if kept else ())
+        if isinstance(event, (Resumed, IntervalMeasured))
+    )
     begin = next(begins, None)
     costs = [_cost(process) for process in kept]
     return History(
@@ -103,11 +112,15 @@ def course_of(journal: Journal) -> History:
 
 def _missing(kept: list[list[Event]], step: int) -> int:
     """Return how many steps before this one have no events; an interval has its only at its end."""
-    intervals = [event for process in kept for event in process if isinstance(event, IntervalMeasured)]
+    intervals = [
+        event for process in kept for event in process if isinstance(event, IntervalMeasured)
+    ]
     if not intervals:
         return 0
     last = intervals[-1]
-    changed = [event.after for process in kept for event in process if isinstance(event, IntervalChanged)]
+    changed = [
+        event.after for process in kept for event in process if isinstance(event, IntervalChanged)
+    ]
     missing = step - last.step
     return missing if missing > max([last.num_steps, *changed[-1:]]) else 0
 
@@ -125,7 +138,9 @@ def _processes(journal: Journal) -> list[list[Event]]:
 
 
 def _rewind(kept: list[list[Event]], step: int) -> int:
-    """Drop what happened after `step`; a closing stays, for what it says of the overhead was spent."""
+    """Drop what happened after `step`; a closing stays, for what it says of the
+    overhead was spent.
+    """
     num_before = sum(map(len, kept))
     for process in kept:
         process[:] = [
@@ -139,8 +154,8 @@ def _rewind(kept: list[list[Event]], step: int) -> int:
 def _cost(process: list[Event]) -> tuple[float, float, bool]:
     """Return what egeria cost one process, wall and CPU seconds, and whether that is all of it.
 
-    Without a closing it is what the newest interval tells, and the evaluations since; intervals of earlier versions
-    tell nothing.
+    Without a closing it is what the newest interval tells, and the evaluations since; intervals of
+    earlier versions tell nothing.
     """
     closing = next((event for event in reversed(process) if isinstance(event, RunClosed)), None)
     if closing is not None:

@@ -13,9 +13,21 @@ from egeria.report.history import History, course_of, setting
 from egeria.report.summary import beside_time, stage_of, wall_clock
 
 COUNTING = (
-    *(events.RunStarted, events.ModulesOrdered, events.ComputeProfiled, events.Resumed, events.RunClosed),
+    *(
+        events.RunStarted,
+        events.ModulesOrdered,
+        events.ComputeProfiled,
+        events.Resumed,
+        events.RunClosed,
+    ),
     *(events.IntervalMeasured, events.PlasticityRead, events.ReferenceRefreshed),
-    *(events.StageChanged, events.ModuleFrozen, events.PeriodsChanged, events.Thawed, events.Declined),
+    *(
+        events.StageChanged,
+        events.ModuleFrozen,
+        events.PeriodsChanged,
+        events.Thawed,
+        events.Declined,
+    ),
     *(events.LandingBegan, events.LandingEnded, events.MemoryProfiled),
 )
 """Events that a `RunSummary` is computed from; others are not kept in memory."""
@@ -39,15 +51,18 @@ class RunSummary:
     frozen: int
     """How many front layer modules are frozen; of a closed run, how many were."""
     periods: tuple[int, ...]
-    """For each layer module, how many optimizer steps lie between its updates; empty where that is each."""
+    """For each layer module, how many optimizer steps lie between its updates; empty where that is
+    each."""
     landing: int | None
-    """How many layer modules behind the frozen ones land before they freeze; None without `freezing.landing`."""
+    """How many layer modules behind the frozen ones land before they freeze; None without
+    `freezing.landing`."""
     parameter_share: float | None
     """Share of the trainable parameters that is frozen."""
     skipped_share: float | None
     """Share of the compute so far that was skipped, mean over the steps."""
     time_saved_s: float | None
-    """Estimated seconds of wall clock saved so far, egeria's own work deducted; negative where it cost more."""
+    """Estimated seconds of wall clock saved so far, egeria's own work deducted; negative where it
+    cost more."""
     overhead_s: float
     """Seconds that egeria itself took; while the run is open, to the end of its newest interval."""
     overhead_share: float | None
@@ -55,7 +70,8 @@ class RunSummary:
     memory_freed_bytes: int | None
     """That an iteration no longer keeps beside the weights, as counted."""
     energy_saved_j: float | None
-    """Estimated joules saved so far, by what the machine's counters show; with `accounts.energy`."""
+    """Estimated joules saved so far, by what the machine's counters show; with
+    `accounts.energy`."""
     money_saved: float | None
     """By `accounts.price_per_hour` and the wall time saved."""
     plasticity: float | None
@@ -69,7 +85,8 @@ class RunSummary:
 
 
 class LiveHistory:
-    """The course of a run so far, event by event; what came before it in the same journal counts once it is resumed.
+    """The course of a run so far, event by event; what came before it in the same journal counts
+    once it is resumed.
 
     Args:
         directory: that of the run, where a journal may be already; None without one.
@@ -105,7 +122,9 @@ class LiveHistory:
         found = [*(self._earlier if self.is_resumed else ()), *self._counting]
         if self._newest is not None and not isinstance(self._newest, COUNTING):
             found.append(self._newest)  # for its step alone
-        return course_of(Journal(directory=self._directory, events=tuple(found), times=(), num_damaged=0))
+        return course_of(
+            Journal(directory=self._directory, events=tuple(found), times=(), num_damaged=0)
+        )
 
     def summary(self, step: int) -> RunSummary:
         """Return the numbers at a step."""
@@ -114,7 +133,10 @@ class LiveHistory:
         depths = freezing.depth_points(history)
         reading = history.last(events.PlasticityRead)
         beside = beside_time(history, depths[-1].frozen, clock.saved_s)
-        lands = started is not None and setting(started, "freezing", "landing") not in (None, "none")
+        lands = started is not None and setting(started, "freezing", "landing") not in (
+            None,
+            "none",
+        )
         return RunSummary(
             step=max(step, history.last_step),
             total_steps=started.total_steps if started else None,

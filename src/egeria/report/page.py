@@ -25,7 +25,14 @@ def render_page(summary: Summary) -> str:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    for write in (wording.count, wording.duration, wording.mebibytes, wording.number, wording.percent, wording.plural):
+    for write in (
+        wording.count,
+        wording.duration,
+        wording.mebibytes,
+        wording.number,
+        wording.percent,
+        wording.plural,
+    ):
         environment.filters[write.__name__] = write
     return environment.get_template("page.html.jinja").render(
         summary=summary,
@@ -49,9 +56,17 @@ def render_page(summary: Summary) -> str:
 
 _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
     events.ControllerChosen: lambda event: ("controller", event.controller, event.reason),
-    events.ControllerRestarted: lambda event: ("controller", f"replaced, {event.count} so far", event.reason),
+    events.ControllerRestarted: lambda event: (
+        "controller",
+        f"replaced, {event.count} so far",
+        event.reason,
+    ),
     events.CacheDecided: lambda event: ("frozen forward", event.mode, event.reason),
-    events.IntervalChanged: lambda event: ("interval", f"{event.before} to {event.after} steps", event.reason),
+    events.IntervalChanged: lambda event: (
+        "interval",
+        f"{event.before} to {event.after} steps",
+        event.reason,
+    ),
     events.RungTaken: lambda event: ("reference", event.after, event.reason),
     events.ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
     events.PeriodsChanged: lambda event: (
@@ -63,13 +78,19 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
     events.LandingBegan: lambda event: (
         "lands",
         f"{event.module} {event.name}",
-        f"{wording.landing_mode(event.mode)} over {wording.plural(event.num_steps, 'step')}, to freeze: {event.reason}",
+        f"{wording.landing_mode(event.mode)} over {wording.plural(event.num_steps, 'step')}, to "
+        f"freeze: {event.reason}",
     ),
-    events.LandingEnded: lambda event: (event.outcome, f"{event.module} {event.name}", wording.landing_outcome(event)),
+    events.LandingEnded: lambda event: (
+        event.outcome,
+        f"{event.module} {event.name}",
+        wording.landing_outcome(event),
+    ),
     events.Rewrapped: lambda event: (
         "reduced",
         wording.mebibytes(event.reduced_bytes),
-        f"of gradients between the processes from here on; laid out anew in {wording.duration(event.wall_s)}",
+        "of gradients between the processes from here on; laid out anew in "
+        f"{wording.duration(event.wall_s)}",
     ),
     events.Thawed: lambda event: (
         "thawed",
@@ -77,7 +98,11 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
         f"{event.reason}; window now {event.window}",
     ),
     events.StageChanged: lambda event: ("stage", event.stage, event.reason),
-    events.Resumed: lambda event: ("resumed", f"{wording.plural(event.frozen, 'module')} frozen, {event.stage}", ""),
+    events.Resumed: lambda event: (
+        "resumed",
+        f"{wording.plural(event.frozen, 'module')} frozen, {event.stage}",
+        "",
+    ),
     events.Declined: lambda event: ("declined", event.what, event.reason),
     events.FaultCaught: lambda event: ("fault", event.where, event.error),
 }
@@ -91,6 +116,8 @@ def _settings(summary: Summary) -> list[tuple[str, Any]]:
         "interval_steps": f"{started.interval_steps} ({started.interval_reason})",
         "unfreezing rule": started.rule,
         "deepest freeze": wording.plural(summary.deepest_freeze, "module"),
-        "readings": f"{wording.count(summary.num_readings)}, {wording.count(summary.num_dropped)} dropped",
+        "readings": (
+            f"{wording.count(summary.num_readings)}, {wording.count(summary.num_dropped)} dropped"
+        ),
     }
     return [("run", run), *started.config.items(), ("environment", started.environment)]

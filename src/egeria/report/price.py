@@ -14,8 +14,9 @@ from egeria.report.freezing import depth_points
 from egeria.report.history import History
 
 POINTS = 5.0
-"""Points that all of what steps bring is worth where shares of right answers are judged, at a training loss of 1.
-Source: records 0031 and 0033 of the bench, by eight fine-tunings; of single ones 1 to 9."""
+"""Points that all of what steps bring is worth where shares of right answers are judged, at a
+training loss of 1. Source: records 0031 and 0033 of the bench, by eight fine-tunings; of single
+ones 1 to 9."""
 LATE_SHARE = 0.1
 """Share of the training at its end whose mean loss counts."""
 
@@ -36,27 +37,40 @@ class GivenUp:
 
 
 def given_up(history: History) -> GivenUp | None:
-    """Return it; None where nothing froze, worth did not decide, the loss is none of that kind, or the run goes on."""
-    intervals, begins, started = history.of(IntervalMeasured), freezes(history), history.last(RunStarted)
+    """Return it; None where nothing froze, worth did not decide, the loss is none of that kind, or
+    the run goes on.
+    """
+    intervals, begins, started = (
+        history.of(IntervalMeasured),
+        freezes(history),
+        history.last(RunStarted),
+    )
     total_steps = None if started is None else started.total_steps
     if not history.closed and history.last_step < (total_steps or 0):
         return None
     shares = None if history.of(PlasticityRead) else worth_shares(intervals, total_steps)
     if shares is None or not begins or max(begins) >= len(shares):
         return None
-    late = [event.loss for event in intervals if event.step >= (1 - LATE_SHARE) * intervals[-1].step]
+    late = [
+        event.loss for event in intervals if event.step >= (1 - LATE_SHARE) * intervals[-1].step
+    ]
     losses = [loss for loss in late if loss is not None]
     if not losses or statistics.fmean(losses) < 0:
         return None
-    share = math.fsum(shares[module] * still_to_come(intervals, at) for module, at in begins.items())
+    share = math.fsum(
+        shares[module] * still_to_come(intervals, at) for module, at in begins.items()
+    )
     return GivenUp(share=share, loss=statistics.fmean(losses))
 
 
-def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None = None) -> list[float] | None:
-    """Return each layer module's share of what all that came trained but the last brought while that was measured.
+def worth_shares(
+    intervals: Sequence[IntervalMeasured], total_steps: int | None = None
+) -> list[float] | None:
+    """Return each layer module's share of what all that came trained but the last brought while
+    that was measured.
 
-    Front to back. The first steps, in which a fresh head learns, are left out. None where nothing was measured, or
-    brought. What was measured need not have decided.
+    Front to back. The first steps, in which a fresh head learns, are left out. None where nothing
+    was measured, or brought. What was measured need not have decided.
 
     Args:
         intervals: of the run.
@@ -68,13 +82,16 @@ def worth_shares(intervals: Sequence[IntervalMeasured], total_steps: int | None 
     rows = telling([event.worth for event in measured if event.worth], num_unsettled, count)
     if not helped(rows, count):
         return None
-    sums = [max(0.0, math.fsum(part or 0.0 for part in column)) for column in zip(*rows, strict=True)]
+    sums = [
+        max(0.0, math.fsum(part or 0.0 for part in column)) for column in zip(*rows, strict=True)
+    ]
     total = math.fsum(sums[:count])
     return [part / total for part in sums[:count]] if total > 0 else None
 
 
 def stood_out(intervals: Sequence[IntervalMeasured], total_steps: int | None = None) -> bool:
-    """Return whether what steps bring stood out from the noise of batches, by the rule of the policy 'worth'.
+    """Return whether what steps bring stood out from the noise of batches, by the rule of the
+    policy 'worth'.
 
     Args:
         intervals: of the run.
@@ -88,8 +105,14 @@ def stood_out(intervals: Sequence[IntervalMeasured], total_steps: int | None = N
 
 
 def _measured(intervals: Sequence[IntervalMeasured]) -> tuple[list[IntervalMeasured], int]:
-    """Return the intervals in which worth was measured, and by how many layer modules of the front it is judged."""
-    measured = [event for event in intervals if event.worth and any(part is not None for part in event.worth)]
+    """Return the intervals in which worth was measured, and by how many layer modules of the front
+    it is judged.
+    """
+    measured = [
+        event
+        for event in intervals
+        if event.worth and any(part is not None for part in event.worth)
+    ]
     if not measured:
         return [], 0
     num_modules = len(measured[-1].worth or ())
@@ -98,7 +121,9 @@ def _measured(intervals: Sequence[IntervalMeasured]) -> tuple[list[IntervalMeasu
 
 def freezes(history: History) -> dict[int, float]:
     """Return at which share of the training each layer module froze that is frozen at its end."""
-    last = max([1, *(event.step for event in history.of(IntervalMeasured))])  # rates are told up to there
+    last = max(
+        [1, *(event.step for event in history.of(IntervalMeasured))]
+    )  # rates are told up to there
     found = dict[int, float]()
     for point in depth_points(history):
         at = min(1.0, point.step / last)
@@ -107,10 +132,12 @@ def freezes(history: History) -> dict[int, float]:
 
 
 def still_to_come(intervals: Sequence[IntervalMeasured], at: float) -> float:
-    """Return what steps bring from a share of the training on, as a share of what all would bring at the largest rate.
+    """Return what steps bring from a share of the training on, as a share of what all would bring
+    at the largest rate.
 
-    The learning rate then, or on average from then on where that is more, times what is left of the training. For a
-    rate that falls on a straight line it is the square of that rate, as in record 0031.
+    The learning rate then, or on average from then on where that is more, times what is left of the
+    training. For a rate that falls on a straight line it is the square of that rate, as in record
+    0031.
     """
     last, largest = intervals[-1].step, max(event.learning_rate for event in intervals)
     rates = [event.learning_rate for event in intervals if event.step >= at * last]

@@ -15,7 +15,9 @@ from egeria.report.diagnosis import why_nothing_froze
 from egeria.report.history import History, setting
 from egeria.report.price import GivenUp, given_up
 
-_LESS = re.compile(r"(?<![a-z])(loss|error|err|perplexity|ppl|mse|rmse|mae|wer|cer|ter|fid|nll)(?![a-z])")
+_LESS = re.compile(
+    r"(?<![a-z])(loss|error|err|perplexity|ppl|mse|rmse|mae|wer|cer|ter|fid|nll)(?![a-z])"
+)
 _UNKNOWN_START = events.RunStarted(
     step=0,
     config={},
@@ -38,13 +40,15 @@ class Clock:
     """
 
     unfrozen_iteration_s: float | None
-    """Median iteration time over the steps of the intervals in which all was updated at each; None without any."""
+    """Median iteration time over the steps of the intervals in which all was updated at each; None
+    without any."""
     training_s: float
     """Iteration time times steps, over all intervals; the overhead of egeria is not in it."""
     overhead_s: float
     """All that egeria itself cost."""
     saved_s: float | None
-    """Unfrozen minus found iteration time, times steps, over the other intervals; less the overhead."""
+    """Unfrozen minus found iteration time, times steps, over the other intervals; less the
+    overhead."""
 
     @property
     def unfrozen_s(self) -> float | None:
@@ -53,7 +57,9 @@ class Clock:
 
     @property
     def saved_share(self) -> float | None:
-        """The time saved as a share of `unfrozen_s`; negative where egeria cost more than it saved."""
+        """The time saved as a share of `unfrozen_s`; negative where egeria cost
+        more than it saved.
+        """
         return _ratio(self.saved_s, self.unfrozen_s)
 
     @property
@@ -64,11 +70,14 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthPace:
-    """The median iteration while `frozen` front modules were frozen, and others updated by their periods."""
+    """The median iteration while `frozen` front modules were frozen, and others updated by their
+    periods.
+    """
 
     frozen: int
     periods: tuple[int, ...]
-    """For each layer module, how many steps lay between its updates; empty where all were updated at every step."""
+    """For each layer module, how many steps lay between its updates; empty where all were updated
+    at every step."""
     num_steps: int
     wall_s: float
     cpu_s: float
@@ -87,7 +96,9 @@ class Metric:
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether less of it is better, guessed from the words in its name; the page says which way it was read."""
+        """Whether less of it is better, guessed from the words in its name; the page says which way
+        it was read.
+        """
         return _LESS.search(self.name.lower()) is not None
 
     @property
@@ -114,7 +125,8 @@ class FormatUse:
     taken: events.RungTaken
     num_checks: int
     largest_share: float | None
-    """Its error as a share of the plasticity it was to show, the largest of all checks; None without any."""
+    """Its error as a share of the plasticity it was to show, the largest of all checks; None
+    without any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,16 +140,25 @@ class CacheUse:
     @property
     def hit_share(self) -> float | None:
         """Share of the samples that came from the store; None where nothing was stored."""
-        return None if self.used is None else _ratio(self.used.hits, self.used.hits + self.used.misses)
+        return (
+            None if self.used is None else _ratio(self.used.hits, self.used.hits + self.used.misses)
+        )
 
     def stored_elsewhere(self, steps_per_epoch: object) -> tuple[int, float] | None:
-        """Return how many samples were computed though another host had them stored, and the seconds that took.
+        """Return how many samples were computed though another host had them stored, and the
+        seconds that took.
 
-        All that are computed behind the first epoch of a store are such, where a sampler deals them to another host in
-        each epoch. None where there is one store for all, or the length of an epoch is not known.
+        All that are computed behind the first epoch of a store are such, where a sampler deals them
+        to another host in each epoch. None where there is one store for all, or the length of an
+        epoch is not known.
         """
         used, numbers = self.used, self.decided.numbers
-        if used is None or not used.batches or not isinstance(steps_per_epoch, int) or "num_hosts" not in numbers:
+        if (
+            used is None
+            or not used.batches
+            or not isinstance(steps_per_epoch, int)
+            or "num_hosts" not in numbers
+        ):
             return None
         if used.dropped_writes or numbers.get("stored_share", 1.0) < 1:  # some are stored nowhere
             return None
@@ -164,7 +185,8 @@ class Summary:
     """Steps in intervals of known pace; the times speak of these alone."""
     stage: str
     last_full_step: int | None
-    """Where the last interval of known pace ended in which all was updated at every step; None without any."""
+    """Where the last interval of known pace ended in which all was updated at every step; None
+    without any."""
     wall: Clock
     cpu: Clock
     paces: tuple[DepthPace, ...]
@@ -203,7 +225,9 @@ class Summary:
 
     @property
     def periods_now(self) -> tuple[int, ...]:
-        """For each layer module, how many steps lie between its updates at the end; empty where that is each."""
+        """For each layer module, how many steps lie between its updates at the end; empty where
+        that is each.
+        """
         return self.depths[-1].periods
 
     @property
@@ -233,7 +257,9 @@ def summarize(history: History) -> Summary:
         steps_done=history.last_step,
         steps_measured=sum(interval.num_steps for interval in intervals),
         stage=stage_of(history),
-        last_full_step=max((interval.step for interval in intervals if _is_full(interval)), default=None),
+        last_full_step=max(
+            (interval.step for interval in intervals if _is_full(interval)), default=None
+        ),
         wall=wall,
         cpu=cpu,
         paces=_paces(intervals, wall.unfrozen_iteration_s, cpu.unfrozen_iteration_s),
@@ -245,8 +271,12 @@ def summarize(history: History) -> Summary:
         timeline=freezing.freeze_marks(history),
         why_nothing_froze=why_nothing_froze(history),
         num_readings=len(history.of(events.PlasticityRead)),
-        dropped=dict(Counter(event.reason for event in history.of(events.ReadingDropped)).most_common()),
-        declined=tuple(dict.fromkeys((event.what, event.reason) for event in history.of(events.Declined))),
+        dropped=dict(
+            Counter(event.reason for event in history.of(events.ReadingDropped)).most_common()
+        ),
+        declined=tuple(
+            dict.fromkeys((event.what, event.reason) for event in history.of(events.Declined))
+        ),
         faults=tuple((where, error, amount) for (where, error), amount in faults.items()),
         metrics=_list_metrics(history),
         formats=list_formats(history),
@@ -256,7 +286,11 @@ def summarize(history: History) -> Summary:
 
 def stage_of(history: History) -> str:
     """Return the stage that a run is in at the end of its journal."""
-    stages = [event.stage for event in history.events if isinstance(event, (events.StageChanged, events.Resumed))]
+    stages = [
+        event.stage
+        for event in history.events
+        if isinstance(event, (events.StageChanged, events.Resumed))
+    ]
     started = history.last(events.RunStarted) or _UNKNOWN_START
     return stages[-1] if stages else first_stage(setting(started, "policy", "name"))
 
@@ -272,12 +306,16 @@ def cpu_clock(history: History) -> Clock:
 
 
 def beside_time(history: History, frozen: int, saved_s: float | None) -> BesideTime:
-    """Return what a run gave back beside time; `frozen` front modules and `saved_s` seconds at its end."""
+    """Return what a run gave back beside time; `frozen` front modules and `saved_s` seconds at its
+    end.
+    """
     return accounts_of(history, measured_intervals(history), _is_full, frozen, saved_s)
 
 
 def measured_intervals(history: History) -> list[events.IntervalMeasured]:
-    """Return the intervals that have steps and a time; the others (a time of 0 too) say nothing of the pace."""
+    """Return the intervals that have steps and a time; the others (a time of 0 too) say nothing of
+    the pace.
+    """
     return [
         interval
         for interval in history.of(events.IntervalMeasured)
@@ -292,11 +330,16 @@ def list_formats(history: History) -> tuple[FormatUse, ...]:
     taken = history.of(events.RungTaken)
     uses = []
     for event, end in zip(taken, [*(later.step for later in taken[1:]), math.inf], strict=False):
-        # The check that ends the use of a format is written at the same step as the format after it.
-        during = [check for check in history.of(events.FidelityChecked) if event.step <= check.step <= end]
+        # The check that ends the use of a format is written at the same step as the format after
+        # it.
+        during = [
+            check for check in history.of(events.FidelityChecked) if event.step <= check.step <= end
+        ]
         checks = [check for check in during if check.rung == event.after]
         shares = [check.error / check.plasticity for check in checks if check.plasticity > 0]
-        uses.append(FormatUse(taken=event, num_checks=len(checks), largest_share=max(shares, default=None)))
+        uses.append(
+            FormatUse(taken=event, num_checks=len(checks), largest_share=max(shares, default=None))
+        )
     return tuple(uses)
 
 
@@ -328,22 +371,38 @@ def _clock(intervals: list[events.IntervalMeasured], name: str, overhead_s: floa
     unfrozen_s = freezing.median_over_steps(unfrozen) if unfrozen else None
     saved_s = None
     if unfrozen_s is not None:
-        # Only where something was frozen: else the jitter of the unfrozen pace would pass for a saving.
-        gains = ((unfrozen_s - pace) * interval.num_steps for pace, interval in paces if not _is_full(interval))
+        # Only where something was frozen: else the jitter of the unfrozen pace would pass for a
+        # saving.
+        gains = (
+            (unfrozen_s - pace) * interval.num_steps
+            for pace, interval in paces
+            if not _is_full(interval)
+        )
         saved_s = sum(gains) - overhead_s
     training_s = sum(pace * interval.num_steps for pace, interval in paces)
-    return Clock(unfrozen_iteration_s=unfrozen_s, training_s=training_s, overhead_s=overhead_s, saved_s=saved_s)
+    return Clock(
+        unfrozen_iteration_s=unfrozen_s,
+        training_s=training_s,
+        overhead_s=overhead_s,
+        saved_s=saved_s,
+    )
 
 
 def _paces(
-    intervals: list[events.IntervalMeasured], unfrozen_wall_s: float | None, unfrozen_cpu_s: float | None
+    intervals: list[events.IntervalMeasured],
+    unfrozen_wall_s: float | None,
+    unfrozen_cpu_s: float | None,
 ) -> tuple[DepthPace, ...]:
     """Return the pace at each depth that the run was at, shallowest first."""
     paces: list[DepthPace] = []
     for depth, periods in sorted({_front(interval) for interval in intervals}):
         at_depth = [interval for interval in intervals if _front(interval) == (depth, periods)]
-        wall_s = freezing.median_over_steps((entry.iteration_wall_s, entry.num_steps) for entry in at_depth)
-        cpu_s = freezing.median_over_steps((entry.iteration_cpu_s, entry.num_steps) for entry in at_depth)
+        wall_s = freezing.median_over_steps(
+            (entry.iteration_wall_s, entry.num_steps) for entry in at_depth
+        )
+        cpu_s = freezing.median_over_steps(
+            (entry.iteration_cpu_s, entry.num_steps) for entry in at_depth
+        )
         paces.append(
             DepthPace(
                 frozen=depth,
@@ -359,7 +418,9 @@ def _paces(
 
 
 def _front(interval: events.IntervalMeasured) -> tuple[int, tuple[int, ...]]:
-    """Return how many modules were frozen, and the periods where some behind them had others than 1."""
+    """Return how many modules were frozen, and the periods where some behind them had others than
+    1.
+    """
     periods = tuple(interval.periods or ())
     return interval.frozen, periods if max(periods[interval.frozen :], default=1) > 1 else ()
 

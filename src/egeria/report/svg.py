@@ -25,12 +25,19 @@ LUMINANCE = 0.2
 SATURATION = 0.75
 NAMES = ("ink", "grid", "loss", "rate", "freeze", "thaw", "skip")
 COLOURS = {name: "#" + 3 * f"{place:02x}" for place, name in enumerate(NAMES, 1)}
-"""Stand-ins drawn by matplotlib; on the page each becomes the CSS variable of its name, light or dark."""
+"""Stand-ins drawn by matplotlib; on the page each becomes the CSS variable of its name, light or
+dark."""
 
 _STYLE: dict[Any, Any] = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), COLOURS["ink"]),
-    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), COLOURS["grid"]),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "text.parse_math", "axes.unicode_minus"), False),
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), COLOURS["ink"]
+    ),
+    **dict.fromkeys(
+        ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), COLOURS["grid"]
+    ),
+    **dict.fromkeys(
+        ("axes.spines.top", "axes.spines.right", "text.parse_math", "axes.unicode_minus"), False
+    ),
     "svg.fonttype": "none",
     "svg.hashsalt": "egeria",
     "font.size": 9.0,
@@ -54,16 +61,24 @@ class Picture:
 
 
 def draw(
-    prefix: str, alt: str, heights_inches: Sequence[float], steps: tuple[int, int], paint: Callable[[list[Any]], None]
+    prefix: str,
+    alt: str,
+    heights_inches: Sequence[float],
+    steps: tuple[int, int],
+    paint: Callable[[list[Any]], None],
 ) -> str:
-    """Draw panels that share their x axis from the first to the last of `steps`, top to bottom, as inline SVG.
+    """Draw panels that share their x axis from the first to the last of `steps`, top to bottom, as
+    inline SVG.
 
-    The prefix goes before every id, so that several pictures can share a page; `alt` is for a reader who sees none.
+    The prefix goes before every id, so that several pictures can share a page; `alt` is for a
+    reader who sees none.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH_INCHES, sum(heights_inches) + 0.3), layout="constrained")
         FigureCanvasSVG(figure)
-        grid = figure.subplots(len(heights_inches), sharex=True, squeeze=False, height_ratios=list(heights_inches))
+        grid = figure.subplots(
+            len(heights_inches), sharex=True, squeeze=False, height_ratios=list(heights_inches)
+        )
         panels = grid[:, 0].tolist()
         for axes in panels:
             axes.set_axisbelow(True)
@@ -78,15 +93,24 @@ def draw(
 
 
 def as_file(svg: str) -> str:
-    """Return an inline picture as a file of its own: with a name space, a background, and the page's light colours."""
+    """Return an inline picture as a file of its own: with a name space, a background, and the
+    page's light colours.
+    """
     style = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
     colours = dict(reversed(re.findall(r"--([\w-]+): (#\w+)", style)))  # the light ones come first
     svg = re.sub(r"var\(--([\w-]+)\)", lambda match: colours.get(match[1], match[0]), svg)
-    return svg.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" style="background:{colours["card"]}" ', 1)
+    return svg.replace(
+        "<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" style="background:{colours["card"]}" ', 1
+    )
 
 
 def plot(
-    axes: Any, steps: Sequence[int], values: Sequence[float | None], colour: str, limit: int = MAX_POINTS, **style: Any
+    axes: Any,
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    colour: str,
+    limit: int = MAX_POINTS,
+    **style: Any,
 ) -> None:
     """Plot a curve, thinned; it has a gap where a value is missing or not finite."""
     few = len(steps) <= 1
@@ -95,7 +119,9 @@ def plot(
 
 
 def use_log(axes: Any) -> None:
-    """Make the y axis logarithmic, its numbers plain text: mathematics is not parsed in these pictures."""
+    """Make the y axis logarithmic, its numbers plain text: mathematics is not parsed in these
+    pictures.
+    """
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(LogFormatter())
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.0, 0.4)))
@@ -104,10 +130,13 @@ def use_log(axes: Any) -> None:
 def module_colour(place: int, num_modules: int) -> str:
     """Return the colour of a module: from blue at the front to orange at the back.
 
-    All have the same luminance, which stands out (contrast 3.5 and more) from a light and from a dark card.
+    All have the same luminance, which stands out (contrast 3.5 and more) from a light and from a
+    dark card.
     """
     hue = (0.58 + 0.5 * place / max(num_modules - 1, 1)) % 1.0
-    grade = bisect.bisect_left(range(4096), LUMINANCE, key=lambda grade: _luminance(hue, grade / 4096))
+    grade = bisect.bisect_left(
+        range(4096), LUMINANCE, key=lambda grade: _luminance(hue, grade / 4096)
+    )
     channels = colorsys.hls_to_rgb(hue, (grade - 1) / 4096, SATURATION)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
@@ -115,7 +144,10 @@ def module_colour(place: int, num_modules: int) -> str:
 def _luminance(hue: float, lightness: float) -> float:
     """Return the relative luminance as WCAG 2 defines it."""
     channels = colorsys.hls_to_rgb(hue, lightness, SATURATION)
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in channels
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -124,8 +156,12 @@ def finite(values: Sequence[float | None]) -> list[float]:
     return [value if value is not None and math.isfinite(value) else math.nan for value in values]
 
 
-def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[list[int], list[float]]:
-    """Keep at most about `limit` points of a curve: the lowest and highest of each stretch, so that spikes stay."""
+def thin(
+    steps: Sequence[int], values: Sequence[float], limit: int
+) -> tuple[list[int], list[float]]:
+    """Keep at most about `limit` points of a curve: the lowest and highest of each stretch, so that
+    spikes stay.
+    """
     if len(steps) <= limit:
         return list(steps), list(values)
     stretch = math.ceil(2 * len(steps) / limit)
@@ -133,7 +169,9 @@ def thin(steps: Sequence[int], values: Sequence[float], limit: int) -> tuple[lis
     for start in range(0, len(steps), stretch):
         places = range(start, min(start + stretch, len(steps)))
         solid = [place for place in places if math.isfinite(values[place])] or list(places[:1])
-        kept.extend(sorted({min(solid, key=values.__getitem__), max(solid, key=values.__getitem__)}))
+        kept.extend(
+            sorted({min(solid, key=values.__getitem__), max(solid, key=values.__getitem__)})
+        )
     return [steps[place] for place in kept], [values[place] for place in kept]
 
 
@@ -149,4 +187,6 @@ def _inline(text: str, prefix: str, alt: str) -> str:
         text = text.replace(stand_in, f"var(--{name})")
     view_box = re.search(r'viewBox="[^"]*"', text)
     body = re.sub(r">\s+<", "><", text[text.index(">", text.index("<svg")) + 1 :]).strip()
-    return f'<svg {view_box[0] if view_box else ""} role="img" aria-label="{html.escape(alt)}">{body}'
+    return (
+        f'<svg {view_box[0] if view_box else ""} role="img" aria-label="{html.escape(alt)}">{body}'
+    )

@@ -1,4 +1,6 @@
-"""Experiment trackers: what they are sent, and how each of them takes it. None of them is imported."""
+"""Experiment trackers: what they are sent, and how each of them takes it. None of
+them is imported.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ def scalars(summary: RunSummary) -> dict[str, float]:
     """Return the values that trackers are sent; what is not known yet is left out.
 
     Returns:
-        `egeria/frozen`: front layer modules that are frozen; `egeria/landing`: that land, with `freezing.landing`;
-        `egeria/params_frozen`: share of the trainable parameters that is frozen; `egeria/compute_skipped`: share of the
-        compute so far; `egeria/time_saved_s`: seconds of wall clock, less the overhead; `egeria/plasticity`: the newest
-        reading; `egeria/overhead`: share of the training time; `egeria/memory_freed_bytes`: that an iteration no longer
-        keeps; `egeria/energy_saved_j` and `egeria/money_saved` where the settings under `accounts` ask for them.
+        `egeria/frozen`: front layer modules that are frozen; `egeria/landing`: that land, with
+        `freezing.landing`; `egeria/params_frozen`: share of the trainable parameters that is
+        frozen; `egeria/compute_skipped`: share of the compute so far; `egeria/time_saved_s`:
+        seconds of wall clock, less the overhead; `egeria/plasticity`: the newest reading;
+        `egeria/overhead`: share of the training time; `egeria/memory_freed_bytes`: that an
+        iteration no longer keeps; `egeria/energy_saved_j` and `egeria/money_saved` where the
+        settings under `accounts` ask for them.
     """
     known = {
         "egeria/frozen": float(summary.frozen),
@@ -55,8 +59,9 @@ def find_trackers(log_to: Any) -> list[Tracker]:
     """Return what logs to each of the given objects, recognised by its methods.
 
     Args:
-        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, the `mlflow` module, an `MlflowClient`, a callable
-            `(values, step)`, a `Tracker`, or a list of these; None for nothing.
+        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, the `mlflow` module, an
+            `MlflowClient`, a callable `(values, step)`, a `Tracker`, or a list of these; None for
+            nothing.
 
     Raises:
         ConfigError: one of them is none of these.
@@ -69,12 +74,16 @@ def _find(entry: Any) -> Tracker:
     if isinstance(entry, Tracker):
         return entry
     for methods, make in _KINDS:
-        if not isinstance(entry, type) and all(callable(getattr(entry, name, None)) for name in methods):
+        if not isinstance(entry, type) and all(
+            callable(getattr(entry, name, None)) for name in methods
+        ):
             return make(entry)
     found = f"the class {entry.__name__}" if isinstance(entry, type) else type(entry).__name__
     raise ConfigError(
-        f"log_to is TensorBoard's SummaryWriter, a W&B or Trackio run, the mlflow module, an MlflowClient, a callable "
-        f"(values, step), or a list of these; found {found}. Give the object that you log with yourself, or a "
+        "log_to is TensorBoard's SummaryWriter, a W&B or Trackio run, the mlflow module, an "
+        "MlflowClient, a callable "
+        f"(values, step), or a list of these; found {found}. Give the object that you log with "
+        "yourself, or a "
         f"function that takes a dict of numbers and the step."
     )
 
@@ -91,7 +100,8 @@ def _wandb(run: Any) -> Tracker:
     has_metric: list[bool] = []
 
     def log(values: Mapping[str, float], step: int) -> None:
-        # With `step=` W&B would drop what the user logs at a lower one; an axis of our own is what it advises.
+        # With `step=` W&B would drop what the user logs at a lower one; an axis of our own is what
+        # it advises.
         if not has_metric:
             run.define_metric("egeria/*", step_metric="egeria/step")
             has_metric.append(True)
@@ -122,7 +132,8 @@ def _mlflow_client(client: Any) -> Tracker:
     active = module.active_run() if module is not None else None
     if active is None:
         raise ConfigError(
-            "log_to takes an MlflowClient while a run of MLflow is active, found none. Call mlflow.start_run() before "
+            "log_to takes an MlflowClient while a run of MLflow is active, found none. Call "
+            "mlflow.start_run() before "
             "attach, or give a function that calls client.log_metric with the id of your run."
         )
     run_id = active.info.run_id

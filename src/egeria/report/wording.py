@@ -31,7 +31,12 @@ def duration(seconds: float | None) -> str:
     sign = _MINUS if seconds < 0 else ""
     if size == 0:
         return f"0{_SPACE}s"
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
+    for limit, factor, unit in (
+        (1e-3, 1e6, "µs"),
+        (1.0, 1e3, "ms"),
+        (120.0, 1.0, "s"),
+        (7200.0, 1 / 60, "min"),
+    ):
         if size < limit:
             return f"{sign}{size * factor:.3g}{_SPACE}{unit}"
     return f"{sign}{size / 3600:,.1f}{_SPACE}h"
@@ -70,7 +75,9 @@ def plural(amount: int, singular: str) -> str:
 
 def printable(text: str) -> str:
     """Replace what could steer a terminal; names and reasons come from anywhere."""
-    return "".join(character if character.isprintable() else "�" for character in text.replace(_SPACE, " "))
+    return "".join(
+        character if character.isprintable() else "�" for character in text.replace(_SPACE, " ")
+    )
 
 
 def progress(summary: Summary) -> str:
@@ -80,15 +87,25 @@ def progress(summary: Summary) -> str:
 
 
 def rarely_updated(periods: Sequence[int], frozen: int) -> str:
-    """Return which layer modules behind the frozen ones are updated at some steps only; empty for none."""
+    """Return which layer modules behind the frozen ones are updated at some steps only; empty for
+    none.
+    """
     active = [period for period in periods[frozen:] if period > 1]
     groups = [(active.count(period), period) for period in dict.fromkeys(active)]
-    return ", ".join(f"{plural(amount, 'module')} updated at every {ordinal(period)} step" for amount, period in groups)
+    return ", ".join(
+        f"{plural(amount, 'module')} updated at every {ordinal(period)} step"
+        for amount, period in groups
+    )
 
 
 def front(frozen: int, periods: Sequence[int]) -> str:
     """Return how much is frozen, and what behind it is rarely updated."""
-    return "; ".join(filter(None, (plural(frozen, "module") if frozen else "nothing", rarely_updated(periods, frozen))))
+    return "; ".join(
+        filter(
+            None,
+            (plural(frozen, "module") if frozen else "nothing", rarely_updated(periods, frozen)),
+        )
+    )
 
 
 def landing_mode(mode: str) -> str:
@@ -102,24 +119,39 @@ def landing_outcome(event: LandingEnded) -> str:
     if event.raw_loss is None or event.landed_loss is None:
         return event.reason
     return (
-        f"{event.reason}; training loss {number(event.landed_loss)} with the average and {number(event.raw_loss)} "
-        f"without, over {plural(event.num_pairs, 'pair')} of steps (difference known to ±{number(event.error)})"
+        f"{event.reason}; training loss {number(event.landed_loss)} with the average and "
+        f"{number(event.raw_loss)} "
+        f"without, over {plural(event.num_pairs, 'pair')} of steps (difference known to "
+        f"±{number(event.error)})"
     )
 
 
 def beside_time(summary: Summary) -> list[tuple[str, str]]:
-    """Return what freezing gave back beside time, each under its name; what is not known is left out."""
+    """Return what freezing gave back beside time, each under its name; what is not known is left
+    out.
+    """
     beside, found = summary.beside, list[tuple[str, str]]()
     if (freed := beside.freed) is not None:
         names = ("activations", "gradients", "optimizer state")
         parts = zip(names, (freed.activations, freed.gradients, freed.optimizer_state), strict=True)
         of_what = ", ".join(f"{name} {mebibytes(amount)}" for name, amount in parts if amount)
-        text = f"{mebibytes(freed.num_bytes)} of {mebibytes(freed.kept_before)} that an iteration keeps, counted"
+        text = (
+            f"{mebibytes(freed.num_bytes)} of {mebibytes(freed.kept_before)} that an iteration "
+            "keeps, counted"
+        )
         found.append(("memory freed", f"{text} ({of_what})" if of_what else text))
     if (peak := beside.peak) is not None:
-        found.append(("peak memory", f"{mebibytes(peak.now)}; {mebibytes(peak.unfrozen)} while nothing was frozen"))
+        found.append(
+            (
+                "peak memory",
+                f"{mebibytes(peak.now)}; {mebibytes(peak.unfrozen)} while nothing was frozen",
+            )
+        )
     if (energy := beside.energy) is not None:
-        saved = "what was saved is not known: nothing ran unfrozen, or an earlier version did not time intervals"
+        saved = (
+            "what was saved is not known: nothing ran unfrozen, or an earlier version did not "
+            "time intervals"
+        )
         if energy.saved is not None:
             saved = f"{joules(energy.saved)} saved ({percent(energy.saved_share, signed=True)})"
         found.append(("energy", f"{joules(energy.used)} used, {saved}"))
@@ -134,12 +166,23 @@ def not_measured(summary: Summary) -> list[tuple[str, str]]:
     reasons = {
         "memory freed": None
         if beside.freed
-        else "it is counted at the first freeze of a run in one process, unless the model is compiled",
-        "peak memory": None if beside.peak else _why_not(beside.is_peak_asked, "peak_memory", declined.get(PEAK)),
-        "energy": None if beside.energy else _why_not(beside.is_energy_asked, "energy", declined.get(ENERGY)),
-        "money saved": None if beside.money is not None else "accounts.price_per_hour is not set, or no time is known",
+        else (
+            "it is counted at the first freeze of a run in one process, unless the model is "
+            "compiled"
+        ),
+        "peak memory": None
+        if beside.peak
+        else _why_not(beside.is_peak_asked, "peak_memory", declined.get(PEAK)),
+        "energy": None
+        if beside.energy
+        else _why_not(beside.is_energy_asked, "energy", declined.get(ENERGY)),
+        "money saved": None
+        if beside.money is not None
+        else "accounts.price_per_hour is not set, or no time is known",
     }
-    return [(name, f"not known: {reason}") for name, reason in reasons.items() if reason is not None]
+    return [
+        (name, f"not known: {reason}") for name, reason in reasons.items() if reason is not None
+    ]
 
 
 def _why_not(is_asked: bool, name: str, declined: str | None) -> str:
@@ -152,11 +195,13 @@ def frozen_when(summary: Summary) -> str:
 
 
 ROUGH_STEPS = 100
-"""Unfrozen steps under which their pace says little: batches differ in size, and the first ones are slow."""
+"""Unfrozen steps under which their pace says little: batches differ in size, and the first ones are
+slow."""
 SHORT_SHARE = 0.75
 """Share of `total_steps` that a run must have had, or the report asks whether they were right."""
 EARLY_SHARE = 0.1
-"""Share of the run at its beginning in which iterations are the slow ones: memory and kernels are still to be found."""
+"""Share of the run at its beginning in which iterations are the slow ones: memory and kernels are
+still to be found."""
 
 
 def verdict(summary: Summary) -> str:
@@ -169,42 +214,59 @@ def verdict(summary: Summary) -> str:
         cost, deducted = "what is known of its overhead", "overhead not known"
     if wall.saved_s is None:
         return (
-            "The time saved is not known: no interval ran with nothing frozen, so there is no pace of this run "
+            "The time saved is not known: no interval ran with nothing frozen, so there is no "
+            "pace of this run "
             "to compare with."
         )
     if wall.saved_s < 0:
         return (
             f"{what} did not pay: with {cost} it cost about {duration(-wall.saved_s)} of wall time "
-            f"({percent(-wall.saved_s / wall.unfrozen_s if wall.unfrozen_s else None)}) more than it saved."
+            f"({percent(-wall.saved_s / wall.unfrozen_s if wall.unfrozen_s else None)}) more than "
+            "it saved."
         )
     return (
-        f"{what} saved about {duration(wall.saved_s)} of wall time ({percent(wall.saved_share)}) and "
-        f"{duration(summary.cpu.saved_s)} of CPU time ({percent(summary.cpu.saved_share)}), {deducted}."
+        f"{what} saved about {duration(wall.saved_s)} of wall time ({percent(wall.saved_share)}) "
+        "and "
+        f"{duration(summary.cpu.saved_s)} of CPU time ({percent(summary.cpu.saved_share)}), "
+        f"{deducted}."
     )
 
 
 def cautions(summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
     found = [*_doubts(summary.history), *_shortness(summary.history), *foretold(summary)]
-    unfrozen = next((pace.num_steps for pace in summary.paces if not pace.frozen and not pace.periods), 0)
+    unfrozen = next(
+        (pace.num_steps for pace in summary.paces if not pace.frozen and not pace.periods), 0
+    )
     is_estimated = summary.wall.saved_s is not None and summary.why_nothing_froze is None
     if 0 < unfrozen < ROUGH_STEPS and is_estimated:
         pace = f"only {plural(unfrozen, 'step')} ran with nothing frozen"
-        found.append(f"The time saved is a rough estimate: {pace}. A second run without egeria measures it.")
-    run_steps = summary.started.total_steps or summary.steps_done
-    if is_estimated and summary.last_full_step is not None and summary.last_full_step <= EARLY_SHARE * run_steps:
         found.append(
-            f"The time saved is probably a little less: all that ran with nothing frozen lies in the first "
+            f"The time saved is a rough estimate: {pace}. A second run without egeria measures it."
+        )
+    run_steps = summary.started.total_steps or summary.steps_done
+    if (
+        is_estimated
+        and summary.last_full_step is not None
+        and summary.last_full_step <= EARLY_SHARE * run_steps
+    ):
+        found.append(
+            "The time saved is probably a little less: all that ran with nothing frozen lies in "
+            "the first "
             f"{EARLY_SHARE:.0%} of the run, and the first iterations are the slow ones."
         )
     if summary.num_dropped:
         reasons = "; ".join(f"{reason} ({amount})" for reason, amount in summary.dropped.items())
-        found.append(f"{plural(summary.num_dropped, 'evaluation')} gave no usable reading: {reasons}.")
+        found.append(
+            f"{plural(summary.num_dropped, 'evaluation')} gave no usable reading: {reasons}."
+        )
     for use in summary.cache:
         if again := use.stored_elsewhere(summary.started.environment.get("steps_per_epoch")):
             found.append(
-                f"{plural(again[0], 'sample')} that another host had stored were computed again on the first, in "
-                f"{duration(again[1])}: each host stores what comes to it. `egeria.ShardSampler` gives a process the "
+                f"{plural(again[0], 'sample')} that another host had stored were computed again "
+                "on the first, in "
+                f"{duration(again[1])}: each host stores what comes to it. `egeria.ShardSampler` "
+                "gives a process the "
                 f"same samples in every epoch."
             )
     found += [f"Declined: {what} ({reason})." for what, reason in summary.declined]
@@ -220,9 +282,12 @@ def foretold(summary: Summary) -> list[str]:
         return []
     points = f"about {cost.points:.1f}" if cost.points >= 0.05 else "less than 0.1"
     return [
-        f"Freezing gave up {percent(cost.share)} of what the steps of all but the last layer module bring, by their "
-        f"worth, at a training loss of {number(cost.loss)}: fine-tunings that are judged by accuracy lost "
-        f"{points} points for as much, single ones more or less by some tenths. With a loss that is no "
+        f"Freezing gave up {percent(cost.share)} of what the steps of all but the last layer "
+        "module bring, by their "
+        f"worth, at a training loss of {number(cost.loss)}: fine-tunings that are judged by "
+        "accuracy lost "
+        f"{points} points for as much, single ones more or less by some tenths. With a loss that "
+        "is no "
         f"cross-entropy it means nothing. A run without egeria measures it."
     ]
 
@@ -234,8 +299,10 @@ def _shortness(history: History) -> list[str]:
     if not history.closed or history.last_step >= SHORT_SHARE * total_steps:
         return []
     return [
-        f"The run ended after {count(history.last_step)} of the {count(total_steps)} steps of total_steps. Unless it "
-        f"was stopped early: total_steps takes steps of the optimizer, fewer than batches where gradients accumulate, "
+        f"The run ended after {count(history.last_step)} of the {count(total_steps)} steps of "
+        "total_steps. Unless it "
+        "was stopped early: total_steps takes steps of the optimizer, fewer than batches where "
+        "gradients accumulate, "
         f"and run.step is called after each. What was to come seemed more than it was."
     ]
 
@@ -245,29 +312,40 @@ def _doubts(history: History) -> list[str]:
     found = []
     if not history.closed:
         step = count(history.last_step)
-        found.append(f"The run was not closed (it still runs, or it crashed): the numbers stand as of step {step}.")
+        found.append(
+            "The run was not closed (it still runs, or it crashed): the numbers stand as of step "
+            f"{step}."
+        )
     if not history.overhead_complete:
         found.append(
-            "The overhead is not known: an earlier version of egeria, in a process that did not close its run, noted "
+            "The overhead is not known: an earlier version of egeria, in a process that did not "
+            "close its run, noted "
             "readings and reference refreshes alone. Only these are taken off what was saved."
         )
     if history.first_step > 0:
         found.append(
-            f"The journal begins at step {count(history.first_step)}, where the run was resumed; what came before "
+            f"The journal begins at step {count(history.first_step)}, where the run was resumed; "
+            "what came before "
             "stands in another directory and is not counted."
         )
     if history.num_processes > 1:
         found.append(
             f"The run was resumed {plural(history.num_processes - 1, 'time')}; "
-            f"{plural(history.num_overridden, 'event')} after the points it went back to are left out."
+            f"{plural(history.num_overridden, 'event')} after the points it went back to are left "
+            "out."
         )
     if history.num_missing_steps > 0:
         found.append(
-            f"The journal has a gap of {plural(history.num_missing_steps, 'step')}: a process that ended before it was "
-            "written, or could not reach where the journal is kept. What was saved in them is not counted."
+            f"The journal has a gap of {plural(history.num_missing_steps, 'step')}: a process "
+            "that ended before it was "
+            "written, or could not reach where the journal is kept. What was saved in them is not "
+            "counted."
         )
     if history.num_earlier_runs > 0:
-        found.append(f"The directory also holds {plural(history.num_earlier_runs, 'earlier run')}, left out here.")
+        found.append(
+            f"The directory also holds {plural(history.num_earlier_runs, 'earlier run')}, left "
+            "out here."
+        )
     if history.num_damaged > 0:
         found.append(f"{plural(history.num_damaged, 'line')} of the journal could not be read.")
     return found

@@ -1,4 +1,6 @@
-"""Attaching to a training loop: the one place where decisions are applied. `attach` returns a `Run`."""
+"""Attaching to a training loop: the one place where decisions are applied. `attach` returns a
+`Run`.
+"""
 
 from egeria.journal import EgeriaWarning
 from egeria.session.attach import Run, attach

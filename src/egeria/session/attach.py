@@ -1,4 +1,6 @@
-"""The public face: `attach` checks what it is given and makes the parts of a run; `Run` is what the user holds."""
+"""The public face: `attach` checks what it is given and makes the parts of a run; `Run` is what the
+user holds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from egeria.journal import Recorder, is_url, run_directory
 from egeria.layers.modules import LayerModule
 from egeria.layers.pretrained import find_trained_norms
 from egeria.parallel import ParallelStrategy
-from egeria.policy import FORESIGHT, PLASTICITY, Policy, PolicyMaker, UnfreezeRule, choose_interval, find_policy
+from egeria.policy import (
+    FORESIGHT,
+    PLASTICITY,
+    Policy,
+    PolicyMaker,
+    UnfreezeRule,
+    choose_interval,
+    find_policy,
+)
 from egeria.report.live import RunSummary
 from egeria.report.trackers import find_trackers
 from egeria.report.wording import plural
@@ -62,44 +72,60 @@ def attach(
     parallel: ParallelStrategy | None = None,
     log_to: Any = None,
 ) -> Run:
-    """Watch a training run and freeze its front layers as they converge; `run.close()` undoes everything.
+    """Watch a training run and freeze its front layers as they converge; `run.close()` undoes
+    everything.
 
-    Nothing about the model, the optimizer or the loader changes until the first layer module freezes. A model that
-    cannot be cut, or a directory that cannot be written, is no error: the run continues without, with a warning.
+    Nothing about the model, the optimizer or the loader changes until the first layer module
+    freezes. A model that cannot be cut, or a directory that cannot be written, is no error: the run
+    continues without, with a warning.
 
     Args:
         model: the model in training; the loop goes on calling it, or the wrapper that it is in.
         optimizer: the optimizer, or all of them; never changed.
-        loader: the training loader, to count its steps and workers; with `cache.enabled` its samples are followed.
-        scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw; never stepped. A list
-            where several optimizers have one each: that of what may freeze counts.
-        total_steps: optimizer steps of the whole run; without it the default policy freezes nothing.
+        loader: the training loader, to count its steps and workers; with `cache.enabled` its
+            samples are followed.
+        scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw;
+            never stepped. A list where several optimizers have one each: that of what may freeze
+            counts.
+        total_steps: optimizer steps of the whole run; without it the default policy freezes
+            nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
-        directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a URL that fsspec
-            knows, such as 's3://bucket/run', it is one there too, and a copy of the journal follows to the URL.
-        controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your own.
-        policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of your own.
-        parallel: how several processes train together; None takes that from the model's wrapper and the job.
-        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`, a callable
-            `(values, step)`, or a list of these: gets the run's numbers under `egeria/`, and the report at the end.
+        directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a
+            URL that fsspec knows, such as 's3://bucket/run', it is one there too, and a copy of the
+            journal follows to the URL.
+        controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your
+            own.
+        policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
+            your own.
+        parallel: how several processes train together; None takes that from the model's wrapper and
+            the job.
+        log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`,
+            a callable `(values, step)`, or a list of these: gets the run's numbers under `egeria/`,
+            and the report at the end.
 
     Returns:
         The run: call `run.step(loss)` once after each optimizer step.
 
     Raises:
-        ConfigError: an argument or a setting is outside its contract, or an open run watches this model.
+        ConfigError: an argument or a setting is outside its contract, or an open run watches this
+            model.
     """
     watch, settings = Stopwatch(), read_config(config, controller, policy)
     loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
-    model, optimizers, settings, parallel = check_training(model, optimizer, total_steps, settings, parallel)
+    model, optimizers, settings, parallel = check_training(
+        model, optimizer, total_steps, settings, parallel
+    )
     _check_unwatched(model)
     rule_name, rule = choose_rule(settings, scheduler, total_steps)
     choice, make_controller = choose_controller(settings, model, controller, loader)
     ranks = Ranks(parallel)
-    # Of several processes only the first keeps a journal and logs; others may not even have what it logs to.
+    # Of several processes only the first keeps a journal and logs; others may not even have what it
+    # logs to.
     trackers = find_trackers(log_to) if ranks.leads else []
     url = str(directory) if is_url(directory) else None
-    recorder = Recorder(run_directory(directory) if ranks.leads else None, url=url, echoes=not ranks.leads)
+    recorder = Recorder(
+        run_directory(directory) if ranks.leads else None, url=url, echoes=not ranks.leads
+    )
     showing = Showing(recorder, trackers, speaks=ranks.leads)
     training = Training(
         model=model,
@@ -137,8 +163,8 @@ class Run:
     """One training run that egeria watches. Made by `egeria.attach`; also a context manager.
 
     Attributes:
-        model: may be called in place of the model; wraps a bare one in `DistributedDataParallel` where several
-            processes train it.
+        model: may be called in place of the model; wraps a bare one in `DistributedDataParallel`
+            where several processes train it.
         directory: where the journal and the report live; None if nothing is written.
     """
 
@@ -148,7 +174,8 @@ class Run:
         self._recorder = recorder = session.recorder
         self.directory: Path | None = recorder.directory
         self._closed = False
-        # A run that is dropped without `close` must not leave a frozen model or an open file behind.
+        # A run that is dropped without `close` must not leave a frozen model or an open file
+        # behind.
         self._finalizer = weakref.finalize(self, _release, session, recorder)
 
     @property
@@ -158,7 +185,9 @@ class Run:
 
     @property
     def periods(self) -> tuple[int, ...]:
-        """For each layer module, how many optimizer steps lie between its updates; 1 is every step."""
+        """For each layer module, how many optimizer steps lie between its
+        updates; 1 is every step.
+        """
         return self._session.periods
 
     @property
@@ -174,11 +203,13 @@ class Run:
     def step(self, loss: Any) -> None:
         """Count one optimizer step; call it after the optimizer's.
 
-        Called for each micro-batch of accumulated gradients, it counts once for each optimizer step, with a warning.
+        Called for each micro-batch of accumulated gradients, it counts once for each optimizer
+        step, with a warning.
 
         Args:
-            loss: training loss of the step, a number or a 0-d tensor; with gradient accumulation before it is divided
-                by the number of micro-batches. The device is asked for its value once every `n` steps, not now.
+            loss: training loss of the step, a number or a 0-d tensor; with gradient accumulation
+                before it is divided by the number of micro-batches. The device is asked for its
+                value once every `n` steps, not now.
 
         Raises:
             ConfigError: the loss is neither a number nor a tensor of one element.
@@ -199,17 +230,22 @@ class Run:
         self._recorder.write(MetricLogged(step=self._session.clock.step, values=values))
 
     def summary(self) -> RunSummary:
-        """Return where the run stands: steps, stage, what is frozen, time saved and overhead so far."""
+        """Return where the run stands: steps, stage, what is frozen, time saved and overhead so
+        far.
+        """
         return self._showing.summary()
 
     def on_event(self, callback: Callable[[Event], object]) -> Callable[[], None]:
-        """Call `callback` with each event of the journal from now on, as it is written, until the run is closed.
+        """Call `callback` with each event of the journal from now on, as it is written, until the
+        run is closed.
 
-        Of several processes each calls its own callbacks, with the events that it sees: decisions and its own
-        measurements in all, what concerns the controller and the reference model in the first alone.
+        Of several processes each calls its own callbacks, with the events that it sees: decisions
+        and its own measurements in all, what concerns the controller and the reference model in the
+        first alone.
 
         Args:
-            callback: takes an event of `egeria.events`. One that raises is called no more, with a warning.
+            callback: takes an event of `egeria.events`. One that raises is called no more, with a
+                warning.
 
         Returns:
             A function that ends the calls.
@@ -232,7 +268,9 @@ class Run:
 
     @property
     def packed(self) -> Packed:
-        """The state for `torch.distributed.checkpoint`: `dcp.save({"run": run.packed, ...})`, and `dcp.load` alike."""
+        """The state for `torch.distributed.checkpoint`: `dcp.save({"run": run.packed, ...})`, and
+        `dcp.load` alike.
+        """
         return Packed(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,16 +284,21 @@ class Run:
         """Restore a saved state; load the model and the optimizer first.
 
         Raises:
-            StateError: the run is closed, or the state is of another egeria or of another model. Nothing has changed
-                then.
+            StateError: the run is closed, or the state is of another egeria or of another model.
+                Nothing has changed then.
         """
         if self._closed:
-            raise StateError("A closed run goes on with nothing, found a state to go on from. Attach anew, then load.")
+            raise StateError(
+                "A closed run goes on with nothing, found a state to go on from. Attach anew, "
+                "then load."
+            )
         schema = state.get("schema")
         if schema != STATE_SCHEMA:
             raise StateError(
-                f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema!r}. Load it with the egeria "
-                f"that wrote it; or load the model and the optimizer alone, and the run begins anew."
+                f"This egeria reads run states of schema {STATE_SCHEMA}, found {schema!r}. Load "
+                "it with the egeria "
+                "that wrote it; or load the model and the optimizer alone, and the run begins "
+                "anew."
             )
         try:
             self._session.load_state_dict(state)
@@ -264,22 +307,37 @@ class Run:
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise StateError(
                 f"A run's state is what run.state_dict() returned; this one is damaged "
-                f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without loading it."
+                f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without "
+                "loading it."
             ) from error
-        step, periods = self._session.clock.step, list(self.periods) if set(self.periods) - {1} else None
+        step, periods = (
+            self._session.clock.step,
+            list(self.periods) if set(self.periods) - {1} else None,
+        )
         landing = self._session.parts.applier.num_landing if self._session.parts else 0
-        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage, periods=periods, landing=landing))
+        self._recorder.write(
+            Resumed(
+                step=step, frozen=self.frozen, stage=self.stage, periods=periods, landing=landing
+            )
+        )
 
     def close(self) -> None:
-        """End the run and leave the model as it was found: thawed, without hooks. Safe to call twice."""
+        """End the run and leave the model as it was found: thawed, without hooks. Safe to call
+        twice.
+        """
         if self._closed:
             return
         self._closed = True
         frozen, session = self.frozen, self._session
         session.close()
         num_steps = session.steps.num_unheard_steps
-        if num_steps and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
-            made = f"{plural(num_steps, 'step')} of the optimizer {'was' if num_steps == 1 else 'were'} made"
+        if (
+            num_steps and sys.exc_info()[0] is None
+        ):  # after an error the loop may not have come to it
+            made = (
+                f"{plural(num_steps, 'step')} of the optimizer "
+                f"{'was' if num_steps == 1 else 'were'} made"
+            )
             reason = f"run.step was never called, but {made}. {_UNHEARD}"
             self._recorder.decline("watching this training", reason)
         self._recorder.write(
@@ -311,14 +369,21 @@ def _check_unwatched(model: nn.Module) -> None:
 
     def others() -> list[Run]:
         open_runs = [run for run in _OPEN_RUNS.values() if not run._closed]
-        return [run for run in open_runs if any(id(parameter) in own for parameter in run.model.parameters())]
+        return [
+            run
+            for run in open_runs
+            if any(id(parameter) in own for parameter in run.model.parameters())
+        ]
 
     if others():
-        gc.collect()  # one that was dropped in a cycle, such as that of a traceback, is released by this
+        # one that was dropped in a cycle, such as that of a traceback, is released by this
+        gc.collect()
     if found := [repr(run) for run in others()]:  # the error must not keep the run
         raise ConfigError(
-            f"attach takes a model that no open run watches, in whole or in part, found one that {found[0]} watches. "
-            f"Call run.close() of that run first, or go on with it. Where an interrupted cell of a notebook left no "
+            "attach takes a model that no open run watches, in whole or in part, found one that "
+            f"{found[0]} watches. "
+            "Call run.close() of that run first, or go on with it. Where an interrupted cell of "
+            "a notebook left no "
             f"name for it, run the cell again: the error that kept it is gone then."
         )
 
@@ -338,8 +403,10 @@ def _make_policy(training: Training, rule: UnfreezeRule, cut: Cut) -> Policy:
     )
     if not isinstance(policy, Policy):
         raise ConfigError(
-            f"policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
-            f"{type(policy).__name__}. Give what it makes the attributes and methods of that protocol."
+            "policy.name takes a callable that makes an egeria.policy.Policy, found one that "
+            "makes "
+            f"{type(policy).__name__}. Give what it makes the attributes and methods of that "
+            "protocol."
         )
     return policy
 
@@ -351,14 +418,18 @@ def _begin(
     rule_name: str,
     loader: Any,
 ) -> tuple[Cut | None, int]:
-    """Return the cut of the model, None where nothing can be frozen, and `n`; journal how the run begins."""
+    """Return the cut of the model, None where nothing can be frozen, and `n`; journal how the run
+    begins.
+    """
     cut, refusal = first_cut(training)
     needs = make_policy(cut).needs if cut else frozenset()
     if cut and PLASTICITY not in needs:
         reason = f"the policy {training.policy_name!r} reads no plasticity"
         choice = ControllerChoice(kind="none", device="", reason=reason)
     interval_steps, interval_reason = choose_interval(
-        training.config, total_steps=training.total_steps, num_modules=len(cut.modules) if cut else 1
+        training.config,
+        total_steps=training.total_steps,
+        num_modules=len(cut.modules) if cut else 1,
     )
     if not training.ranks.is_alone:
         differs = agree_on_the_run(training, cut, interval_steps, choice.kind == "process")

@@ -17,30 +17,55 @@ from torch.optim import Optimizer
 
 from egeria.cache import length_of
 from egeria.config import Config
-from egeria.controller import Controller, ControllerChoice, EvaluationPlan, InlineController, ProcessController, choose
+from egeria.controller import (
+    Controller,
+    ControllerChoice,
+    EvaluationPlan,
+    InlineController,
+    ProcessController,
+    choose,
+)
 from egeria.errors import ConfigError
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.plasticity import find_metric
-from egeria.policy import UnfreezeRule, find_policy, find_rule, harmless_error, rule_for_schedule, with_metric_of_policy
+from egeria.policy import (
+    UnfreezeRule,
+    find_policy,
+    find_rule,
+    harmless_error,
+    rule_for_schedule,
+    with_metric_of_policy,
+)
 from egeria.session.cutting import Cut
 from egeria.session.following import Training
 from egeria.session.ranks import Subject
 
-DECIDING = ("policy", "modules", "bootstrapping", "plasticity", "reference", "freezing", "unfreezing")
+DECIDING = (
+    "policy",
+    "modules",
+    "bootstrapping",
+    "plasticity",
+    "reference",
+    "freezing",
+    "unfreezing",
+)
 """Groups of settings that decisions depend on."""
 
 
 def read_config(config: Any, controller: Any, policy: Any) -> Config:
-    """Return the configuration, whatever form it came in, with the controller and the policy that attach was given."""
+    """Return the configuration, whatever form it came in, with the controller and the policy that
+    attach was given.
+    """
     if config is None or isinstance(config, Mapping):
         config = Config.from_dict(config or {})
     elif isinstance(config, (str, Path)):
         config = Config.load(config)
     if not isinstance(config, Config):
         raise ConfigError(
-            f"config is an egeria.Config, a dictionary or the path of a TOML file, found {type(config).__name__}. "
+            "config is an egeria.Config, a dictionary or the path of a TOML file, found "
+            f"{type(config).__name__}. "
             f"Build one with egeria.Config(...)."
         )
     if policy is not None:
@@ -51,12 +76,19 @@ def read_config(config: Any, controller: Any, policy: Any) -> Config:
 
 
 def check_training(
-    model: Any, optimizer: Any, total_steps: Any, settings: Config, parallel: ParallelStrategy | None
+    model: Any,
+    optimizer: Any,
+    total_steps: Any,
+    settings: Config,
+    parallel: ParallelStrategy | None,
 ) -> tuple[nn.Module, list[Optimizer], Config, ParallelStrategy]:
-    """Return the model without its wrapper, all optimizers, the settings, and how several processes train together."""
+    """Return the model without its wrapper, all optimizers, the settings, and how several processes
+    train together.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the model itself."
+            f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the "
+            "model itself."
         )
     inner, given = _unwrap(model, INNER_MODELS), model
     parallel = parallel or choose_parallel(inner)
@@ -64,32 +96,40 @@ def check_training(
     if given is not inner and not parallel.is_compiled:
         parallel.called = given
     if is_sharded(model):
-        # Plasticity is read in the training pass, the only one that all processes make. The reference has all of the
-        # weights, for which an accelerator may have no room.
+        # Plasticity is read in the training pass, the only one that all processes make. The
+        # reference has all of the weights, for which an accelerator may have no room.
         device = "cpu" if settings.reference.device == "auto" else settings.reference.device
         plasticity = replace(settings.plasticity, mode="train")
-        settings = replace(settings, plasticity=plasticity, reference=replace(settings.reference, device=device))
+        settings = replace(
+            settings, plasticity=plasticity, reference=replace(settings.reference, device=device)
+        )
     optimizers = _check_optimizers(model, optimizer, is_refused=parallel.refusal() is not None)
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_whole and total_steps > 0):
         raise ConfigError(
-            f"total_steps is the number of optimizer steps of the whole run, a whole number above 0, "
+            "total_steps is the number of optimizer steps of the whole run, a whole number above "
+            "0, "
             f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
         )
     return model, optimizers, settings, parallel
 
 
 INNER_MODELS = {"_FabricModule": "_forward_module"}
-INNER_OPTIMIZERS = dict.fromkeys(("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"), "optimizer")
+INNER_OPTIMIZERS = dict.fromkeys(
+    ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"), "optimizer"
+)
 INNER_SCHEDULERS = dict.fromkeys(("AcceleratedScheduler", "LRSchedulerConfig"), "scheduler")
 INNER_LOADERS = {"DataLoaderAdapter": "base_dataloader", "_FabricDataLoader": "_dataloader"}
-"""Classes of frameworks that wrap the user's own objects, by name, and the attribute that has those."""
+"""Classes of frameworks that wrap the user's own objects, by name, and the attribute that has
+those."""
 
 
 def _unwrap(given: Any, inner: Mapping[str, str]) -> Any:
     """Return what is within wrappers of frameworks, however many there are."""
     # `type`, since some wrappers show the class of what they wrap as their own.
-    while name := next((entry.__name__ for entry in type(given).__mro__ if entry.__name__ in inner), None):
+    while name := next(
+        (entry.__name__ for entry in type(given).__mro__ if entry.__name__ in inner), None
+    ):
         given = getattr(given, inner[name])
     return given
 
@@ -105,7 +145,8 @@ def unwrap_loader(loader: Any) -> Any:
     if loader is None or (is_iterable and not isinstance(loader, (str, bytes, type, nn.Module))):
         return loader
     raise ConfigError(
-        f"loader is what the training loop takes its batches from, such as a DataLoader, found {_describe(loader)}. "
+        "loader is what the training loop takes its batches from, such as a DataLoader, found "
+        f"{_describe(loader)}. "
         f"Pass the loader, or leave it out; a learning-rate scheduler goes to scheduler=..."
     )
 
@@ -118,7 +159,8 @@ def _describe(found: Any) -> str:
 
 
 def unwrap_scheduler(scheduler: Any) -> Any:
-    """Return the user's own scheduler, without the wrappers of frameworks; None for none, a list for several.
+    """Return the user's own scheduler, without the wrappers of frameworks; None for none, a list
+    for several.
 
     Raises:
         ConfigError: it is no scheduler.
@@ -130,11 +172,18 @@ def unwrap_scheduler(scheduler: Any) -> Any:
     if scheduler is None:
         return None
     is_optimizer = hasattr(scheduler, "param_groups")
-    if isinstance(scheduler, type) or is_optimizer or not callable(getattr(scheduler, "step", None)):
+    if (
+        isinstance(scheduler, type)
+        or is_optimizer
+        or not callable(getattr(scheduler, "step", None))
+    ):
         raise ConfigError(
-            f"scheduler is a learning-rate scheduler, an object like those of torch.optim.lr_scheduler, found "
-            f"{_describe(scheduler)}. Pass the one that your loop calls .step() on (where several optimizers have one "
-            f"each, a list of them; of several for one, chain them with SequentialLR or ChainedScheduler), or leave it "
+            "scheduler is a learning-rate scheduler, an object like those of "
+            "torch.optim.lr_scheduler, found "
+            f"{_describe(scheduler)}. Pass the one that your loop calls .step() on (where several "
+            "optimizers have one "
+            "each, a list of them; of several for one, chain them with SequentialLR or "
+            "ChainedScheduler), or leave it "
             f"out."
         )
     return scheduler
@@ -143,7 +192,8 @@ def unwrap_scheduler(scheduler: Any) -> Any:
 def _check_optimizers(model: nn.Module, optimizer: Any, *, is_refused: bool) -> list[Optimizer]:
     """Return the optimizers as a list, without the wrappers of frameworks.
 
-    What cannot be frozen may be trained in other tensors than its parameters, as by ZeRO: that is no error.
+    What cannot be frozen may be trained in other tensors than its parameters, as by ZeRO: that is
+    no error.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [_unwrap(entry, INNER_OPTIMIZERS) for entry in given]
@@ -154,17 +204,27 @@ def _check_optimizers(model: nn.Module, optimizer: Any, *, is_refused: bool) -> 
                 f"Pass what your loop calls .step() on."
             )
     known = {id(parameter) for parameter in model.parameters()}
-    held = (parameter for entry in optimizers for group in entry.param_groups for parameter in group["params"])
+    held = (
+        parameter
+        for entry in optimizers
+        for group in entry.param_groups
+        for parameter in group["params"]
+    )
     if not is_refused and not any(id(parameter) in known for parameter in held):
         raise ConfigError(
-            "attach takes an optimizer that trains parameters of the model, found one that holds none of them. "
+            "attach takes an optimizer that trains parameters of the model, found one that holds "
+            "none of them. "
             "Build it from model.parameters() of this very model, after moving it to its device."
         )
     return optimizers
 
 
-def choose_rule(config: Config, scheduler: Any, total_steps: int | None) -> tuple[str, UnfreezeRule]:
-    """Return the name of the unfreeze rule and the rule, and check that the policy can be made with it."""
+def choose_rule(
+    config: Config, scheduler: Any, total_steps: int | None
+) -> tuple[str, UnfreezeRule]:
+    """Return the name of the unfreeze rule and the rule, and check that the policy can be made with
+    it.
+    """
     rule = config.unfreezing.rule
     if rule == "auto":
         rule = rule_for_schedule(_schedule_names(scheduler))
@@ -172,12 +232,16 @@ def choose_rule(config: Config, scheduler: Any, total_steps: int | None) -> tupl
     found = find_rule(rule, config.unfreezing.drop_factor)
     maker = find_policy(config.policy.name)
     if isinstance(config.policy.name, str):  # one of the user's own is not made just to be checked
-        maker(config, trainable=(True, True), rule=found, total_steps=total_steps, deepest_freeze=None)
+        maker(
+            config, trainable=(True, True), rule=found, total_steps=total_steps, deepest_freeze=None
+        )
     return name, found
 
 
 def _schedule_names(scheduler: Any) -> list[str]:
-    """Return the names of a scheduler's class, of the schedules it chains and of the functions it was given."""
+    """Return the names of a scheduler's class, of the schedules it chains and of the functions it
+    was given.
+    """
     if scheduler is None:
         return []
     if isinstance(scheduler, list):
@@ -197,13 +261,19 @@ MakeController = Callable[[Sequence[LayerModule], Callable[[], float | None]], C
 def choose_controller(
     config: Config, model: nn.Module, given: str | Controller | None, loader: Any
 ) -> tuple[ControllerChoice, MakeController]:
-    """Return which controller it is, and what makes it for layer modules, which may ask for the seconds left."""
+    """Return which controller it is, and what makes it for layer modules, which may ask for the
+    seconds left.
+    """
     if given is not None and not isinstance(given, str):
-        return ControllerChoice(kind=type(given).__name__, device="", reason="given to attach"), lambda *_: given
+        return ControllerChoice(
+            kind=type(given).__name__, device="", reason="given to attach"
+        ), lambda *_: given
     choice = choose(config.controller.kind, config.reference.device, model, loader)
     metric = find_metric(config.plasticity.metric)
 
-    def make(modules: Sequence[LayerModule], seconds_left: Callable[[], float | None]) -> Controller:
+    def make(
+        modules: Sequence[LayerModule], seconds_left: Callable[[], float | None]
+    ) -> Controller:
         plan = EvaluationPlan(
             taps=tuple(module.tap for module in modules[:-1]),
             metric=metric,
@@ -216,34 +286,50 @@ def choose_controller(
         )
         if choice.kind == "inline":
             return InlineController(plan)
-        return ProcessController(plan, config.controller, seconds_left if choice.must_repay else None)
+        return ProcessController(
+            plan, config.controller, seconds_left if choice.must_repay else None
+        )
 
     return choice, make
 
 
-def agree_on_the_run(training: Training, cut: Cut | None, interval_steps: int, is_apart: bool) -> str | None:
+def agree_on_the_run(
+    training: Training, cut: Cut | None, interval_steps: int, is_apart: bool
+) -> str | None:
     """Check that all processes attach alike; return why nothing can be frozen, None if it can.
 
-    The processes learn here whether the controller of the first one is a separate process (`is_apart`).
+    The processes learn here whether the controller of the first one is a separate process
+    (`is_apart`).
 
     Raises:
         ConfigError: they were given other settings, or another number of steps.
     """
-    config, total_steps, modules = training.config.to_dict(), training.total_steps, cut.modules if cut else ()
+    config, total_steps, modules = (
+        training.config.to_dict(),
+        training.total_steps,
+        cut.modules if cut else (),
+    )
     # Without what is another object in each process.
     settings = {
-        name: {key: value for key, value in config[name].items() if not str(value).startswith("<")} for name in DECIDING
+        name: {key: value for key, value in config[name].items() if not str(value).startswith("<")}
+        for name in DECIDING
     }
-    told = re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))  # a function within an object has its address in there
+    told = re.sub(
+        " at 0x[0-9A-Fa-f]+", "", str(settings)
+    )  # a function within an object has its address in there
     names = [module.name for module in modules]
-    rows = training.ranks.gather(Subject.ATTACHING, (total_steps or -1, told, names, interval_steps, is_apart))
+    rows = training.ranks.gather(
+        Subject.ATTACHING, (total_steps or -1, told, names, interval_steps, is_apart)
+    )
     for column, what in enumerate(("total_steps", "settings")):
         apart = [rank for rank, found in enumerate(rows) if found[column] != rows[0][column]]
         if apart:
             found = f", found {[row[0] for row in rows]}" if what == "total_steps" else ""
             raise ConfigError(
-                f"All processes of a job attach with the same {what}; rank {apart[0]} has others than rank 0{found}. "
-                f"Give attach the same on every rank; with loaders of different lengths, the number of the first."
+                f"All processes of a job attach with the same {what}; rank {apart[0]} has others "
+                f"than rank 0{found}. "
+                "Give attach the same on every rank; with loaders of different lengths, the "
+                "number of the first."
             )
     training.ranks.leader_is_apart = rows[0][4]
     if not all(found[2] for found in rows):
@@ -258,7 +344,9 @@ def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     return {
         "model": type(model).__name__,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter)),
+        "num_parameters": sum(
+            parameter.numel() for parameter in model.parameters() if not is_lazy(parameter)
+        ),
         **_describe_data(loader),
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "threads": torch.get_num_threads(),
@@ -269,11 +357,15 @@ def environment(model: nn.Module, loader: Any) -> dict[str, Any]:
 
 
 def _describe_data(loader: Any) -> dict[str, Any]:
-    """Return the name of a data set, its own where it has one, and its number of samples, as far as they are told."""
+    """Return the name of a data set, its own where it has one, and its number of samples, as far as
+    they are told.
+    """
     found: dict[str, Any] = {}
     with suppress(Exception):  # loaders and data sets raise various things
         dataset = loader.dataset
-        name = getattr(getattr(dataset, "info", None), "dataset_name", None)  # of Hugging Face's datasets
+        name = getattr(
+            getattr(dataset, "info", None), "dataset_name", None
+        )  # of Hugging Face's datasets
         found["data"] = name if isinstance(name, str) and name else type(dataset).__name__
         found["num_samples"] = len(dataset)
     return found

@@ -24,48 +24,69 @@ class Cut:
     trainable: tuple[bool, ...]
     """Whether each has any parameter to train."""
     num_trainable: tuple[int, ...]
-    """Elements of the parameters of each that train; of fully trainable models its `num_parameters`."""
+    """Elements of the parameters of each that train; of fully trainable models its
+    `num_parameters`."""
     deepest_freeze: int
     """The largest number of front modules that may be frozen."""
 
     @classmethod
-    def of(cls, training: Training, modules: Sequence[LayerModule], returned_to: Collection[str] = ()) -> Cut:
+    def of(
+        cls, training: Training, modules: Sequence[LayerModule], returned_to: Collection[str] = ()
+    ) -> Cut:
         """Return the cut into these layer modules.
 
-        To freeze one that is called again after active modules, in `returned_to`, saves nothing: the backward pass
-        runs through it. Of one that only has tied weights nothing would freeze where those are kept in training.
+        To freeze one that is called again after active modules, in `returned_to`, saves nothing:
+        the backward pass runs through it. Of one that only has tied weights nothing would freeze
+        where those are kept in training.
         """
-        bounds = (i for i, m in enumerate(modules) if m.tap in returned_to or training.keeps_in_training(m))
+        bounds = (
+            i
+            for i, m in enumerate(modules)
+            if m.tap in returned_to or training.keeps_in_training(m)
+        )
         chain, parameters = next(bounds, len(modules) - 1), parameters_of(training.model, modules)
         return cls(
             modules=tuple(modules),
             num_trainable=tuple(count_trainable(own) for own in parameters),
-            trainable=tuple(any(parameter.requires_grad for parameter in own) for own in parameters),
+            trainable=tuple(
+                any(parameter.requires_grad for parameter in own) for own in parameters
+            ),
             deepest_freeze=min(chain, _deepest_with_busy_optimizers(training, modules)),
         )
 
     @classmethod
     def in_order(cls, training: Training, seen: CallOrder) -> Cut:
-        """Return the cut in the order in which layers ran; HarmfulFreezeError where nothing can be frozen."""
+        """Return the cut in the order in which layers ran; HarmfulFreezeError where nothing can be
+        frozen.
+        """
         try:
             cut = cls.of(training, training.parse(seen), seen.returned_to)
         except UnsupportedModelError as error:
-            reason = f"{error} Layers are seen where they are called: block(x), not block.forward(x)"
+            reason = (
+                f"{error} Layers are seen where they are called: block(x), not block.forward(x)"
+            )
             raise HarmfulFreezeError(reason) from error
         deepest, reason = deepest_by_gradients(cut.modules, seen)
         if deepest < cut.deepest_freeze:
-            training.recorder.decline(f"freezing {cut.modules[deepest].name} and what follows", reason)
+            training.recorder.decline(
+                f"freezing {cut.modules[deepest].name} and what follows", reason
+            )
             return replace(cut, deepest_freeze=deepest)
         limit = cut.modules[cut.deepest_freeze]
         if limit.tap in seen.returned_to:
-            reason = f"{limit.tap} is called again after layers behind it, so freezing it would save nothing"
+            reason = (
+                f"{limit.tap} is called again after layers behind it, so freezing it would "
+                "save nothing"
+            )
         elif training.keeps_in_training(limit):
             reason = (
-                "its weights are tied to layers behind it, which train them on; freezing.tied='freeze' freezes them"
+                "its weights are tied to layers behind it, which train them on; "
+                "freezing.tied='freeze' freezes them"
             )
         elif cut.deepest_freeze < len(cut.modules) - 1:
             reason = (
-                "one of the optimizers would have nothing left to train, which GradScaler takes for an error. Give one "
+                "one of the optimizers would have nothing left to train, which GradScaler takes "
+                "for an error. Give one "
                 "optimizer all of the parameters, in groups"
             )
         else:
@@ -74,8 +95,12 @@ class Cut:
         return cut
 
     @classmethod
-    def resumed(cls, training: Training, modules: Sequence[LayerModule], saved: Mapping[str, Any]) -> Cut:
-        """Return the cut of a saved state, with what its run had seen: the calls, and what trained in the beginning."""
+    def resumed(
+        cls, training: Training, modules: Sequence[LayerModule], saved: Mapping[str, Any]
+    ) -> Cut:
+        """Return the cut of a saved state, with what its run had seen: the calls, and what trained
+        in the beginning.
+        """
         cut = cls.of(training, modules)
         return replace(
             cut,
@@ -83,8 +108,12 @@ class Cut:
             trainable=tuple(saved["trainable"]),
         )
 
-    def announce(self, training: Training, step: int, known: Sequence[LayerModule], cut_by: Mapping[str, Any]) -> None:
-        """Journal a resumed cut where it is not the known one, and say so where it was made with other settings."""
+    def announce(
+        self, training: Training, step: int, known: Sequence[LayerModule], cut_by: Mapping[str, Any]
+    ) -> None:
+        """Journal a resumed cut where it is not the known one, and say so where it was made with
+        other settings.
+        """
         if self.modules == tuple(known):
             return
         training.recorder.step = step
@@ -93,8 +122,10 @@ class Cut:
         differing = [name for name, value in ours.items() if cut_by.get(name, value) != value]
         if differing:
             training.recorder.decline(
-                f"cutting the model by {' and '.join(f'modules.{name}={ours[name]!r}' for name in differing)}",
-                "a resumed run keeps the layer modules that it was saved with. For others load the model and the "
+                "cutting the model by "
+                f"{' and '.join(f'modules.{name}={ours[name]!r}' for name in differing)}",
+                "a resumed run keeps the layer modules that it was saved with. For others load "
+                "the model and the "
                 "optimizer, but not the state of the run",
             )
 
@@ -102,7 +133,11 @@ class Cut:
         """Return the fields of journal events about a cut."""
         pairs = zip(self.modules, self.num_trainable, strict=True)
         modules = [module.to_dict() | {"num_trainable": count} for module, count in pairs]
-        return {"modules": modules, "trainable": list(self.trainable), "deepest_freeze": self.deepest_freeze}
+        return {
+            "modules": modules,
+            "trainable": list(self.trainable),
+            "deepest_freeze": self.deepest_freeze,
+        }
 
 
 def first_cut(training: Training) -> tuple[Cut | None, str]:
@@ -111,10 +146,18 @@ def first_cut(training: Training) -> tuple[Cut | None, str]:
     if any(isinstance(optimizer, LBFGS) for optimizer in training.optimizers):
         refusal = "LBFGS moves parameters by its history, also those without a gradient"
     if any(getattr(optimizer, "_overlap_with_ddp", False) for optimizer in training.optimizers):
-        refusal = "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps by buckets laid out once. Leave that out"
-    if any(group.get("lr") is None for optimizer in training.optimizers for group in optimizer.param_groups):
         refusal = (
-            "the optimizer keeps its learning rate to itself (lr is None), and decisions go by that; "
+            "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps by buckets laid out once. "
+            "Leave that out"
+        )
+    if any(
+        group.get("lr") is None
+        for optimizer in training.optimizers
+        for group in optimizer.param_groups
+    ):
+        refusal = (
+            "the optimizer keeps its learning rate to itself (lr is None), and decisions go by "
+            "that; "
             "give it one (Adafactor: relative_step=False, lr=...)"
         )
     refusal = refusal or prompts_refusal(training.model)
@@ -127,7 +170,8 @@ def first_cut(training: Training) -> tuple[Cut | None, str]:
 
 
 def deepest_by_gradients(modules: Sequence[LayerModule], seen: CallOrder) -> tuple[int, str]:
-    """Return how many front layer modules may freeze such that every gradient that the loop needs comes, and why.
+    """Return how many front layer modules may freeze such that every gradient that the loop needs
+    comes, and why.
 
     Raises:
         HarmfulFreezeError: not one.
@@ -147,11 +191,13 @@ def deepest_by_gradients(modules: Sequence[LayerModule], seen: CallOrder) -> tup
         ),
         (
             seen.gradients.asked(places),
-            "the loop asks torch.autograd.grad for gradients of parameters, which fails for frozen ones",
+            "the loop asks torch.autograd.grad for gradients of parameters, which fails for "
+            "frozen ones",
         ),
         (
             seen.gradients.deepest(places),
-            "the loop makes a backward pass of its own for what is in front, such as a penalty on its weights, "
+            "the loop makes a backward pass of its own for what is in front, such as a penalty on "
+            "its weights, "
             "which fails where nothing in it needs a gradient. Add it to the loss",
         ),
     ]
@@ -164,12 +210,20 @@ def deepest_by_gradients(modules: Sequence[LayerModule], seen: CallOrder) -> tup
 def _deepest_with_busy_optimizers(training: Training, modules: Sequence[LayerModule]) -> int:
     """Return how many front modules may freeze such that every optimizer keeps something to train.
 
-    An optimizer without any gradient is an error to `GradScaler.step` ("No inf checks were recorded").
+    An optimizer without any gradient is an error to `GradScaler.step` ("No inf checks were
+    recorded").
     """
     owned = parameters_of(training.model, modules)
     owner = {id(parameter): index for index, own in enumerate(owned) for parameter in own}
     deepest = last = len(modules) - 1
     for optimizer in training.optimizers:
-        parameters = [entry for group in optimizer.param_groups for entry in group["params"] if entry.requires_grad]
-        deepest = min(deepest, max((owner.get(id(entry), last) for entry in parameters), default=last))
+        parameters = [
+            entry
+            for group in optimizer.param_groups
+            for entry in group["params"]
+            if entry.requires_grad
+        ]
+        deepest = min(
+            deepest, max((owner.get(id(entry), last) for entry in parameters), default=last)
+        )
     return deepest

@@ -1,4 +1,6 @@
-"""Evaluations of plasticity: the batch kept for one, the request to the controller, what the policy decides on it."""
+"""Evaluations of plasticity: the batch kept for one, the request to the controller, what the policy
+decides on it.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,12 @@ logger = logging.getLogger("egeria")
 
 @dataclass(eq=False)
 class Evaluation:
-    """Reads the plasticity of the monitored layer module for the policy, and keeps the reference model up to date.
+    """Reads the plasticity of the monitored layer module for the policy, and keeps the reference
+    model up to date.
 
-    `arm` keeps the batch of the coming forward pass, `request` hands it to the controller with the training activation,
-    `judge` gives finished readings to the policy, the same in all processes. Only the first one has a controller.
+    `arm` keeps the batch of the coming forward pass, `request` hands it to the controller with the
+    training activation, `judge` gives finished readings to the policy, the same in all processes.
+    Only the first one has a controller.
     """
 
     training: Training
@@ -62,7 +66,8 @@ class Evaluation:
         self.evaluated: Batch | None = None
         """A copy of the batch of the newest evaluation: the rows that were read."""
         self._work_shares: list[float] | None = None
-        """Share of the forward pass' operations that each layer module takes; None where they cannot be counted."""
+        """Share of the forward pass' operations that each layer module takes; None where they
+        cannot be counted."""
         self._num_samples = self.training.config.plasticity.num_samples
         self._reads_training = self.training.config.plasticity.mode == "train"
         self._is_profiled = self._is_counted = self._needs_whole_batch = self._has_read = False
@@ -86,9 +91,11 @@ class Evaluation:
         return self._num_failures >= FAILURES_BEFORE_GIVING_UP
 
     def arm(self) -> None:
-        """Keep the batch of the next training forward (the last one before the step, if there are several).
+        """Keep the batch of the next training forward (the last one before the step, if there are
+        several).
 
-        Also without a monitored module: to calibrate the first reference on, or to rehearse a freeze on.
+        Also without a monitored module: to calibrate the first reference on, or to rehearse a
+        freeze on.
         """
         index, hooks = self.policy.monitored, self.training.hooks
         is_first = self.policy.stage == BOOTSTRAPPING or self._evaluations_since_refresh is None
@@ -100,7 +107,10 @@ class Evaluation:
         if index is None:
             self._take_in(self.controller.poll())
         elif self._reads_training and hooks.is_compiled:
-            reason = "the model is compiled, where nothing can be read; readings are made in inference mode"
+            reason = (
+                "the model is compiled, where nothing can be read; readings are made in "
+                "inference mode"
+            )
             self.recorder.decline("reading the training pass itself", reason)
         elif self._reads_training:
             self._tap = TrainingTap(self.training.model, self.modules[index].tap, self._num_samples)
@@ -114,7 +124,9 @@ class Evaluation:
             self._tap = None
 
     def begin(self, evaluation: int, interval_steps: int) -> int:
-        """Make the first reference, or where there are no evaluations for a while foresee their cost; return `n`."""
+        """Make the first reference, or where there are no evaluations for a while foresee their
+        cost; return `n`.
+        """
         if self.policy.monitored is not None:
             self.refresh(evaluation, is_forced=True)
         elif self.ranks.leads and self.batch is not None and PLASTICITY in self.policy.needs:
@@ -124,7 +136,9 @@ class Evaluation:
         return interval_steps
 
     def request(self, evaluation: int, index: int) -> None:
-        """Request the plasticity of a layer module on the batch kept for it; what prevents that is journaled."""
+        """Request the plasticity of a layer module on the batch kept for it; what prevents that is
+        journaled.
+        """
         if self._is_stale(evaluation):
             return
         self.profile()
@@ -138,18 +152,26 @@ class Evaluation:
         assert self.evaluated is not None
         self.controller.submit(Request(ticket=ticket, batch=self.evaluated, activation=activation))
         wall_s, cpu_s = watch.read()
-        self._under_way[evaluation] = {"wall_s": wall_s, "cpu_s": cpu_s, "age": evaluation - (self._refreshed_at or 0)}
+        self._under_way[evaluation] = {
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "age": evaluation - (self._refreshed_at or 0),
+        }
         if self.timer.iteration_s > 0:
             self.budget.note_evaluation(wall_s / self.timer.iteration_s)
 
     def judge(self) -> Iterator[tuple[Decision, ...]]:
-        """Give finished readings to the policy, and yield what it decides on each; all processes have the same."""
+        """Give finished readings to the policy, and yield what it decides on each; all processes
+        have the same.
+        """
         own: list[Reading] = []
         if not self.has_given_up:
             self._take_in(self.controller.poll())
             own, self._finished = self._finished, []
         if self._work_shares is not None:
-            own = [replace(reading, work_share=self._work_shares[reading.module]) for reading in own]
+            own = [
+                replace(reading, work_share=self._work_shares[reading.module]) for reading in own
+            ]
         shared = own if self.ranks.is_alone else self.ranks.readings(own)
         for reading in own or shared:
             if reading.module != self.policy.monitored:
@@ -163,7 +185,9 @@ class Evaluation:
             yield judgement.decisions
 
     def refresh(self, evaluation: int, *, is_forced: bool = False) -> None:
-        """Bring the reference model up to date with the training weights, if that is due or forced."""
+        """Bring the reference model up to date with the training weights, if that
+        is due or forced.
+        """
         config, watch, leads = self.training.config, Stopwatch(), self.ranks.leads
         period = 0 if is_forced else config.reference.refresh_evaluations or self.policy.window
         is_old = self._is_stale(evaluation) or (self._evaluations_since_refresh or 0) >= period
@@ -177,37 +201,59 @@ class Evaluation:
         calibration = None if self.batch is None else self._rows(self.batch)
         if not leads or not self.controller.refresh(evaluation, model, calibration):
             return
-        self._evaluations_since_refresh, self._refreshed_at, self._refresh_cost = 0, evaluation, own_watch.read()
+        self._evaluations_since_refresh, self._refreshed_at, self._refresh_cost = (
+            0,
+            evaluation,
+            own_watch.read(),
+        )
         self._take_in(self.controller.poll())
         if period and self.timer.iteration_s > 0:
-            # A policy may ask for several in a row; what counts is how often they come in the long run.
+            # A policy may ask for several in a row; what counts is how often they come in the long
+            # run.
             usual = config.reference.refresh_evaluations or config.plasticity.window
             self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, max(period, usual))
 
     def fit_interval(self, interval_steps: int, index: int | None) -> int:
-        """Return the `n` that keeps evaluations of a layer module within their budget, and journal a change."""
+        """Return the `n` that keeps evaluations of a layer module within their budget, and journal
+        a change.
+        """
         evaluated, changed = None if self._reads_training else self.evaluated, None
         is_on_cpu = evaluated is not None and evaluated.autocast.device_type == "cpu"
         if index is not None and self._work_shares is not None and is_on_cpu:
             looked_at, samples = self._most_samples
             share = looked_at / samples * (1 if self.status.is_asynchronous else 2)
-            changed = self.budget.expect(count_iterations(sum(self._work_shares[: index + 1]), share), interval_steps)
+            changed = self.budget.expect(
+                count_iterations(sum(self._work_shares[: index + 1]), share), interval_steps
+            )
         changed = changed or self.budget.review(interval_steps)
-        return interval_steps if changed is None else self._change_interval(interval_steps, *changed)
+        return (
+            interval_steps if changed is None else self._change_interval(interval_steps, *changed)
+        )
 
     def lengthen_interval(self, interval_steps: int) -> int:
-        """Return the `n` that the policy is content with while it reads nothing, and journal a change."""
-        least = self.policy.least_interval_steps if isinstance(self.policy, Unhurried) and self.ranks.leads else 0
+        """Return the `n` that the policy is content with while it reads nothing, and journal a
+        change.
+        """
+        least = (
+            self.policy.least_interval_steps
+            if isinstance(self.policy, Unhurried) and self.ranks.leads
+            else 0
+        )
         if least <= interval_steps:
             return interval_steps
-        return self._change_interval(interval_steps, least, "what decides changes slowly from here on")
+        return self._change_interval(
+            interval_steps, least, "what decides changes slowly from here on"
+        )
 
     def _change_interval(self, before: int, after: int, reason: str) -> int:
-        self.recorder.write(IntervalChanged(step=self.recorder.step, before=before, after=after, reason=reason))
+        self.recorder.write(
+            IntervalChanged(step=self.recorder.step, before=before, after=after, reason=reason)
+        )
         return after
 
     def saved_s(self, rested: Mapping[int, float]) -> float | None:
-        """Return the seconds that layer modules save which are not updated any more; None where unknown.
+        """Return the seconds that layer modules save which are not updated any more; None where
+        unknown.
 
         Args:
             rested: for each of these modules the share of the steps to the end of the run.
@@ -215,16 +261,22 @@ class Evaluation:
         total_steps = self.training.total_steps
         if self._work_shares is None or total_steps is None or self.timer.iteration_s <= 0:
             return None
-        share = BACKWARD_SHARE * sum(self._work_shares[index] * rests for index, rests in rested.items())
+        share = BACKWARD_SHARE * sum(
+            self._work_shares[index] * rests for index, rests in rested.items()
+        )
         return share * self.timer.iteration_s * max(0, total_steps - self.recorder.step)
 
     def profile(self) -> list[float] | None:
-        """Count the operations of the forward pass, once, and return the share of each layer module; None: unknown."""
+        """Count the operations of the forward pass, once, and return the share of each layer
+        module; None: unknown.
+        """
         if self._is_profiled or self.batch is None:
             return self._work_shares
         self._is_profiled = True
         try:
-            if self._work_shares is None:  # else they were counted before the run was stopped, of another batch
+            if (
+                self._work_shares is None
+            ):  # else they were counted before the run was stopped, of another batch
                 model, batch = outline(self.training.model, self.batch)
                 self._work_shares = forward_shares(model, self.modules, batch)
         except CommunicationError:
@@ -232,15 +284,21 @@ class Evaluation:
         except Exception as error:
             self.recorder.fault("counting operations", error)
         if self._work_shares is not None:
-            self.recorder.write(ComputeProfiled(step=self.recorder.step, forward_shares=list(self._work_shares)))
+            self.recorder.write(
+                ComputeProfiled(step=self.recorder.step, forward_shares=list(self._work_shares))
+            )
         return self._work_shares
 
     def count_memory(self, batch: Batch | None, *, is_first: bool) -> None:
-        """Count, once, what an iteration keeps: before the first freeze, with a training batch or its first rows."""
+        """Count, once, what an iteration keeps: before the first freeze, with a training batch or
+        its first rows.
+        """
         whole = self.batch or batch
         if whole is not None and is_first and not self._is_counted:
             self._is_counted = True
-            scale = 1.0 if whole is self.batch else max(1.0, self._largest_call / (whole.num_rows or 1))
+            scale = (
+                1.0 if whole is self.batch else max(1.0, self._largest_call / (whole.num_rows or 1))
+            )
             count_memory(self.training, self.modules, whole, scale)
 
     def close(self, *, keeps_controller: bool = False) -> None:
@@ -283,32 +341,44 @@ class Evaluation:
         self._largest_call = max(self._largest_call, batch.num_rows or 1)
 
     def _rows(self, batch: Batch) -> Batch:
-        """Return what the reference reads: all of it where the training activation comes from the whole batch."""
+        """Return what the reference reads: all of it where the training activation comes from the
+        whole batch.
+        """
         whole = self._tap is not None or self._needs_whole_batch
         return batch.first_rows(None if whole else self._num_samples)
 
     def _is_stale(self, evaluation: int) -> bool:
-        """Return whether there is no reference, or none as new as the policy wants it just now: nothing to read by."""
+        """Return whether there is no reference, or none as new as the policy wants it just now:
+        nothing to read by.
+        """
         age = evaluation - (self._refreshed_at or 0)
         return self._evaluations_since_refresh is None or (self.policy.window == 1 and age > 1)
 
     def _note_rows(self, batch: Batch) -> None:
         self.evaluated = self._rows(batch)
-        self._most_samples = [*map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))]
+        self._most_samples = [
+            *map(max, self._most_samples, (self.evaluated.num_rows or 1, self._samples))
+        ]
 
     def _read_activation(self, evaluation: int, index: int) -> Tensor | None:
-        """Return the training activation of a layer module [B, ...]; None where there is none, which is journaled."""
+        """Return the training activation of a layer module [B, ...]; None where there is none,
+        which is journaled.
+        """
         module = self.modules[index]
         if self._armed is None or (self._tap is not None and self._armed != index):
             return None  # it became the monitored one at this very step: nothing was kept for it
         self._evaluations_since_refresh = (self._evaluations_since_refresh or 0) + 1
         if self.batch is None:
-            self._drop(evaluation, index, "the model was not called in training mode before this step")
+            self._drop(
+                evaluation, index, "the model was not called in training mode before this step"
+            )
             self._count_failure("the loop does not call the model in training mode")
             return None
         activation = self._capture(module, self.batch)
         if activation is None:
-            self._drop(evaluation, index, f"{module.tap} gave no floating-point tensor of two dimensions")
+            self._drop(
+                evaluation, index, f"{module.tap} gave no floating-point tensor of two dimensions"
+            )
             self._count_failure(f"layer module {module.name} gives no tensor to judge it by")
         return activation
 
@@ -323,7 +393,8 @@ class Evaluation:
             except Exception:
                 if self._needs_whole_batch:
                     raise
-                # Not every first dimension is one of samples: a graph, say, is no graph without half its nodes.
+                # Not every first dimension is one of samples: a graph, say, is no graph without
+                # half its nodes.
                 self._needs_whole_batch = True
                 return capture(self.training.model, module.tap, self._rows(batch))
 
@@ -355,12 +426,19 @@ class Evaluation:
         self._drop(result.evaluation, result.module, late if late and not is_lost else reason)
         if late or is_lost:
             return
-        self.recorder.warn("readings", f"egeria: a reading of plasticity was dropped: {reason}. Training continues.")
+        self.recorder.warn(
+            "readings",
+            f"egeria: a reading of plasticity was dropped: {reason}. Training continues.",
+        )
         if isinstance(result, EvaluationFailed):
-            self._count_failure(f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {reason}")
+            self._count_failure(
+                f"the last {FAILURES_BEFORE_GIVING_UP} evaluations failed: {reason}"
+            )
 
     def _record(self, event: Event) -> None:
-        """Write an event of the controller to the journal, with a warning where something fell short."""
+        """Write an event of the controller to the journal, with a warning where something fell
+        short.
+        """
         if isinstance(event, Declined):
             self.recorder.decline(event.what, event.reason)
         elif isinstance(event, FaultCaught):
@@ -368,18 +446,31 @@ class Evaluation:
             self._evaluations_since_refresh = None
             self._count_failure(f"the reference cannot be refreshed: {event.error}")
         elif isinstance(event, ReferenceRefreshed):
-            self.recorder.write(replace(event, wall_s=self._refresh_cost[0], cpu_s=self._refresh_cost[1]))
+            self.recorder.write(
+                replace(event, wall_s=self._refresh_cost[0], cpu_s=self._refresh_cost[1])
+            )
         else:
             self.recorder.write(event)
         if isinstance(event, RungTaken) and event.before:
-            logger.info("the reference model changes from %s to %s: %s", event.before, event.after, event.reason)
+            logger.info(
+                "the reference model changes from %s to %s: %s",
+                event.before,
+                event.after,
+                event.reason,
+            )
         elif isinstance(event, ControllerRestarted):
-            message = f"egeria: the controller process was replaced: {event.reason}. Training continues."
+            message = (
+                f"egeria: the controller process was replaced: {event.reason}. Training continues."
+            )
             self.recorder.warn("restarts of the controller", message)
 
     def _drop(self, evaluation: int, index: int, reason: str) -> None:
         """Journal an evaluation without a usable reading."""
-        self.recorder.write(ReadingDropped(step=self.recorder.step, evaluation=evaluation, module=index, reason=reason))
+        self.recorder.write(
+            ReadingDropped(
+                step=self.recorder.step, evaluation=evaluation, module=index, reason=reason
+            )
+        )
 
     def _count_failure(self, reason: str) -> None:
         self._num_failures += 1
@@ -388,13 +479,29 @@ class Evaluation:
             self._close_controller()
 
     def _close_controller(self) -> None:
-        """End the controller; what it had not handed over, or not finished, is journaled as dropped."""
+        """End the controller; what it had not handed over, or not finished, is journaled as
+        dropped.
+        """
         was_apart, self.status = self.status.is_asynchronous, self.controller.close()
-        late = [report for report in self.status.reports if isinstance(report, (Reading, ReadingDropped))]
+        late = [
+            report
+            for report in self.status.reports
+            if isinstance(report, (Reading, ReadingDropped))
+        ]
         for report in late:
-            reason = "the run ended before it was judged" if isinstance(report, Reading) else report.reason
+            reason = (
+                "the run ended before it was judged"
+                if isinstance(report, Reading)
+                else report.reason
+            )
             self._drop(report.evaluation, report.module, reason)
         if late and was_apart and not self._has_read and not self.has_given_up:
-            message = "egeria: the run ended before its controller process, which takes seconds to start, had given a "
-            message += 'reading, so nothing could freeze. Give attach controller="inline", or train for longer.'
+            message = (
+                "egeria: the run ended before its controller process, which takes seconds "
+                "to start, had given a "
+            )
+            message += (
+                'reading, so nothing could freeze. Give attach controller="inline", or '
+                "train for longer."
+            )
             self.recorder.warn("a short run", message)

@@ -32,14 +32,17 @@ from egeria.session.showing import outermost
 
 
 class ModelHooks:
-    """Watches the training calls of a model by one hook on the model itself: the loop calls what it always called.
+    """Watches the training calls of a model by one hook on the model itself: the loop calls what it
+    always called.
 
-    Calls in evaluation mode or without gradients, and passes of our own, go by unseen. Inside compiled code the hook
-    is left out; a model that is compiled as such runs it ahead of its graphs.
+    Calls in evaluation mode or without gradients, and passes of our own, go by unseen. Inside
+    compiled code the hook is left out; a model that is compiled as such runs it ahead of its
+    graphs.
 
     Args:
         model: without any wrapper.
-        parallel: how several processes train together; it learns from the first call what wraps the model.
+        parallel: how several processes train together; it learns from the first call what wraps the
+            model.
     """
 
     def __init__(self, model: nn.Module, parallel: ParallelStrategy) -> None:
@@ -59,7 +62,8 @@ class ModelHooks:
         self._observe: Callable[[Batch], None] | None = None
         self._notice: weakref.WeakMethod[Callable[[], None]] | None = None
         self.input_needs_grad = False
-        """Whether something in front of the model is in training, such as a soft prompt, as last looked at."""
+        """Whether something in front of the model is in training, such as a soft prompt, as last
+        looked at."""
         self.looks_at_input = True
         """Whether the next training call is looked at for that."""
         self._batch: Batch | None = None
@@ -74,7 +78,9 @@ class ModelHooks:
         module_name = type(self.model).forward.__module__ or ""  # None where torch.fx made it
         is_of_torch = module_name.startswith("torch.")  # which compiles its hooks too
         for module in (self.model, called) if called is not None and is_of_torch else (self.model,):
-            hook = module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            hook = module.register_forward_pre_hook(
+                self._before_forward, prepend=True, with_kwargs=True
+            )
             self._handles += [hook, PlainCopies(module)]
         self._handles += map(PlainCopies, self.model.modules())
 
@@ -89,25 +95,37 @@ class ModelHooks:
         """Hand the arguments of coming training calls to `keep`; None stops that."""
         self._keep = keep
 
-    def watch_with(self, wants: Callable[[], bool] | None, observe: Callable[[Batch], None] | None) -> None:
-        """Hand the arguments of those training calls to `observe` for which `wants` is true; None stops that."""
+    def watch_with(
+        self, wants: Callable[[], bool] | None, observe: Callable[[Batch], None] | None
+    ) -> None:
+        """Hand the arguments of those training calls to `observe` for which `wants` is true; None
+        stops that.
+        """
         self._wants, self._observe = wants, observe
 
     def call_before(self, before: Callable[[], None] | None, *, each: bool = True) -> None:
-        """Call `before` ahead of each training call, or of the first in the last step of an interval; None: of none."""
+        """Call `before` ahead of each training call, or of the first in the last step of an
+        interval; None: of none.
+        """
         self._before, self._checks_each = before, each
 
     def skip_with(self, skip: Callable[[Callable[[], Any], Batch], Any] | None) -> None:
-        """Let `skip` make the forward passes: it is given the model's own and its arguments; None stops that."""
+        """Let `skip` make the forward passes: it is given the model's own and its arguments; None
+        stops that.
+        """
         attributes, self._skip = vars(self.model), skip
         mine = isinstance(attributes.get("forward"), SkippingForward)
         if skip is not None and not mine:
-            attributes["forward"] = SkippingForward(self, self.model.forward, attributes.get("forward"))
+            attributes["forward"] = SkippingForward(
+                self, self.model.forward, attributes.get("forward")
+            )
         elif skip is None and mine:
             attributes.pop("forward").restore(attributes)
 
     def when_compiled(self, notice: Callable[[], None]) -> None:
-        """Call a method once calls turn out to be compiled, before the first of them is, if its owner still lives."""
+        """Call a method once calls turn out to be compiled, before the first of them is, if its
+        owner still lives.
+        """
         self._notice = weakref.WeakMethod(notice)
 
     def note_compiled(self) -> None:
@@ -125,7 +143,9 @@ class ModelHooks:
         return self._skip(call, batch)
 
     @run_uncompiled
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """See a call of the model; the function itself is never compiled."""
         if torch.compiler.is_compiling() or is_own_pass():
             return
@@ -133,13 +153,17 @@ class ModelHooks:
         disable: Any = torch.compiler.disable
         prepare = disable(self._prepare) if is_called_compiled else self._prepare
         try:
-            if "_is_replica" in model.__dict__:  # `DataParallel` was put around the model after `attach`
+            if (
+                "_is_replica" in model.__dict__
+            ):  # `DataParallel` was put around the model after `attach`
                 raise HarmfulFreezeError(COPIES)
             prepare(args, kwargs, is_called_compiled)
         except Exception as error:
             self._batch, self.failure, self.needs_check = None, error.with_traceback(None), True
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool) -> None:
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_called_compiled: bool
+    ) -> None:
         self._batch = None
         if is_called_compiled or self.model._compiled_call_impl is not None:
             self.note_compiled()
@@ -164,7 +188,9 @@ class ModelHooks:
         if looks:
             self.input_needs_grad = tree.requires_grad((args, kwargs))
         if self._parallel.see_call():
-            raise OutOfStepError(JOINED)  # all processes see it at the same call, so that none has to tell the others
+            raise OutOfStepError(
+                JOINED
+            )  # all processes see it at the same call, so that none has to tell the others
         if self._before is not None and (looks or self._checks_each):
             self._before()
 
@@ -200,7 +226,9 @@ class SkippingForward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What the user trains, as `attach` was given it, with whom, and where what happens is noted."""
+    """What the user trains, as `attach` was given it, with whom, and where what
+    happens is noted.
+    """
 
     model: nn.Module
     """Without any wrapper."""
@@ -212,7 +240,8 @@ class Training:
     ranks: Ranks
     recorder: Recorder
     norms: dict[str, bool] = field(default_factory=dict)
-    """For each normalisation layer whether it came trained; of a resumed run, when that first began."""
+    """For each normalisation layer whether it came trained; of a resumed run, when that first
+    began."""
 
     @property
     def policy_name(self) -> str:
@@ -232,49 +261,73 @@ class Training:
         return is_sharded(self.model)
 
     def keeps_in_training(self, module: LayerModule) -> bool:
-        """Return whether a freeze would leave all that trains in a layer module in training, as tied weights."""
+        """Return whether a freeze would leave all that trains in a layer module in training, as
+        tied weights.
+        """
         return self.config.freezing.tied == "keep" and trains_elsewhere(self.model, module)
 
     def count_pretrained(self, modules: Sequence[LayerModule]) -> int:
-        """Return how many front layer modules came trained, by themselves or by `policy.pretrained`."""
+        """Return how many front layer modules came trained, by themselves or by
+        `policy.pretrained`.
+        """
         given = self.config.policy.pretrained
-        return count_pretrained(self.norms, modules) if given == "auto" else len(modules) * bool(given)
+        return (
+            count_pretrained(self.norms, modules) if given == "auto" else len(modules) * bool(given)
+        )
 
     def parse(self, seen: CallOrder | None = None) -> tuple[LayerModule, ...]:
         """Return the layer modules, in the order of execution where that is known."""
         settings = settings_of_cut(asdict(self.config.modules), is_pretrained=self.is_pretrained)
         if seen is None:
             return parse_modules(self.model, **settings)
-        return parse_modules(self.model, order=seen.order, returned_to=seen.returned_to, uses=seen.uses, **settings)
+        return parse_modules(
+            self.model, order=seen.order, returned_to=seen.returned_to, uses=seen.uses, **settings
+        )
 
     def check_state(self, policy_name: str, modules: Sequence[LayerModule] | None) -> None:
-        """Raise StateError if a saved state is of another policy, or of a model with other parameters."""
+        """Raise StateError if a saved state is of another policy, or of a model with other
+        parameters.
+        """
         if policy_name != self.policy_name:
             raise StateError(
-                f"A run goes on under the policy it began with; this state is of {policy_name!r}, and the run has "
-                f"{self.policy_name!r}. Give policy={policy_name!r}, or go on without loading the state."
+                f"A run goes on under the policy it began with; this state is of {policy_name!r}, "
+                "and the run has "
+                f"{self.policy_name!r}. Give policy={policy_name!r}, or go on without loading the "
+                "state."
             )
         ours = {name for name, _ in self.model.named_parameters()}
-        theirs = ours if modules is None else {name for module in modules for name in module.parameters}
+        theirs = (
+            ours if modules is None else {name for module in modules for name in module.parameters}
+        )
         if theirs != ours:
             raise StateError(
-                f"A run's state fits the model it was saved from; this state is of another model, which differs in "
-                f"{', '.join(sorted(theirs ^ ours)[:3])}. Attach the model that the state was saved from."
+                "A run's state fits the model it was saved from; this state is of another model, "
+                "which differs in "
+                f"{', '.join(sorted(theirs ^ ours)[:3])}. Attach the model that the state was "
+                "saved from."
             )
 
     def learning_rate(self, modules: Sequence[LayerModule]) -> float:
-        """Return the largest rate of the groups that train what may freeze; of all groups where there are none.
+        """Return the largest rate of the groups that train what may freeze; of all groups where
+        there are none.
 
         A group without one (`lr` is None: `Adafactor` of transformers finds it by itself) has 0.
         """
-        own = {id(parameter) for parameters in parameters_of(self.model, modules[:-1]) for parameter in parameters}
+        own = {
+            id(parameter)
+            for parameters in parameters_of(self.model, modules[:-1])
+            for parameter in parameters
+        }
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        fitting = [group for group in groups if any(id(parameter) in own for parameter in group["params"])]
+        fitting = [
+            group for group in groups if any(id(parameter) in own for parameter in group["params"])
+        ]
         return max(float(group.get("lr") or 0.0) for group in fitting or groups)
 
 
 UNDONE = (
-    "the loop switched gradients of frozen layers on, as `disable_adapter` and `set_adapter` of PEFT do for all "
+    "the loop switched gradients of frozen layers on, as `disable_adapter` and `set_adapter` of "
+    "PEFT do for all "
     "adapters, and loops of a GAN for its discriminator: it has the last word"
 )
 
@@ -288,10 +341,12 @@ def watch_order(
 ) -> OrderRecorder | OrderOfBatch | None:
     """Record the order in which the layers run in the coming forward pass.
 
-    In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded there; not `again`,
-    where a resumed run only asks how the model is checkpointed now.
+    In a compiled model hooks do not fire: a forward pass of our own on the same batch is recorded
+    there; not `again`, where a resumed run only asks how the model is checkpointed now.
     """
-    names = dict.fromkeys([*(name for m in modules for name in m.submodules), *names_of_reused(training.model)])
+    names = dict.fromkeys(
+        [*(name for m in modules for name in m.submodules), *names_of_reused(training.model)]
+    )
     if training.hooks.is_compiled:
         return None if again else OrderOfBatch(training.model, names, training.hooks.keep_next)
     return OrderRecorder(training.model, names, in_training=True)
@@ -311,11 +366,22 @@ def check_calls(training: Training, order: OrderRecorder | OrderOfBatch | None) 
     reason = training.parallel.refusal()
     if not hooks.num_calls:
         parts = outermost(training.model, order.called_alone if order else ())
-        found = f"the loop calls parts of it ({', '.join(parts[:3])})" if parts else "no call in training mode was seen"
-        way_out = "Call the model itself in the loop, model(inputs), or attach the part that is called"
+        found = (
+            f"the loop calls parts of it ({', '.join(parts[:3])})"
+            if parts
+            else "no call in training mode was seen"
+        )
+        way_out = (
+            "Call the model itself in the loop, model(inputs), or attach the part that is called"
+        )
         if any(kind.__name__ == "LightningModule" for kind in type(training.model).__mro__):
             part = parts[0] if parts else "the name of a part"
-            way_out = f"Call self(inputs) in training_step, or name the part that is called: EgeriaCallback({part!r})"
-        reason = f"the model was not called in training mode before the first step: {found}. {way_out}"
+            way_out = (
+                "Call self(inputs) in training_step, or name the part that is called: "
+                f"EgeriaCallback({part!r})"
+            )
+        reason = (
+            f"the model was not called in training mode before the first step: {found}. {way_out}"
+        )
     if reason:
         raise HarmfulFreezeError(reason)

@@ -1,4 +1,6 @@
-"""What a run hands out beside itself: `run.model`, which stands for the model, and `run.packed`, its state."""
+"""What a run hands out beside itself: `run.model`, which stands for the model, and `run.packed`,
+its state.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ if TYPE_CHECKING:  # it takes half a second to import
 
 
 class ModelHandle(nn.Module):
-    """Stands for a model: same parameters, submodules, state and attributes; calls go to the wrapper, if it has one.
+    """Stands for a model: same parameters, submodules, state and attributes; calls go to the
+    wrapper, if it has one.
 
-    A bare model in a job of several processes is wrapped in `DistributedDataParallel` when the handle is called.
-    The handle shares the tables of the model itself, so that names, `state_dict` and `.to()` are the model's own.
+    A bare model in a job of several processes is wrapped in `DistributedDataParallel` when the
+    handle is called. The handle shares the tables of the model itself, so that names, `state_dict`
+    and `.to()` are the model's own.
     """
 
     def __init__(self, hooks: ModelHooks, parallel: ParallelStrategy) -> None:
@@ -31,7 +35,9 @@ class ModelHandle(nn.Module):
         super().__init__()
         model = hooks.model
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            attributes[table] = getattr(model, table)  # of what torch.jit.trace made they are not in its `__dict__`
+            attributes[table] = getattr(
+                model, table
+            )  # of what torch.jit.trace made they are not in its `__dict__`
         attributes |= {"_bare": model, "_hooks": hooks, "_parallel": parallel}
 
     @property
@@ -46,8 +52,12 @@ class ModelHandle(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
-        if torch.compiler.is_compiling():  # only in this very function does that leave the handle out
-            torch._dynamo.skip_frame("egeria: a handle is called as it is, and what it calls is compiled")
+        if (
+            torch.compiler.is_compiling()
+        ):  # only in this very function does that leave the handle out
+            torch._dynamo.skip_frame(
+                "egeria: a handle is called as it is, and what it calls is compiled"
+            )
         called, disable = self._parallel.called, cast(Any, torch.compiler.disable)
         if called is None:
             is_training = self._bare.training and torch.is_grad_enabled()
@@ -92,7 +102,8 @@ class ModelHandle(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
-            "run.model is a handle on the attached model and is not copied itself. Copy the model you gave to attach."
+            "run.model is a handle on the attached model and is not copied itself. Copy the model "
+            "you gave to attach."
         )
 
     def __reduce__(self) -> Any:
@@ -105,10 +116,11 @@ class ModelHandle(nn.Module):
 class Packed:
     """The state of a run in one piece.
 
-    `torch.distributed.checkpoint` takes states apart and loads them entry by entry into a state that has the same
-    entries; those of a run come and go. In one piece there is one entry, and all processes load the same. It must be
-    that of the first: save with `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions,
-    but not the reference model and what was measured since the last evaluation, which are made again then.
+    `torch.distributed.checkpoint` takes states apart and loads them entry by entry into a state
+    that has the same entries; those of a run come and go. In one piece there is one entry, and all
+    processes load the same. It must be that of the first: save with
+    `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions, but not the
+    reference model and what was measured since the last evaluation, which are made again then.
     """
 
     def __init__(self, run: Stateful) -> None:

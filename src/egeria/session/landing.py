@@ -1,4 +1,6 @@
-"""The course of a landing: what happens to layer modules between the decision to freeze them and the freeze."""
+"""The course of a landing: what happens to layer modules between the decision to freeze them and
+the freeze.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ WHAT = "landing"
 INTERVALS = 10
 """That a landing takes where the length of the training is unknown."""
 MOST_PAIRS, STEPS_PER_PAIR = 16, 4
-"""Pairs of steps on which the average is checked: one for so many steps of the landing, at most 16. 16 batches give
-about 2,000 samples to normalisation, which is what its statistics need (Wu and Johnson 2021: 1,000 to 10,000)."""
+"""Pairs of steps on which the average is checked: one for so many steps of the landing, at most 16.
+16 batches give about 2,000 samples to normalisation, which is what its statistics need (Wu and
+Johnson 2021: 1,000 to 10,000)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,22 +67,26 @@ class _Course:
 
     @property
     def is_turn_of_average(self) -> bool:
-        """Whether the coming step is made with the average: raw, average, average, raw, and so on."""
+        """Whether the coming step is made with the average: raw, average,
+        average, raw, and so on.
+        """
         return self.done >= self.num_steps and (self.done - self.num_steps) % 4 in (1, 2)
 
 
 class Landing:
-    """Takes the noise of their last steps out of layer modules before they freeze (`freezing.landing`).
+    """Takes the noise of their last steps out of layer modules before they freeze
+    (`freezing.landing`).
 
-    For `num_steps` optimizer steps the weights are averaged, or the rate of the modules goes linearly to zero: at step
-    `k`, counted from 0, it is `1 - k / num_steps` of what it would be. Then they are held, and the loop's own steps are
-    made in turns with the weights as trained and with the average; that is taken unless the loss was worse with it by
-    more than its noise. Batch normalisation gets the mean statistics of the batches that the average saw in training
-    mode. At the end of an interval the modules then freeze. What is decided meanwhile lands after that.
+    For `num_steps` optimizer steps the weights are averaged, or the rate of the modules goes
+    linearly to zero: at step `k`, counted from 0, it is `1 - k / num_steps` of what it would be.
+    Then they are held, and the loop's own steps are made in turns with the weights as trained and
+    with the average; that is taken unless the loss was worse with it by more than its noise. Batch
+    normalisation gets the mean statistics of the batches that the average saw in training mode. At
+    the end of an interval the modules then freeze. What is decided meanwhile lands after that.
 
-    The average is in the model from a training call to the `run.step` behind it only. A fault of ours ends a landing,
-    and the modules freeze as trained. In models in parts a state continues in the process that saved it; in others the
-    average begins anew.
+    The average is in the model from a training call to the `run.step` behind it only. A fault of
+    ours ends a landing, and the modules freeze as trained. In models in parts a state continues in
+    the process that saved it; in others the average begins anew.
 
     Args:
         training: what is trained.
@@ -124,7 +131,8 @@ class Landing:
         return [entry.module for entry in (*self._under_way, *self._queue)]
 
     def takes(self, decided: Decided, depth: int) -> bool:
-        """Begin to land the front up to a layer module, or have it wait; return False where it is to freeze at once.
+        """Begin to land the front up to a layer module, or have it wait; return False where it is
+        to freeze at once.
 
         Args:
             decided: which was decided to freeze.
@@ -134,7 +142,9 @@ class Landing:
         if self._course is not None and self._course.began_at != step:
             self._queue.append(replace(decided, is_journaled=True))
             reason = "the layer modules in front of it land first"
-            self._recorder.write(FreezeWaits(step=step, module=decided.module, name=name, reason=reason))
+            self._recorder.write(
+                FreezeWaits(step=step, module=decided.module, name=name, reason=reason)
+            )
             return True
         course = self._plan(decided, depth)
         if course is None:
@@ -159,7 +169,12 @@ class Landing:
     def before_forward(self) -> None:
         """Put the average in place for a training call, where it is its turn."""
         course, average = self._course, self._average
-        if course is None or average is None or average.is_in_place or not course.is_turn_of_average:
+        if (
+            course is None
+            or average is None
+            or average.is_in_place
+            or not course.is_turn_of_average
+        ):
             return
         if not course.has_failed:
             watch = Stopwatch()
@@ -182,7 +197,9 @@ class Landing:
             self._guard(lambda: self._follow(loss))
 
     def finish(self) -> list[Decided]:
-        """At the end of an interval, end what is over; return what is to freeze now. All processes call this."""
+        """At the end of an interval, end what is over; return what is to freeze now. All processes
+        call this.
+        """
         course = self._course
         if course is None:
             return []
@@ -190,7 +207,9 @@ class Landing:
         if course.is_over and self._average is not None and not course.has_failed:
             pairs = self._pairs()
             self._guard(self._prepare)
-        rows = self._training.ranks.gather(Subject.LANDING, (course.has_failed, course.is_over, pairs))
+        rows = self._training.ranks.gather(
+            Subject.LANDING, (course.has_failed, course.is_over, pairs)
+        )
         has_failed = any(row[0] for row in rows)
         if not has_failed and not course.is_over:
             return []
@@ -225,23 +244,33 @@ class Landing:
             self._end("cancelled", reason)
 
     def let_go(self) -> None:
-        """Leave the weights as they are, those of a state that was loaded into the model maybe, and forget others."""
+        """Leave the weights as they are, those of a state that was loaded into the model maybe, and
+        forget others.
+        """
         if self._average is not None:
             self._average.keep()
 
     def describe(self) -> str:
         """Return what lands and for how long, as text that is the same in all processes."""
         course = self._course
-        return "" if course is None else f"{self.decided} {course.mode} {course.began_at} {course.num_steps}"
+        return (
+            ""
+            if course is None
+            else f"{self.decided} {course.mode} {course.began_at} {course.num_steps}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to land as if it had not stopped; empty where nothing lands."""
+        """Return what a resumed run needs to land as if it had not stopped; empty where nothing
+        lands.
+        """
         if self._course is None:
             return {}
         ranks, losses = self._training.ranks, to_floats([loss for _, loss in self._losses])
         return {
             "course": asdict(self._course),
-            "decided": [[asdict(entry) for entry in part] for part in (self._under_way, self._queue)],
+            "decided": [
+                [asdict(entry) for entry in part] for part in (self._under_way, self._queue)
+            ],
             "names": list(self._names),
             "losses": [[turn, loss] for (turn, _), loss in zip(self._losses, losses, strict=True)],
             "average": None if self._average is None else self._average.state_dict(),
@@ -252,7 +281,9 @@ class Landing:
         """Go on from a saved state."""
         if not state:
             return
-        self._under_way, self._queue = ([Decided(**entry) for entry in part] for part in state["decided"])
+        self._under_way, self._queue = (
+            [Decided(**entry) for entry in part] for part in state["decided"]
+        )
         self._course, self._names = _Course(**state["course"]), tuple(state["names"])
         self._open()
         self._losses = [(bool(turn), float(loss)) for turn, loss in state["losses"]]
@@ -261,8 +292,14 @@ class Landing:
             self._average.load_state_dict(state["average"])
 
     def _plan(self, decided: Decided, depth: int) -> _Course | None:
-        """Return how the front up to a layer module is to land; None where it is to freeze as it is."""
-        step, settings, total_steps = self._recorder.step, self._settings, self._training.total_steps
+        """Return how the front up to a layer module is to land; None where it is to freeze as it
+        is.
+        """
+        step, settings, total_steps = (
+            self._recorder.step,
+            self._settings,
+            self._training.total_steps,
+        )
         if settings.landing == "none" or not self._trained(depth, decided.module + 1):
             return None
         num_steps = INTERVALS * self._interval_steps()
@@ -272,27 +309,42 @@ class Landing:
         num_pairs = 0 if settings.landing == "anneal" else pairs
         takes = num_steps + 2 * num_pairs
         if total_steps is not None and step + takes >= total_steps:
-            reason = f"it takes {takes} steps, and {total_steps - step} are left from step {step} on"
+            reason = (
+                f"it takes {takes} steps, and {total_steps - step} are left from step {step} on"
+            )
             self._recorder.decline(WHAT, f"{reason}; layer modules freeze as they are")
             return None
-        return _Course(mode=settings.landing, num_steps=num_steps, num_pairs=num_pairs, began_at=step)
+        return _Course(
+            mode=settings.landing, num_steps=num_steps, num_pairs=num_pairs, began_at=step
+        )
 
     def _open(self) -> None:
-        """Watch the steps of a landing; it ends where an optimizer takes no hooks, which was declined then."""
+        """Watch the steps of a landing; it ends where an optimizer takes no hooks, which was
+        declined then.
+        """
         course, training = self._course, self._training
         assert course is not None
         if self._steps is None:
             self._steps = ScaledSteps(training, self._factors, self._spend, WHAT)
         course.has_failed = course.has_failed or self._steps.hooks.is_closed
         if course.mode != "anneal":
-            landing = [module for module in self._modules if not set(module.parameters).isdisjoint(self._names)]
+            landing = [
+                module
+                for module in self._modules
+                if not set(module.parameters).isdisjoint(self._names)
+            ]
             submodules = [name for module in landing for name in module.submodules]
             self._average = AveragedWeights(training.model, self._names, submodules)
 
     def _trained(self, first: int, last: int) -> list[str]:
         """Return the names of the parameters that a freeze of some layer modules would freeze."""
         front = self._modules[first:last]
-        kept = {name for module in front for name in module.shared_parameters if self._settings.tied == "keep"}
+        kept = {
+            name
+            for module in front
+            for name in module.shared_parameters
+            if self._settings.tied == "keep"
+        }
         own = [name for module in front for name in module.parameters if name not in kept]
         return [name for name in own if self._training.model.get_parameter(name).requires_grad]
 
@@ -324,7 +376,9 @@ class Landing:
             average.take_out()
 
     def _prepare(self) -> None:
-        """Put the average in place with its statistics; what can fail has failed before the processes agree on it."""
+        """Put the average in place with its statistics; what can fail has failed before the
+        processes agree on it.
+        """
         assert self._average is not None
         self._put_in()
         self._average.use_statistics()
@@ -338,10 +392,16 @@ class Landing:
 
     def _end(self, outcome: str, reason: str, found: Comparison | None = None) -> list[Decided]:
         decided, module = self._under_way, self._under_way[-1].module
-        numbers = {} if found is None else {name: getattr(found, name) for name in Comparison._fields[:-1]}
+        numbers = (
+            {}
+            if found is None
+            else {name: getattr(found, name) for name in Comparison._fields[:-1]}
+        )
         step, name = self._recorder.step, self._modules[module].name
         self._clear()
-        event = LandingEnded(step=step, module=module, name=name, outcome=outcome, reason=reason, **numbers)
+        event = LandingEnded(
+            step=step, module=module, name=name, outcome=outcome, reason=reason, **numbers
+        )
         self._recorder.write(event)
         return decided
 
@@ -349,7 +409,13 @@ class Landing:
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()
-        self._course, self._average, self._under_way, self._names, self._losses = None, None, [], (), []
+        self._course, self._average, self._under_way, self._names, self._losses = (
+            None,
+            None,
+            [],
+            (),
+            [],
+        )
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
@@ -374,9 +440,15 @@ def _outcome(found: Comparison | None, has_failed: bool, mode: str) -> tuple[str
     if has_failed:
         return (
             "failed",
-            "it could not be carried out, for a fault or a reason that was declined with: frozen as trained",
+            "it could not be carried out, for a fault or a reason that was declined with: frozen "
+            "as trained",
         )
     if found is not None and found.reason:
         return "undone", found.reason
-    reasons = {"anneal": "its learning rate has come down to 0", "average": "frozen at the average of its weights"}
-    return "landed", reasons.get(mode, "frozen at the average of its weights, its learning rate come down to 0")
+    reasons = {
+        "anneal": "its learning rate has come down to 0",
+        "average": "frozen at the average of its weights",
+    }
+    return "landed", reasons.get(
+        mode, "frozen at the average of its weights, its learning rate come down to 0"
+    )

@@ -1,4 +1,6 @@
-"""What happens at each step of the user's loop: intervals, evaluations, decisions, and failures of ours."""
+"""What happens at each step of the user's loop: intervals, evaluations, decisions, and failures of
+ours.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +42,25 @@ from egeria.session.parts import CutParts, PartsMaker
 from egeria.session.ranks import LostError, OutOfStepError
 from egeria.session.skipping import COMPILED, begin_skipping
 
-POLLS_PER_INTERVAL = 4  # how often several processes ask each other for readings of a controller process
+POLLS_PER_INTERVAL = (
+    4  # how often several processes ask each other for readings of a controller process
+)
 FAULTS_BEFORE_GIVING_UP = 3
 
 
 class Session:
     """Counts the steps of a run, and evaluates, freezes and thaws between them.
 
-    None of it may stop or change the user's training: a failure is journaled and, if it repeats, everything thaws.
+    None of it may stop or change the user's training: a failure is journaled and, if it repeats,
+    everything thaws.
 
     Args:
         training: what is trained.
         cut: of the model into layer modules; None for one that is only watched.
         interval_steps: `n` at the beginning.
         make_policy: makes the policy for a cut.
-        make_controller: makes the controller for the layer modules of a cut; may ask how many seconds are left.
+        make_controller: makes the controller for the layer modules of a cut; may ask how many
+            seconds are left.
         loader: of the user; with the cache its samples are followed.
         scheduler: of the user; read for the learning rates to come.
     """
@@ -71,26 +77,52 @@ class Session:
         scheduler: Any,
     ) -> None:
         self.training, self.ranks, self.recorder = training, training.ranks, training.recorder
-        self.timer, self.clock = IterationTimer(training.total_steps), IntervalClock(interval_steps=interval_steps)
+        self.timer, self.clock = (
+            IterationTimer(training.total_steps),
+            IntervalClock(interval_steps=interval_steps),
+        )
         self.compiling = Compiling(training.hooks, self.recorder)
-        self.budget = Budget(training.config.controller.budget_share, training.config.plasticity.window)
+        self.budget = Budget(
+            training.config.controller.budget_share, training.config.plasticity.window
+        )
         self.skipping = begin_skipping(training, loader, self.timer.take_out) if cut else None
         """Skips the frozen forward pass; None leaves it as it is."""
         self._maker = PartsMaker(
-            training, make_policy, make_controller, self.compiling, self.budget, self.timer, lambda: self.clock
+            training,
+            make_policy,
+            make_controller,
+            self.compiling,
+            self.budget,
+            self.timer,
+            lambda: self.clock,
         )
         self.parts = self._maker.make(cut) if cut else None
         self.modules = cut.modules if cut else ()
         """The layer modules, front to back; kept after the parts are released."""
-        # What the first process measures holds for all; where each has a part of the parameters, each measures that.
-        needs = self.parts.policy.needs if self.parts and (self.ranks.leads or training.is_sharded) else ()
-        self.meter = IntervalMeter(training, Measures(training, needs, scheduler, self.timer.take_out), self.timer)
+        # What the first process measures holds for all; where each has a part of the parameters,
+        # each measures that.
+        needs = (
+            self.parts.policy.needs
+            if self.parts and (self.ranks.leads or training.is_sharded)
+            else ()
+        )
+        self.meter = IntervalMeter(
+            training, Measures(training, needs, scheduler, self.timer.take_out), self.timer
+        )
         self.steps = StepCounter(training, self.meter, self.timer.take_out)
         """Recognises calls of `run.step` that count no step."""
         sets_rates = self.parts is not None and isinstance(self.parts.policy, Annealing)
-        self._rates = LayerRates(self.training, self._wanted_rates, self.timer.take_out) if sets_rates else None
+        self._rates = (
+            LayerRates(self.training, self._wanted_rates, self.timer.take_out)
+            if sets_rates
+            else None
+        )
         self._is_cut_to_order = False
-        self._order = watch_order(self.training, self.modules, again=self._is_cut_to_order) if self.parts else None
+        self._order = (
+            watch_order(self.training, self.modules, again=self._is_cut_to_order)
+            if self.parts
+            else None
+        )
         """Records the execution order until the first forward pass has shown it."""
         self._past_controller_cpu_s, self._faults_in_a_row = 0.0, dict[str, int]()
         self.training.hooks.when_compiled(self._note_compiled)
@@ -101,7 +133,9 @@ class Session:
     @property
     def controller_cpu_s(self) -> float:
         """CPU seconds of controller processes so far."""
-        return self._past_controller_cpu_s + (self.parts.evaluation.status.cpu_s if self.parts else 0.0)
+        return self._past_controller_cpu_s + (
+            self.parts.evaluation.status.cpu_s if self.parts else 0.0
+        )
 
     @property
     def frozen(self) -> int:
@@ -128,7 +162,9 @@ class Session:
         seconds = self.compiling.look(self.clock.step)
         self.timer.add_overhead(seconds, seconds)
         if self.parts is not None and self.training.hooks.needs_check:
-            self._guard("following the calls of the model", partial(check_calls, self.training, self._order))
+            self._guard(
+                "following the calls of the model", partial(check_calls, self.training, self._order)
+            )
         if self._order is not None:
             self._guard("ordering the layer modules", self._settle_order)
         if ends_interval or self._may_have_readings:
@@ -168,22 +204,40 @@ class Session:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; StateError where it belongs to another model or policy, and nothing has changed."""
-        saved, budget, counted, rates = state["engine"], state["budget"], state["accumulation"], state["rates"]
-        measured = {name: state[name] for name in ("losses", "held_losses", "iteration_s", "measures")}
+        """Restore a saved state; StateError where it belongs to another model or policy, and
+        nothing has changed.
+        """
+        saved, budget, counted, rates = (
+            state["engine"],
+            state["budget"],
+            state["accumulation"],
+            state["rates"],
+        )
+        measured = {
+            name: state[name] for name in ("losses", "held_losses", "iteration_s", "measures")
+        }
         clock = IntervalClock.from_state(state)
-        modules = None if saved is None else tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
-        is_needed = self.parts is not None and bool(clock.step or self.clock.step)  # else nothing was decided
+        modules = (
+            None
+            if saved is None
+            else tuple(LayerModule.from_dict(entry) for entry in saved["modules"])
+        )
+        is_needed = self.parts is not None and bool(
+            clock.step or self.clock.step
+        )  # else nothing was decided
         self.training.check_state(state["policy_name"], modules if is_needed else None)
         if modules is None:
             self._release()
         elif not self.modules:
             raise StateError(
-                "A run's state fits the model it was saved from; that one was cut into layer modules, and this one is "
+                "A run's state fits the model it was saved from; that one was cut into layer "
+                "modules, and this one is "
                 "not. Attach the same model with the same configuration, then load."
             )
         elif self.parts is None:
-            self.recorder.decline("freezing", "it has ended for good in this run, also where that is rolled back")
+            self.recorder.decline(
+                "freezing", "it has ended for good in this run, also where that is rolled back"
+            )
         elif is_needed:
             parts, cut = self._maker.resume(modules, saved, state["norms"])
             self.parts.applier.landing.let_go()
@@ -201,42 +255,58 @@ class Session:
         self.steps.load_state_dict(counted)
         if self._rates is not None:
             self._rates.load_state_dict(rates)
-        self.meter.measures.begin(clock.step, self.parts.policy.needs if self.parts else (), self.modules)
+        self.meter.measures.begin(
+            clock.step, self.parts.policy.needs if self.parts else (), self.modules
+        )
         self._prepare_step()
 
     @property
     def _may_have_readings(self) -> bool:
-        """Whether to poll for readings at this step: whenever one may come; among several processes a few times."""
+        """Whether to poll for readings at this step: whenever one may come; among several processes
+        a few times.
+        """
         if self.parts is None or self.ranks.is_lost:
             return False
         if self.ranks.is_alone:
-            return self.parts.evaluation.status.is_asynchronous and not self.parts.evaluation.has_given_up
+            return (
+                self.parts.evaluation.status.is_asynchronous
+                and not self.parts.evaluation.has_given_up
+            )
         return self.ranks.leader_is_apart and self.clock.is_at_part(POLLS_PER_INTERVAL)
 
     def _end_interval(self) -> None:
         rate, parts = self.training.learning_rate(self.modules), self.parts
         shares = parts.evaluation.profile() if parts and WORTH in parts.policy.needs else None
-        interval = self.meter.take(self.clock, self.modules, self.frozen, rate, self.periods, work_shares=shares)
+        interval = self.meter.take(
+            self.clock, self.modules, self.frozen, rate, self.periods, work_shares=shares
+        )
         if parts is None or self.ranks.is_lost:
             return
         if parts.applier.is_undone:
             raise HarmfulFreezeError(UNDONE)
         evaluation, decisions = parts.evaluation, parts.policy.observe_interval(interval)
-        batch, rehearsed = None, (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods
+        batch, rehearsed = (
+            None,
+            (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods,
+        )
         if any(isinstance(decision, rehearsed) for decision in decisions):
             evaluation.profile()
             batch = evaluation.batch  # to rehearse on what no reading led to
         self._apply(parts, decisions, batch)
         parts.applier.land(evaluation.batch or evaluation.evaluated)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
-            self.clock.interval_steps = evaluation.begin(self.clock.evaluation, self.clock.interval_steps)
+            self.clock.interval_steps = evaluation.begin(
+                self.clock.evaluation, self.clock.interval_steps
+            )
         elif interval.loss is not None:
             self._evaluate(parts)
         evaluation.disarm()
         self.meter.measures.begin(self.clock.step, parts.policy.needs, self.modules)
 
     def _evaluate(self, parts: CutParts) -> None:
-        """Request an evaluation, take in finished ones, and refresh the reference model if that is due."""
+        """Request an evaluation, take in finished ones, and refresh the reference model if that is
+        due.
+        """
         clock, evaluation, monitored = self.clock, parts.evaluation, parts.policy.monitored
         if monitored is None:
             clock.interval_steps = evaluation.lengthen_interval(clock.interval_steps)
@@ -247,7 +317,9 @@ class Session:
         if requests or self.training.is_sharded:
             evaluation.refresh(clock.evaluation)
         if requests:
-            clock.interval_steps = evaluation.fit_interval(clock.interval_steps, parts.policy.monitored)
+            clock.interval_steps = evaluation.fit_interval(
+                clock.interval_steps, parts.policy.monitored
+            )
 
     def _take_in_readings(self) -> None:
         """Apply what the policy decides on finished readings."""
@@ -264,27 +336,43 @@ class Session:
             if freezes:
                 parts.evaluation.count_memory(batch, is_first=not parts.applier.depth)
                 modules = [*parts.applier.waiting, *(freeze.module for freeze in freezes)]
-                parts.applier.freeze(freezes, batch, parts.evaluation.saved_s(dict.fromkeys(modules, 1.0)))
+                parts.applier.freeze(
+                    freezes, batch, parts.evaluation.saved_s(dict.fromkeys(modules, 1.0))
+                )
             elif isinstance(decision, SetPeriods):
-                rested = {place: 1 - 1 / decision.periods[place] for place in range(self.frozen, len(self.modules))}
+                rested = {
+                    place: 1 - 1 / decision.periods[place]
+                    for place in range(self.frozen, len(self.modules))
+                }
                 parts.applier.set_periods(decision, batch, parts.evaluation.saved_s(rested))
             elif isinstance(decision, Thaw):
                 parts.applier.thaw(decision)
-                parts.evaluation.valid_from = self.clock.evaluation  # what was requested earlier is from before
+                parts.evaluation.valid_from = (
+                    self.clock.evaluation
+                )  # what was requested earlier is from before
             else:
-                self.recorder.write(StageChanged(step=self.clock.step, stage=KNOWLEDGE_GUIDED, reason=decision.reason))
+                self.recorder.write(
+                    StageChanged(
+                        step=self.clock.step, stage=KNOWLEDGE_GUIDED, reason=decision.reason
+                    )
+                )
 
     def _agree(self) -> None:
         """Check that the same is frozen in all processes, and put it in force."""
         assert self.parts is not None
         applier = self.parts.applier
         if not self.ranks.is_alone:
-            self.clock.interval_steps = self.ranks.close(applier.describe(), self.clock.interval_steps)
+            self.clock.interval_steps = self.ranks.close(
+                applier.describe(), self.clock.interval_steps
+            )
         applier.put_in_force()
 
     def _prepare_step(self) -> None:
         if self.parts is not None:
-            self._guard("preparing the next step", partial(self.parts.applier.prepare_step, self.clock.step + 1))
+            self._guard(
+                "preparing the next step",
+                partial(self.parts.applier.prepare_step, self.clock.step + 1),
+            )
         self.timer.resting = self.parts.applier.resting if self.parts else 0
         self._guard("preparing an evaluation", self._arm)
         self._guard("moving the boundary of the cache", self._move_cache_boundary)
@@ -293,11 +381,18 @@ class Session:
         """Keep the batch of the next step where an interval ends with that."""
         self.training.hooks.looks_at_input |= self.clock.next_step_ends
         evaluation = self.parts.evaluation if self.parts else None
-        if evaluation and self.clock.next_step_ends and self.ranks.leads and not evaluation.has_given_up:
+        if (
+            evaluation
+            and self.clock.next_step_ends
+            and self.ranks.leads
+            and not evaluation.has_given_up
+        ):
             evaluation.arm()
 
     def _settle_order(self) -> None:
-        """Cut the model again if its first forward pass ran in another order than it is defined in."""
+        """Cut the model again if its first forward pass ran in another order than
+        it is defined in.
+        """
         seen = self._order.record() if self._order else None
         if seen is None:
             return
@@ -360,8 +455,12 @@ class Session:
             leave = partial(self.skipping.follow, (), parts.policy, self.clock)
             self._guard("leaving the boundary of the cache", leave)
         self._guard("thawing", parts.applier.release)
-        keeps = successor is not None and successor.evaluation.controller is parts.evaluation.controller
-        self._guard("closing the controller", partial(parts.evaluation.close, keeps_controller=keeps))
+        keeps = (
+            successor is not None and successor.evaluation.controller is parts.evaluation.controller
+        )
+        self._guard(
+            "closing the controller", partial(parts.evaluation.close, keeps_controller=keeps)
+        )
         self._past_controller_cpu_s += parts.evaluation.status.cpu_s
 
     def _guard(self, what: str, action: Callable[[], object]) -> None:
@@ -393,7 +492,9 @@ class Session:
             self._stop_freezing(f"{what} failed {count} times in a row, last with: {error}")
 
     def _stop_freezing(self, reason: str) -> None:
-        """Thaw for good; among several processes at the same step as the others, by what `leave` raises in all."""
+        """Thaw for good; among several processes at the same step as the others, by what `leave`
+        raises in all.
+        """
         if self.ranks.is_alone:
             self._release()
         self.recorder.decline("freezing", reason, by_this_process=True)

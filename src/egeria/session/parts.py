@@ -41,18 +41,26 @@ class CutParts:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what decides; what is in force follows by `restore`, when nothing else acts on the model."""
+        """Restore what decides; what is in force follows by `restore`, when nothing else acts on
+        the model.
+        """
         self.policy.load_state_dict(saved["policy"])
         self.evaluation.load_state_dict(saved["evaluator"])
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Freeze what a saved state had frozen, let modules rest by its periods, and land what was landing."""
+        """Freeze what a saved state had frozen, let modules rest by its periods, and land what was
+        landing.
+        """
         decided = self.policy.frozen
         self.applier.training.hooks.input_needs_grad = saved["input_needs_grad"]
-        self.applier.restore(min(decided, saved["frozen"]), decided, saved["periods"], saved["landing"])
+        self.applier.restore(
+            min(decided, saved["frozen"]), decided, saved["periods"], saved["landing"]
+        )
 
     def wanted_rates(self, step: int) -> Wanted | None:
-        """Return the learning rates that the policy wants for the step after `step`, if it sets them."""
+        """Return the learning rates that the policy wants for the step after `step`, if it sets
+        them.
+        """
         shares = self.policy.rate_shares(step) if isinstance(self.policy, Annealing) else None
         return None if shares is None else (self.applier.modules, shares)
 
@@ -76,18 +84,27 @@ class PartsMaker:
         training.hooks.open()
         policy, controller = self.make_policy(cut), cast(Controller, AbsentController())
         if PLASTICITY in policy.needs and training.ranks.leads:
-            controller = self.make_controller(cut.modules, lambda: self.timer.left_s(self.clock().step))
-        landing = Landing(training, cut.modules, lambda: self.clock().interval_steps, self.timer.take_out)
+            controller = self.make_controller(
+                cut.modules, lambda: self.timer.left_s(self.clock().step)
+            )
+        landing = Landing(
+            training, cut.modules, lambda: self.clock().interval_steps, self.timer.take_out
+        )
         return CutParts(
             policy=policy,
-            evaluation=Evaluation(training, cut.modules, policy, controller, self.budget, self.timer),
-            applier=Applier(training, cut.modules, self.compiling, cut.deepest_freeze, landing, cut.trainable),
+            evaluation=Evaluation(
+                training, cut.modules, policy, controller, self.budget, self.timer
+            ),
+            applier=Applier(
+                training, cut.modules, self.compiling, cut.deepest_freeze, landing, cut.trainable
+            ),
         )
 
     def resume(
         self, modules: Sequence[LayerModule], saved: Mapping[str, Any], norms: Mapping[str, bool]
     ) -> tuple[CutParts, Cut]:
-        """Return parts that decide as those of a saved state, and their cut; where that fails nothing has changed.
+        """Return parts that decide as those of a saved state, and their cut; where that fails
+        nothing has changed.
 
         Args:
             modules: the layer modules of the saved state.

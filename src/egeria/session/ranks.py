@@ -14,7 +14,8 @@ from egeria.parallel import ParallelStrategy
 from egeria.policy import Reading
 
 WORDS = 61
-"""Words of text that are exchanged at once; in front of them stand the subject, the step, and the bytes to come."""
+"""Words of text that are exchanged at once; in front of them stand the subject, the step, and the
+bytes to come."""
 WORD_BYTES = 6
 """A float holds a whole number of so many exactly."""
 
@@ -35,7 +36,9 @@ class Subject(IntEnum):
 
 
 class OutOfStepError(Exception):
-    """The processes do not agree, or one of them cannot continue: all of them learn it in the same exchange."""
+    """The processes do not agree, or one of them cannot continue: all of them learn it in the same
+    exchange.
+    """
 
 
 class LostError(Exception):
@@ -45,11 +48,12 @@ class LostError(Exception):
 class Ranks:
     """The processes of a job, seen from one of them.
 
-    They meet at the end of each interval, and in between where a controller process may have readings. A meeting
-    is a fixed sequence of exchanges that ends with `close`. One that fails between two of them says so in the
-    next, whichever that is, since all rows have the same length; one that fails outside says so in the next meeting.
-    No process is then left waiting for another, and all stop freezing at the same step: every exchange raises
-    `OutOfStepError` where one of them leaves or is at something else, `LostError` where they cannot reach each other.
+    They meet at the end of each interval, and in between where a controller process may have
+    readings. A meeting is a fixed sequence of exchanges that ends with `close`. One that fails
+    between two of them says so in the next, whichever that is, since all rows have the same length;
+    one that fails outside says so in the next meeting. No process is then left waiting for another,
+    and all stop freezing at the same step: every exchange raises `OutOfStepError` where one of them
+    leaves or is at something else, `LostError` where they cannot reach each other.
 
     Args:
         parallel: how they train together.
@@ -65,7 +69,8 @@ class Ranks:
         self._leaves = False
         self._has_parted = False
         self.leader_is_apart = False
-        """Whether the leader's controller is a separate process, whose readings come whenever they are ready."""
+        """Whether the leader's controller is a separate process, whose readings come whenever they
+        are ready."""
         self.is_lost = False
         """Whether an exchange has failed; there are no more then."""
 
@@ -93,13 +98,17 @@ class Ranks:
         self.meets, self._has_parted = False, True
 
     def leave(self) -> None:
-        """Report to the others that this process cannot continue: now, if they meet, else at the next meeting."""
+        """Report to the others that this process cannot continue: now, if they meet, else at the
+        next meeting.
+        """
         self._leaves = True
         if self.are_meeting:
             self.gather(Subject.LEAVING, ())
 
     def gather(self, subject: Subject, value: Any) -> list[Any]:
-        """Return the values of all processes, by rank: each is what JSON can hold, tuples as lists."""
+        """Return the values of all processes, by rank: each is what JSON can
+        hold, tuples as lists.
+        """
         if self.is_alone:
             return [value]
         text = json.dumps(value).encode()
@@ -111,7 +120,9 @@ class Ranks:
             if leaving or apart:
                 self.meets = False
                 raise OutOfStepError(_why(leaving, apart))
-            found = [part + _to_bytes(words) for part, (_, _, _, *words) in zip(found, rows, strict=True)]
+            found = [
+                part + _to_bytes(words) for part, (_, _, _, *words) in zip(found, rows, strict=True)
+            ]
             text = text[WORDS * WORD_BYTES :]
             sizes = [row[2] - WORDS * WORD_BYTES for row in rows]
         return [json.loads(entry.rstrip(b"\0")) for entry in found]
@@ -121,12 +132,20 @@ class Ranks:
         return self.gather(subject, value if self.leads or self.is_alone else None)[0]
 
     def sums(self, values: Sequence[float | None] | None) -> Any:
-        """Return the sums of what all processes have measured; None where one of them has no value."""
+        """Return the sums of what all processes have measured; None where one of
+        them has no value.
+        """
         rows = self.gather(Subject.MEASURES, values)
-        return None if None in rows else [None if None in column else sum(column) for column in zip(*rows, strict=True)]
+        return (
+            None
+            if None in rows
+            else [None if None in column else sum(column) for column in zip(*rows, strict=True)]
+        )
 
     def mean_loss(self, cut: str, loss: float | None, num_bad: int) -> tuple[float | None, int]:
-        """Return the mean training loss of all processes that have one, and how many losses were none."""
+        """Return the mean training loss of all processes that have one, and how many losses were
+        none.
+        """
         rows = self.gather(Subject.INTERVAL, (cut, loss, num_bad))
         self._check_same(rows)
         losses = [found for _, found, _ in rows if found is not None]
@@ -134,10 +153,15 @@ class Ranks:
 
     def readings(self, own: Sequence[Reading]) -> list[Reading]:
         """Return the readings that the leader has."""
-        return [Reading(**entry) for entry in self.from_leader(Subject.READINGS, [asdict(reading) for reading in own])]
+        return [
+            Reading(**entry)
+            for entry in self.from_leader(Subject.READINGS, [asdict(reading) for reading in own])
+        ]
 
     def close(self, state: str, interval_steps: int) -> int:
-        """End a meeting, to which all come with the same `state` of what is frozen; return the leader's `n`."""
+        """End a meeting, to which all come with the same `state` of what is frozen; return the
+        leader's `n`.
+        """
         rows = self.gather(Subject.CLOSING, (fingerprint(state), interval_steps))
         self._check_same(rows)
         self.meets = False
@@ -145,13 +169,20 @@ class Ranks:
 
     def _exchange(self, subject: Subject, text: bytes) -> list[list[float]]:
         """Return what all processes say next of a text: one row of each, all of the same length."""
-        words = [int.from_bytes(text[WORD_BYTES * at : WORD_BYTES * (at + 1)], "little") for at in range(WORDS)]
+        words = [
+            int.from_bytes(text[WORD_BYTES * at : WORD_BYTES * (at + 1)], "little")
+            for at in range(WORDS)
+        ]
         try:
             self._parallel.settle()
-            return self._parallel.exchange([float(number) for number in (subject, self._step, len(text), *words)])
+            return self._parallel.exchange(
+                [float(number) for number in (subject, self._step, len(text), *words)]
+            )
         except Exception as error:
             self.meets, self.is_lost = False, True
-            raise LostError(f"the processes of the job could not reach each other ({error})") from error
+            raise LostError(
+                f"the processes of the job could not reach each other ({error})"
+            ) from error
 
     def _check_same(self, rows: Sequence[Sequence[Any]]) -> None:
         """Check that all say the same in the first place."""
@@ -173,4 +204,7 @@ def fingerprint(text: str) -> str:
 def _why(leaving: Sequence[int], apart: Sequence[int]) -> str:
     if leaving:
         return f"rank {', '.join(map(str, leaving))} cannot go on; its own output says why"
-    return f"rank {', '.join(map(str, apart))} does not have what rank 0 has: other layer modules, steps or decisions"
+    return (
+        f"rank {', '.join(map(str, apart))} does not have what rank 0 has: other layer "
+        "modules, steps or decisions"
+    )

@@ -1,4 +1,6 @@
-"""Rehearsing a freeze: a forward pass before it and one after it show whether an output loses its gradient."""
+"""Rehearsing a freeze: a forward pass before it and one after it show whether an output loses its
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from egeria.layers.undisturbed import undisturbed
 from egeria.session.following import Training
 
 MOST_ROWS = 4
-"""Samples of a rehearsal, where the model runs on so few: two graphs of a whole batch may not fit beside each other."""
+"""Samples of a rehearsal, where the model runs on so few: two graphs of a whole batch may not fit
+beside each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ def rehearse(training: Training, modules: Sequence[LayerModule], batch: Batch) -
     """Run the model once, undisturbed but with gradients.
 
     Returns:
-        What came out; None for a sharded model, of which only an outline runs, where that does not run either.
+        What came out; None for a sharded model, of which only an outline runs, where that does not
+        run either.
 
     Raises:
         Exception: what the model raises on the whole batch.
@@ -48,7 +52,9 @@ def rehearse(training: Training, modules: Sequence[LayerModule], batch: Batch) -
     except Exception as error:
         if not training.is_sharded:
             raise
-        training.recorder.decline("rehearsing a freeze", f"the model does not run without its values ({error})")
+        training.recorder.decline(
+            "rehearsing a freeze", f"the model does not run without its values ({error})"
+        )
         return None
 
 
@@ -68,19 +74,30 @@ def _make_note(boundary: list[Tensor]) -> Callable[..., None]:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """Return the tensors of an output; those in objects of the user's own where there are no others."""
+    """Return the tensors of an output; those in objects of the user's own where there are no
+    others.
+    """
     found = list(tree.leaves(output))
     return found or [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
 
 
-def find_branch(modules: Sequence[LayerModule], before: Rehearsal, after: Rehearsal) -> LayerModule | None:
-    """Return the first of some layer modules whose freeze takes the gradient of an output; None for none."""
+def find_branch(
+    modules: Sequence[LayerModule], before: Rehearsal, after: Rehearsal
+) -> LayerModule | None:
+    """Return the first of some layer modules whose freeze takes the gradient of an output; None for
+    none.
+    """
     pairs = zip(modules, before.boundaries, strict=True)
-    return next((module for module, own in pairs if _is_branch(own, before.outputs, after.outputs)), None)
+    return next(
+        (module for module, own in pairs if _is_branch(own, before.outputs, after.outputs)), None
+    )
 
 
-def _is_branch(boundary: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    """Return whether freezes took the gradient of an output, and no output that keeps one depends on a layer module.
+def _is_branch(
+    boundary: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
+) -> bool:
+    """Return whether freezes took the gradient of an output, and no output that keeps one depends
+    on a layer module.
 
     A hidden state that is put out beside the loss may lose its gradient; a head of its own may not.
 

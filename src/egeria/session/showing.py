@@ -1,4 +1,6 @@
-"""What a run shows of itself while it goes on: its numbers, lines in the log, notices, and what trackers are sent."""
+"""What a run shows of itself while it goes on: its numbers, lines in the log, notices, and what
+trackers are sent.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from egeria.report.wording import (
 )
 
 logger = logging.getLogger("egeria")
-LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.PeriodsChanged, events.Thawed)
+LOGGED = (
+    events.IntervalMeasured,
+    events.PlasticityRead,
+    events.ModuleFrozen,
+    events.PeriodsChanged,
+    events.Thawed,
+)
 """Events whose steps are logged to trackers."""
 
 
@@ -55,7 +63,9 @@ class Showing:
         return self._live.summary(self._recorder.step)
 
     def end_step(self) -> None:
-        """Log to the trackers what the step brought, and at the first step of a run in a used directory say so."""
+        """Log to the trackers what the step brought, and at the first step of a run in a used
+        directory say so.
+        """
         if not self._has_stepped:
             self._has_stepped = True
             self._note_used_directory()
@@ -75,7 +85,10 @@ class Showing:
                 for tracker in keepers:
                     self._keep(tracker, Path(folder))
         except Exception as error:
-            message = f"egeria: the report could not be made for the trackers ({type(error).__name__}: {error})."
+            message = (
+                "egeria: the report could not be made for the trackers "
+                f"({type(error).__name__}: {error})."
+            )
             self._recorder.warn("the report for trackers", message)
 
     def _take_in(self, event: events.Event) -> None:
@@ -90,26 +103,39 @@ class Showing:
         """Write the line of a freeze or a thaw to the log."""
         if isinstance(event, events.ModuleFrozen):
             text = "step %d: froze %s (%d of %d layer modules, %.0f %% of the trainable parameters)"
-            logger.info(text, event.step, event.name, event.frozen, self._num_modules, 100 * event.parameter_share)
+            logger.info(
+                text,
+                event.step,
+                event.name,
+                event.frozen,
+                self._num_modules,
+                100 * event.parameter_share,
+            )
         elif isinstance(event, events.LandingBegan):
             text = "step %d: %s lands before it freezes: %s over %s"
             mode, steps = landing_mode(event.mode), plural(event.num_steps, "step")
             logger.info(text, event.step, event.name, mode, steps)
         elif isinstance(event, events.LandingEnded):
-            logger.info("step %d: %s %s: %s", event.step, event.name, event.outcome, landing_outcome(event))
+            logger.info(
+                "step %d: %s %s: %s", event.step, event.name, event.outcome, landing_outcome(event)
+            )
         elif isinstance(event, events.PeriodsChanged) and event.is_in_force:
             text = rarely_updated(event.periods, 0) or "all modules updated at every step"
             logger.info("step %d: %s: %s", event.step, text, event.reason)
         elif isinstance(event, events.Thawed):
             modules = plural(event.frozen_before, "layer module")
-            logger.info("step %d: thawed all frozen layers (%s): %s", event.step, modules, event.reason)
+            logger.info(
+                "step %d: thawed all frozen layers (%s): %s", event.step, modules, event.reason
+            )
 
     def _note_used_directory(self) -> None:
         if self._live.follows_another_run:
             self._recorder.warn(
                 "a used directory",
-                f"egeria: {self._recorder.directory} already holds the journal of another run. This run is written "
-                f"behind it, and the report shows this one alone. Give each run a `directory` of its own; to continue "
+                f"egeria: {self._recorder.directory} already holds the journal of another run. "
+                "This run is written "
+                "behind it, and the report shows this one alone. Give each run a `directory` of "
+                "its own; to continue "
                 f"the other, call run.load_state_dict before the first step.",
             )
 
@@ -139,7 +165,8 @@ class Showing:
         self._trackers.remove(tracker)
         self._recorder.warn(
             f"tracker {id(tracker)}",
-            f"egeria: {tracker.name} could not be logged to ({type(error).__name__}: {error}). Nothing more is sent "
+            f"egeria: {tracker.name} could not be logged to ({type(error).__name__}: {error}). "
+            "Nothing more is sent "
             f"to it; training continues.",
         )
 
@@ -150,7 +177,9 @@ def in_a_line(summary: RunSummary) -> str:
     step, saved = f"step {count(summary.step)}{total}", _saved(summary)
     frozen = f"{summary.frozen} of {plural(summary.num_modules, 'layer module')} frozen"
     landing = f"{summary.landing} landing" if summary.landing else ""
-    frozen = ", ".join(filter(None, (frozen, landing, rarely_updated(summary.periods, summary.frozen))))
+    frozen = ", ".join(
+        filter(None, (frozen, landing, rarely_updated(summary.periods, summary.frozen)))
+    )
     if summary.closed:
         return f"closed at {step}, {frozen} at the end, {saved}"
     return f"{step}, {summary.stage}, {frozen}, {saved}"
@@ -163,15 +192,29 @@ def as_html(summary: RunSummary) -> str:
     rows = (
         ("state", "closed" if summary.closed else summary.stage),
         ("step", f"{count(summary.step)}{total}"),
-        ("frozen at the end" if summary.closed else "frozen", f"{summary.frozen} of {summary.num_modules}: {frozen}"),
-        *([("landing", ", ".join(summary.modules[summary.frozen :][: summary.landing]))] if summary.landing else []),
-        *([("behind them", rare)] if (rare := rarely_updated(summary.periods, summary.frozen)) else []),
+        (
+            "frozen at the end" if summary.closed else "frozen",
+            f"{summary.frozen} of {summary.num_modules}: {frozen}",
+        ),
+        *(
+            [("landing", ", ".join(summary.modules[summary.frozen :][: summary.landing]))]
+            if summary.landing
+            else []
+        ),
+        *(
+            [("behind them", rare)]
+            if (rare := rarely_updated(summary.periods, summary.frozen))
+            else []
+        ),
         ("trainable parameters frozen", percent(summary.parameter_share)),
         ("compute skipped", percent(summary.skipped_share)),
         ("time saved", duration(summary.time_saved_s)),
         ("overhead", f"{duration(summary.overhead_s)} ({percent(summary.overhead_share)})"),
     )
-    cells = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(printable(text))}</td></tr>" for name, text in rows)
+    cells = (
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(printable(text))}</td></tr>"
+        for name, text in rows
+    )
     return f"<table><caption>egeria</caption>{''.join(cells)}</table>"
 
 
@@ -182,7 +225,9 @@ def _saved(summary: RunSummary) -> str:
 
 
 def outermost(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return submodules by the names of what they have in common: `encoder` for `encoder.0` and `encoder.1`."""
+    """Return submodules by the names of what they have in common: `encoder` for `encoder.0` and
+    `encoder.1`.
+    """
     by_child: dict[str, list[list[str]]] = {}
     for name in names:
         path = name.split(".")
@@ -191,6 +236,8 @@ def outermost(model: nn.Module, names: Sequence[str]) -> list[str]:
     for paths in by_child.values():
         alike = takewhile(lambda entries: len(set(entries)) == 1, zip(*paths, strict=False))
         common = [entries[0] for entries in alike]
-        is_called = can_be_called(model.get_submodule(".".join(common)))  # rather than a list of modules
+        is_called = can_be_called(
+            model.get_submodule(".".join(common))
+        )  # rather than a list of modules
         found += map(".".join, [common] if is_called else paths)
     return found

@@ -39,8 +39,10 @@ SUBDIRECTORY = "cache"
 WHAT = "skipping the frozen forward pass"
 COMPILED = "the model is compiled, and its graphs have the whole forward pass in them"
 SHARDED = (
-    "its parameters are sharded over the processes (fully_shard), which gather them in every forward pass, so that a "
-    "batch could be skipped only where every process has stored all samples of its own; the cache works with "
+    "its parameters are sharded over the processes (fully_shard), which gather them in every "
+    "forward pass, so that a "
+    "batch could be skipped only where every process has stored all samples of its own; the cache "
+    "works with "
     "DistributedDataParallel"
 )
 BASE_SEED = 0
@@ -48,10 +50,15 @@ BASE_SEED = 0
 
 
 class Skipping:
-    """Stands between the session and the cache: informs it when the boundary moves, and what is ahead."""
+    """Stands between the session and the cache: informs it when the boundary moves, and what is
+    ahead.
+    """
 
     def __init__(
-        self, training: Training, cache: ActivationCache | MemoryCache, make_outlook: Callable[..., Outlook]
+        self,
+        training: Training,
+        cache: ActivationCache | MemoryCache,
+        make_outlook: Callable[..., Outlook],
     ) -> None:
         self._training = training
         self._cache = cache
@@ -59,7 +66,8 @@ class Skipping:
         self._depth = 0
         self._is_refused = False
         self._begin: tuple[int, int] | None = None
-        """The step, and the training calls, when this first looked: a resumed run does not begin at zero."""
+        """The step, and the training calls, when this first looked: a resumed run does not begin at
+        zero."""
         if isinstance(cache, ActivationCache):
             training.hooks.skip_with(cache.forward)
         elif cache.repeats is not None and not cache.find_refusal():
@@ -125,13 +133,21 @@ def _steady_steps(policy: Policy, clock: IntervalClock) -> float | None:
     """Return the steps in which the boundary cannot move; None: to the end of the run."""
     if isinstance(policy, Foreseeing):
         return policy.steady_steps(clock.step, clock.interval_steps)
-    return None if policy.monitored is None else float((2 * policy.window - 1) * clock.interval_steps)
+    return (
+        None if policy.monitored is None else float((2 * policy.window - 1) * clock.interval_steps)
+    )
 
 
-def begin_skipping(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping | None:
-    """Return what skips the frozen forward pass of a run; None where nothing does. All processes of a job call this."""
+def begin_skipping(
+    training: Training, loader: Any, spend: Callable[[float, float], None]
+) -> Skipping | None:
+    """Return what skips the frozen forward pass of a run; None where nothing does. All processes of
+    a job call this.
+    """
     config, recorder = training.config, training.recorder
-    host, reason = (None, "") if training.ranks.is_alone else share_directory(training.ranks, config, recorder)
+    host, reason = (
+        (None, "") if training.ranks.is_alone else share_directory(training.ranks, config, recorder)
+    )
     if config.cache.enabled is False:
         return None
     if not config.cache.is_on_disk:
@@ -146,7 +162,9 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
     cache = ActivationCache(
         model=training.model,
         feed=feed,
-        make_directory=lambda: _make_directory(config, place_of(config, recorder)) if host is None else host.directory,
+        make_directory=lambda: (
+            _make_directory(config, place_of(config, recorder)) if host is None else host.directory
+        ),
         settings=config.cache,
         recorder=recorder,
         spend=spend,
@@ -157,11 +175,17 @@ def begin_skipping(training: Training, loader: Any, spend: Callable[[float, floa
         cache.place()  # so that it is left with the cache, also where nothing was stored
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
     num_hosts = 1 if host is None or is_dealt_once else host.num_hosts  # that a sample may come to
-    return Skipping(training, cache, partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts))
+    return Skipping(
+        training, cache, partial(Outlook, spare_core=spare_cores(loader) >= 1, num_hosts=num_hosts)
+    )
 
 
-def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, float], None]) -> Skipping:
-    """Return what skips the frozen forward pass out of the memory of this process, and never touches the loader."""
+def _begin_in_memory(
+    training: Training, loader: Any, spend: Callable[[float, float], None]
+) -> Skipping:
+    """Return what skips the frozen forward pass out of the memory of this process, and never
+    touches the loader.
+    """
     cache = MemoryCache(
         model=training.model,
         settings=training.config.cache,
@@ -172,11 +196,17 @@ def _begin_in_memory(training: Training, loader: Any, spend: Callable[[float, fl
         num_local=_num_local(training),
     )
     is_dealt_once = isinstance(getattr(loader, "sampler", None), ShardSampler)
-    return Skipping(training, cache, partial(Outlook, num_hosts=1 if is_dealt_once else training.parallel.num_ranks))
+    return Skipping(
+        training,
+        cache,
+        partial(Outlook, num_hosts=1 if is_dealt_once else training.parallel.num_ranks),
+    )
 
 
 def _num_local(training: Training) -> int:
-    """Return how many processes of the job are on this host, as its launcher tells; all of them where it does not."""
+    """Return how many processes of the job are on this host, as its launcher tells; all of them
+    where it does not.
+    """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdecimal() and int(told) > 0 else training.parallel.num_ranks
 
@@ -200,7 +230,8 @@ def _follow(
     try:
         if is_shared and not _deals_out_one_dataset(loader):
             raise NoSamplesError(
-                "a sample must have the same number in all processes, which only DistributedSampler and "
+                "a sample must have the same number in all processes, which only "
+                "DistributedSampler and "
                 "egeria.ShardSampler promise; give the loader one of them"
             )
         return SampleFeed(loader, id_column=id_column, base_seed=BASE_SEED), ""
@@ -210,15 +241,22 @@ def _follow(
 
 
 def _deals_out_one_dataset(loader: Any) -> bool:
-    """Return whether all processes draw from the same data set: by their samplers, or by Accelerate's around one."""
+    """Return whether all processes draw from the same data set: by their samplers, or by
+    Accelerate's around one.
+    """
     samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     dealing = DistributedSampler  # ShardSampler is one too
-    return any(isinstance(entry, dealing) or type(entry).__name__ == "BatchSamplerShard" for entry in samplers)
+    return any(
+        isinstance(entry, dealing) or type(entry).__name__ == "BatchSamplerShard"
+        for entry in samplers
+    )
 
 
 def _make_directory(config: Config, place: Path, token: str | None = None) -> CacheDirectory:
     settings = config.cache
-    return CacheDirectory(place, token=token, limit_bytes=settings.limit_bytes, limit_share=settings.limit_share)
+    return CacheDirectory(
+        place, token=token, limit_bytes=settings.limit_bytes, limit_share=settings.limit_share
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +278,8 @@ def place_of(config: Config, recorder: Recorder) -> Path:
 
 
 def share_directory(ranks: Ranks, config: Config, recorder: Recorder) -> tuple[Host | None, str]:
-    """Let the processes of each host have one cache directory together; all processes of the job call this.
+    """Let the processes of each host have one cache directory together; all processes of the job
+    call this.
 
     Returns:
         What this process is part of, or None and why it is part of nothing.
@@ -257,7 +296,9 @@ def share_directory(ranks: Ranks, config: Config, recorder: Recorder) -> tuple[H
     first = machines.index(machines[ranks.rank])
     num_hosts = len(set(machines))
     if num_hosts > 1:
-        place /= f"host-{first}"  # where hosts share a disk, each clears up after its own runs alone
+        place /= (
+            f"host-{first}"  # where hosts share a disk, each clears up after its own runs alone
+        )
     leads, directory, reason = first == ranks.rank, None, ""
     if leads:
         directory, reason = _enter(config, place)
@@ -269,7 +310,9 @@ def share_directory(ranks: Ranks, config: Config, recorder: Recorder) -> tuple[H
     return Host(directory=directory, leads=leads, num_hosts=num_hosts), ""
 
 
-def _enter(config: Config, place: Path, token: str | None = None) -> tuple[CacheDirectory | None, str]:
+def _enter(
+    config: Config, place: Path, token: str | None = None
+) -> tuple[CacheDirectory | None, str]:
     try:
         return _make_directory(config, place, token), ""
     except StoreError as error:

@@ -1,1 +1,3 @@
-"""Skipping the frozen front of a model: what crosses from it to the rest, recorded and given back."""
+"""Skipping the frozen front of a model: what crosses from it to the rest,
+recorded and given back.
+"""

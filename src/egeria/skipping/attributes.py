@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from egeria import tree
 
 _OWN = frozenset({"training", "forward", "_parameters", "_buffers", "_modules"})
-"""Tables of `nn.Module` that are looked at elsewhere, and what freezing and skipping themselves set."""
+"""Tables of `nn.Module` that are looked at elsewhere, and what freezing and skipping themselves
+set."""
 MOST_ENTRIES = 1000
-"""Of a dictionary or list that are compared: a larger one, such as a vocabulary, is taken not to change."""
+"""Of a dictionary or list that are compared: a larger one, such as a vocabulary, is taken not to
+change."""
 
 
 def attributes_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any, int | None]]:
-    """Return the attributes that modules have besides their tables, by name, each with its length."""
+    """Return the attributes that modules have besides their tables, by name, each
+    with its length.
+    """
     return {
         f"{name}.{key}".strip("."): (value, _size(value))
         for name, module in modules.items()
@@ -26,11 +30,19 @@ def attributes_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Any, int 
 
 
 def _own(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in vars(module).items() if key not in _OWN and "_hook" not in key]
+    return [
+        (key, value)
+        for key, value in vars(module).items()
+        if key not in _OWN and "_hook" not in key
+    ]
 
 
-def set_since(before: Mapping[str, tuple[Any, int | None]], modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the attributes set anew or resized, by name; those set to an equal plain value are not among them."""
+def set_since(
+    before: Mapping[str, tuple[Any, int | None]], modules: Mapping[str, nn.Module]
+) -> dict[str, Any]:
+    """Return the attributes set anew or resized, by name; those set to an equal plain value are not
+    among them.
+    """
 
     def is_same(name: str, value: Any, size: int | None) -> bool:
         own, own_size = before[name]
@@ -38,7 +50,9 @@ def set_since(before: Mapping[str, tuple[Any, int | None]], modules: Mapping[str
 
     after = attributes_of(modules)
     return {
-        name: value for name, (value, size) in after.items() if name not in before or not is_same(name, value, size)
+        name: value
+        for name, (value, size) in after.items()
+        if name not in before or not is_same(name, value, size)
     }
 
 
@@ -48,19 +62,25 @@ def _is_equal(before: Any, after: Any) -> bool:
     if type(before) is not type(after) or first.keys() != second.keys() or not first:
         return False
     return all(
-        value is second[name] or (tree.is_plain(value) and value == second[name]) for name, value in first.items()
+        value is second[name] or (tree.is_plain(value) and value == second[name])
+        for name, value in first.items()
     )
 
 
 def _size(value: Any) -> int | None:
-    return len(value) if isinstance(value, Collection) and not isinstance(value, (str, bytes, Tensor)) else None
+    return (
+        len(value)
+        if isinstance(value, Collection) and not isinstance(value, (str, bytes, Tensor))
+        else None
+    )
 
 
 class PlainAttributes:
-    """The plain values that modules hold in attributes, and in dictionaries and lists that are attributes.
+    """The plain values that modules hold in attributes, and in dictionaries and lists that are
+    attributes.
 
-    Such as a scale, or the switch of an adapter. Those of a module are compared as one tuple, which looks at identity
-    first: a few hundred take some ten microseconds.
+    Such as a scale, or the switch of an adapter. Those of a module are compared as one tuple, which
+    looks at identity first: a few hundred take some ten microseconds.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

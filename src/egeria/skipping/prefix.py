@@ -1,4 +1,6 @@
-"""Skipping the frozen front of a model: what it hands over, recorded once and given back later (paper §4.3)."""
+"""Skipping the frozen front of a model: what it hands over, recorded once and given back later
+(paper §4.3).
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,22 @@ from egeria.skipping.crossing import (
 )
 from egeria.skipping.probe import Probe, Trial, difference, tolerance
 from egeria.skipping.replay import Place, Template, Values, replaying
-from egeria.skipping.rows import RowArguments, check_function, cut_padding, cuttable_axes, find_axes, signature
+from egeria.skipping.rows import (
+    RowArguments,
+    check_function,
+    cut_padding,
+    cuttable_axes,
+    find_axes,
+    signature,
+)
 
 MOST_SIGNATURES = 512
 """Kinds of batches that are remembered, such as lengths to which sentences are padded."""
 KINDS_TRIED = 3
 """Kinds of batches that are tried out in full before others are taken to be like them."""
 MOST_CONTENTS = 8
-"""Contents of the arguments that all samples share, where what is kept of a kind of batch may depend on them."""
+"""Contents of the arguments that all samples share, where what is kept of a kind of batch may
+depend on them."""
 MOST_KEPT_BYTES = 256 * 2**20
 """Memory for what is the same for every sample, over all kinds of batches."""
 
@@ -60,18 +70,25 @@ class Prefix:
         self.can_split = can_split
         """Whether the frozen layers run on some rows of a batch alone."""
         self.ignores_padding = ignores_padding
-        """Whether it is proven that what crosses for a sample is the same whatever length its batch is padded to."""
+        """Whether it is proven that what crosses for a sample is the same whatever length its batch
+        is padded to."""
         self._probe = probe
         self._arguments = arguments
         self._templates: OrderedDict[Kind, Template] = OrderedDict()
         self._contents: dict[Hashable, set[bytes]] = {}
         self._keeps_values = False
         self._num_tried = 1
-        self._modules = tuple(dict.fromkeys(module for root in probe.roots.values() for module in root.modules()))
+        self._modules = tuple(
+            dict.fromkeys(module for root in probe.roots.values() for module in root.modules())
+        )
         places = [name.rpartition(".") for module in modules for name in module.parameters]
-        owners, inside = [(self.model.get_submodule(place[0]), place[2]) for place in places], set(self._modules)
+        owners, inside = (
+            [(self.model.get_submodule(place[0]), place[2]) for place in places],
+            set(self._modules),
+        )
         self._loose = [(owner, name) for owner, name in owners if owner not in inside]
-        """Parameters of frozen layer modules that no submodule of theirs holds, such as those of the model itself."""
+        """Parameters of frozen layer modules that no submodule of theirs holds, such as those of
+        the model itself."""
         self._attributes = PlainAttributes(self._modules)
         self._around = [module for module in self.model.modules() if _contains(module, inside)]
         """The model, and containers of frozen layers and others."""
@@ -80,10 +97,13 @@ class Prefix:
         """Kinds of batches that turned out in a pass of the user's to be tried out first."""
 
     @classmethod
-    def find(cls, model: nn.Module, modules: Sequence[LayerModule], batch: Batch, num_rows: int) -> Prefix:
+    def find(
+        cls, model: nn.Module, modules: Sequence[LayerModule], batch: Batch, num_rows: int
+    ) -> Prefix:
         """Find out what crosses, and prove that it can be stored by sample and given back.
 
-        Leaves no trace in the model; takes some ten forward passes, more where more than the last output crosses.
+        Leaves no trace in the model; takes some ten forward passes, more where more than the last
+        output crosses.
 
         Args:
             model: the model, without wrappers around it.
@@ -104,12 +124,25 @@ class Prefix:
             crossing = Crossing(probe, batch, other, modules[-1].tap, limit)
             check_function(crossing, other)
             axes, can_split = find_axes(crossing, arguments)
-            require(any(axis is not None for axis in axes.values()), "nothing that crosses belongs to a sample")
+            require(
+                any(axis is not None for axis in axes.values()),
+                "nothing that crosses belongs to a sample",
+            )
             crossing.check_gradients()
             lengths = cuttable_axes(crossing, arguments, axes) if can_split else None
-            leaves = [_leaf(place, axes[place], value, lengths or {}) for place, value in crossing.values.items()]
+            leaves = [
+                _leaf(place, axes[place], value, lengths or {})
+                for place, value in crossing.values.items()
+            ]
             ignores_padding = lengths is not None
-            prefix = cls(probe, modules, arguments, leaves, can_split=can_split, ignores_padding=ignores_padding)
+            prefix = cls(
+                probe,
+                modules,
+                arguments,
+                leaves,
+                can_split=can_split,
+                ignores_padding=ignores_padding,
+            )
             prefix._keeps_values = prefix._keeps(crossing.template)
             prefix._keep_constants(crossing.template, crossing.values)
             prefix._check(other, crossing.template)
@@ -118,21 +151,33 @@ class Prefix:
 
     @property
     def shared_arguments(self) -> tuple[str, ...]:
-        """Paths in `Batch.arguments` to the tensors that all samples of a batch share, however long these are."""
+        """Paths in `Batch.arguments` to the tensors that all samples of a batch share, however long
+        these are.
+        """
         return self._arguments.shared
 
     def weights(self) -> list[tuple[Mapping[str, Tensor | None], str]]:
-        """Return where the frozen layers keep each of their parameters and buffers: a table, and the name in it."""
-        tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
-        inside: list[tuple[Mapping[str, Tensor | None], str]] = [(table, name) for table in tables for name in table]
+        """Return where the frozen layers keep each of their parameters and buffers: a table, and
+        the name in it.
+        """
+        tables = [
+            table for module in self._modules for table in (module._parameters, module._buffers)
+        ]
+        inside: list[tuple[Mapping[str, Tensor | None], str]] = [
+            (table, name) for table in tables for name in table
+        ]
         return inside + [(owner._parameters, name) for owner, name in self._loose]
 
     def is_set_otherwise(self) -> bool:
-        """Return whether a plain attribute of a frozen layer, such as a scale or a switch, has another value now."""
+        """Return whether a plain attribute of a frozen layer, such as a scale or a switch, has
+        another value now.
+        """
         return self._attributes.have_changed
 
     def is_set_otherwise_around(self) -> bool:
-        """Return, once, whether a plain attribute around the frozen layers, on which they may depend, was set anew."""
+        """Return, once, whether a plain attribute around the frozen layers, on which they may
+        depend, was set anew.
+        """
         has_changed = self._attributes_around.have_changed
         if has_changed:
             self._attributes_around = PlainAttributes(self._around)
@@ -141,10 +186,13 @@ class Prefix:
     def is_hooked(self) -> bool:
         """Return whether a forward hook was put since on a frozen layer, or on a container of some.
 
-        Replaying would leave out that of a layer, and a container's might read what stands in for others.
+        Replaying would leave out that of a layer, and a container's might read what stands in for
+        others.
         """
         modules = (*self._modules, *(module for module in self._around if module is not self.model))
-        hooks = (hook for module in modules for hook in without_torch(module._forward_hooks).values())
+        hooks = (
+            hook for module in modules for hook in without_torch(module._forward_hooks).values()
+        )
         return any(not is_ours(hook) for hook in hooks)
 
     def fits(self, batch: Batch, rows: Sequence[Tensor]) -> bool:
@@ -152,14 +200,19 @@ class Prefix:
         template = self._templates.get(self._kind(batch))
         if template is None or len(rows) != len(self.row_leaves):
             return False
-        return all(_shape(leaf, template) == own.shape for leaf, own in zip(self.row_leaves, rows, strict=True))
+        return all(
+            _shape(leaf, template) == own.shape
+            for leaf, own in zip(self.row_leaves, rows, strict=True)
+        )
 
     def knows(self, batch: Batch) -> bool:
         """Return whether a batch of this kind was tried out, so that stubs know their shapes."""
         return self._kind(batch) in self._templates
 
     def learn(self, batch: Batch) -> None:
-        """Try out a batch of another kind: its shapes, and that replaying gives what computing gives (or refuse)."""
+        """Try out a batch of another kind: its shapes, and that replaying gives what computing
+        gives (or refuse).
+        """
         if self.knows(batch):
             return
         with refusing():
@@ -168,7 +221,8 @@ class Prefix:
             contents = self._contents.get(called, set())
             require(
                 content in contents or len(contents) < MOST_CONTENTS,
-                "an argument that all samples share changes from batch to batch, and what the frozen layers give for "
+                "an argument that all samples share changes from batch to batch, and what the "
+                "frozen layers give for "
                 "all samples alike may change with it",
             )
             num_rows = self._arguments.count(batch)
@@ -177,38 +231,58 @@ class Prefix:
             template, _ = stub_template(trial, self._probe)
             known = next(iter(self._templates.values()))
             for root in {*known.roots} ^ {*template.roots}:
-                raise UncacheableError(f"{trial.called(root)} in another kind of batch, and not so at first")
+                raise UncacheableError(
+                    f"{trial.called(root)} in another kind of batch, and not so at first"
+                )
             for leaf in self.leaves:
                 fits = _is_like(leaf, template, num_rows)
-                require(fits, f"{leaf.place[0]} gives something of another kind in another kind of batch")
+                require(
+                    fits,
+                    f"{leaf.place[0]} gives something of another kind in another kind of batch",
+                )
             keeps = self._keeps(template)
-            require(self._keeps_values or not keeps, "the frozen layers give integers in another kind of batch alone")
+            require(
+                self._keeps_values or not keeps,
+                "the frozen layers give integers in another kind of batch alone",
+            )
             template.materialised = known.materialised
             self._keep_constants(template, trial.values)
             self._check(batch, template)
             if num_rows > 1 and keeps:
-                self._check(self._arguments.rolled(batch), template)  # with what was kept of another batch
+                self._check(
+                    self._arguments.rolled(batch), template
+                )  # with what was kept of another batch
             self._remember(batch, template)
             self._num_tried += 1
 
     def is_to_be_tried(self, batch: Batch) -> bool:
-        """Return whether a batch of this kind is to be tried out by `learn`, ahead of the user's pass with it."""
+        """Return whether a batch of this kind is to be tried out by `learn`, ahead of the user's
+        pass with it.
+        """
         if self.knows(batch):
             return False
-        return self._num_tried < KINDS_TRIED or not self._is_plain(self._latest) or self._kind(batch) in self._odd
+        return (
+            self._num_tried < KINDS_TRIED
+            or not self._is_plain(self._latest)
+            or self._kind(batch) in self._odd
+        )
 
     def learn_from(self, trial: Trial, batch: Batch) -> None:
-        """Learn a kind of batch from a pass of the user's with it, where it is like those that were tried out.
+        """Learn a kind of batch from a pass of the user's with it, where it is like those that were
+        tried out.
 
-        That is one that gives the same tensors in other sizes, none of them without a NaN or the same for every sample.
-        A replay refuses it still where a frozen layer is not called once. What is not like them is to be tried out.
+        That is one that gives the same tensors in other sizes, none of them without a NaN or the
+        same for every sample. A replay refuses it still where a frozen layer is not called once.
+        What is not like them is to be tried out.
         """
         template, known = trial.template, self._latest
         if (
             not self._is_plain(template)
             or template.roots != known.roots
             or template.forms.keys() != known.forms.keys()
-            or not all(_is_like(leaf, template, self._arguments.count(batch)) for leaf in self.leaves)
+            or not all(
+                _is_like(leaf, template, self._arguments.count(batch)) for leaf in self.leaves
+            )
         ):
             self._odd.add(self._kind(batch))
             return
@@ -222,9 +296,13 @@ class Prefix:
 
     @contextmanager
     def recording(self) -> Iterator[Trial]:
-        """Watch the user's own forward pass in the block, also of another kind than those tried out."""
+        """Watch the user's own forward pass in the block, also of another kind than those tried
+        out.
+        """
         trial = Trial([leaf.place for leaf in self.row_leaves])
-        handles = trial.watch({root: self._probe.roots[root] for root in self._latest.roots}, guarded=True)
+        handles = trial.watch(
+            {root: self._probe.roots[root] for root in self._latest.roots}, guarded=True
+        )
         try:
             yield trial
         finally:
@@ -235,19 +313,36 @@ class Prefix:
         """Return what crossed in a recorded pass, one tensor [B, ...] for each of `row_leaves`.
 
         Raises:
-            UncacheableError: the frozen layers did not run as when they were tried out, or what crossed was not kept.
+            UncacheableError: the frozen layers did not run as when they were tried out, or what
+                crossed was not kept.
         """
-        require(trial.error is None, f"what the frozen layers gave could not be kept ({trial.error})")
+        require(
+            trial.error is None, f"what the frozen layers gave could not be kept ({trial.error})"
+        )
         for root in self._latest.roots:
             number = trial.calls.get(root, 0)
-            require(number == 1, f"{root} was called {number} times in a forward pass, and once when it was tried out")
+            require(
+                number == 1,
+                f"{root} was called {number} times in a forward pass, and once when it was tried "
+                "out",
+            )
         for leaf in self.row_leaves:
             form, value = self._latest.forms[leaf.place], trial.value(leaf.place)
-            fits = value is not None and value.dim() == len(form.shape) and value.dtype == form.dtype
-            require(fits, f"{leaf.place[0]} gave something of another kind than when it was tried out")
+            fits = (
+                value is not None and value.dim() == len(form.shape) and value.dtype == form.dtype
+            )
+            require(
+                fits, f"{leaf.place[0]} gave something of another kind than when it was tried out"
+            )
         grad, unsettled = trial.needs_grad, trial.unsettled
-        require(not grad, f"what {grad} gives needs a gradient now: something in front of it is in training")
-        require(not unsettled, f"a {unsettled} is in training mode, and was in inference mode when it was tried out")
+        require(
+            not grad,
+            f"what {grad} gives needs a gradient now: something in front of it is in training",
+        )
+        require(
+            not unsettled,
+            f"a {unsettled} is in training mode, and was in inference mode when it was tried out",
+        )
         return self._rows(trial)
 
     @property
@@ -258,7 +353,8 @@ class Prefix:
         return [_rows_first(trial.values[leaf.place], leaf) for leaf in self.row_leaves]
 
     def compute(self, batch: Batch, rows: Tensor | None = None) -> list[Tensor]:
-        """Run the frozen layers alone, without a trace; returns a tensor [b, ...] for each of `row_leaves`.
+        """Run the frozen layers alone, without a trace; returns a tensor [b, ...] for each of
+        `row_leaves`.
 
         Args:
             batch: arguments of a call; left as they are.
@@ -276,9 +372,15 @@ class Prefix:
             if trial.error is not None:
                 raise trial.error
             for root, _ in places:
-                require(trial.calls.get(root) == 1, f"{trial.called(root)}, and once when tried out")
+                require(
+                    trial.calls.get(root) == 1, f"{trial.called(root)}, and once when tried out"
+                )
             found = self._rows(trial)
-            return found if rows is None or is_part else [value[rows.to(value.device)] for value in found]
+            return (
+                found
+                if rows is None or is_part
+                else [value[rows.to(value.device)] for value in found]
+            )
 
     def replaying(self, rows: Sequence[Tensor], batch: Batch) -> AbstractContextManager[None]:
         """Return a block in which the next forward pass of the model skips the frozen layers.
@@ -288,8 +390,9 @@ class Prefix:
             batch: arguments of that pass, of a known kind.
 
         Raises:
-            UncacheableError: the batch is of an unknown kind, or the rows do not fit it. At the end of the block: a
-                frozen layer was not called once; the pass is over then, and its output not to be trusted.
+            UncacheableError: the batch is of an unknown kind, or the rows do not fit it. At the end
+                of the block: a frozen layer was not called once; the pass is over then, and its
+                output not to be trusted.
         """
         kind = self._kind(batch)
         require(kind in self._templates, "a batch of this kind was never tried out")
@@ -297,15 +400,22 @@ class Prefix:
         template = self._templates[kind]
         return replaying(self.model, template, self._in_place(rows, template))
 
-    def error(self, computed: Sequence[Tensor], rows: Sequence[Tensor], lengths: Sequence[int] | None = None) -> float:
+    def error(
+        self,
+        computed: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        lengths: Sequence[int] | None = None,
+    ) -> float:
         """Return the largest difference between stored rows and what the frozen layers compute now.
 
-        Relative to the largest value of each tensor; infinite where shapes differ or one is not finite.
+        Relative to the largest value of each tensor; infinite where shapes differ or one is not
+        finite.
 
         Args:
             computed: what crosses, one tensor [B, ...] for each of `row_leaves`.
             rows: the same from the store.
-            lengths: of the samples [B], where rows have lengths: what is behind them does not count.
+            lengths: of the samples [B], where rows have lengths: what is behind them does not
+                count.
         """
         largest = 0.0
         for leaf, stored, own in zip(self.row_leaves, rows, computed, strict=True):
@@ -320,7 +430,10 @@ class Prefix:
         values = {}
         for leaf, stored in zip(self.row_leaves, rows, strict=True):
             wanted, found = _shape(leaf, template), tuple(stored.shape)
-            require(found == wanted, f"rows for {leaf.place[0]} must have the shape {wanted}, found {found}")
+            require(
+                found == wanted,
+                f"rows for {leaf.place[0]} must have the shape {wanted}, found {found}",
+            )
             values[leaf.place] = template.forms[leaf.place].empty()
             _rows_first(values[leaf.place], leaf).copy_(stored, non_blocking=True)
         return values
@@ -330,22 +443,32 @@ class Prefix:
         trial = self._probe.run(batch, keeps=[leaf.place for leaf in self.row_leaves])
         outcome = check_run(trial)
         limit = tolerance(batch, next(self.model.parameters()).device)
-        differing = replay_difference(self._probe, batch, template, trial.values, outcome, limit=limit)
-        require(not differing, f"with the outputs of the frozen layers replayed, {differing} differs in another batch")
+        differing = replay_difference(
+            self._probe, batch, template, trial.values, outcome, limit=limit
+        )
+        require(
+            not differing,
+            f"with the outputs of the frozen layers replayed, {differing} differs in another batch",
+        )
 
     def _keep_constants(self, template: Template, values: Values) -> None:
         template.keep({leaf.place: values[leaf.place] for leaf in self.leaves if leaf.axis is None})
 
     def _keeps(self, template: Template) -> bool:
-        """Return whether a template gives values back that it keeps: the same for every sample, or integers."""
+        """Return whether a template gives values back that it keeps: the same for every sample, or
+        integers.
+        """
         rows = {leaf.place for leaf in self.row_leaves}
-        has_integers = any(not form.can_be_poisoned for place, form in template.forms.items() if place not in rows)
+        has_integers = any(
+            not form.can_be_poisoned for place, form in template.forms.items() if place not in rows
+        )
         return has_integers or len(self.leaves) > len(self.row_leaves)
 
     def _kind(self, batch: Batch) -> Kind:
         """Return what batches have in common that can be replayed alike.
 
-        That is how they are called and, where values are kept, what the arguments hold that all samples share.
+        That is how they are called and, where values are kept, what the arguments hold that all
+        samples share.
         """
         called = signature(batch.args, batch.kwargs), batch.autocast
         return called, self._arguments.digest_of_shared(batch) if self._keeps_values else b""
@@ -370,15 +493,21 @@ def _contains(module: nn.Module, inside: Collection[nn.Module]) -> bool:
 def _check_batch(batch: Batch) -> None:
     require(
         not batch.unreadable,
-        f"the model is called with something whose contents cannot be read: {batch.unreadable}; pass tensors, numbers, "
+        f"the model is called with something whose contents cannot be read: {batch.unreadable}; "
+        "pass tensors, numbers, "
         f"strings, tuples, lists or dictionaries",
     )
-    require(not batch.needs_grad, "something in front of the model is in training, so the boundary needs a gradient")
+    require(
+        not batch.needs_grad,
+        "something in front of the model is in training, so the boundary needs a gradient",
+    )
 
 
 def _leaf(place: Place, axis: int | None, value: Tensor, lengths: Mapping[Place, int]) -> Leaf:
     shape = tuple(size for dim, size in enumerate(value.shape) if dim != axis)
-    return Leaf(place=place, axis=axis, shape=shape, dtype=value.dtype, length_axis=lengths.get(place))
+    return Leaf(
+        place=place, axis=axis, shape=shape, dtype=value.dtype, length_axis=lengths.get(place)
+    )
 
 
 def _is_like(leaf: Leaf, template: Template, num_rows: int) -> bool:
@@ -386,7 +515,9 @@ def _is_like(leaf: Leaf, template: Template, num_rows: int) -> bool:
     form = template.forms.get(leaf.place)
     if form is None or form.dtype != leaf.dtype:
         return False
-    return leaf.axis is None or (len(form.shape) == len(leaf.shape) + 1 and form.shape[leaf.axis] == num_rows)
+    return leaf.axis is None or (
+        len(form.shape) == len(leaf.shape) + 1 and form.shape[leaf.axis] == num_rows
+    )
 
 
 def _rows_first(value: Tensor, leaf: Leaf) -> Tensor:

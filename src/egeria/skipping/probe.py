@@ -1,4 +1,6 @@
-"""Trial runs of a model, called as in training: what frozen submodules do, what a pass gives and changes."""
+"""Trial runs of a model, called as in training: what frozen submodules do, what a pass gives and
+changes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from egeria.skipping.attributes import attributes_of, set_since
 from egeria.skipping.replay import Place, Template, Values, stubbed
 
 TOLERANCE = 1e-4
-"""Largest relative difference between two ways to compute the same, at float32 and above (issue 4)."""
+"""Largest relative difference between two ways to compute the same, at float32 and above (issue
+4)."""
 RANDOM_STATE = "the random state"
 
 
@@ -32,12 +35,15 @@ def tolerance(batch: Batch, device: torch.device) -> float:
     """Return the relative difference that the precision of a forward pass allows."""
     if batch.autocast.enabled:
         return max(TOLERANCE, 8 * torch.finfo(batch.autocast.dtype).eps)
-    uses_tf32 = device.type == "cuda" and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    uses_tf32 = device.type == "cuda" and (
+        torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    )
     return 8 * 2.0**-10 if uses_tf32 else TOLERANCE
 
 
 def difference(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference of two tensors, relative to the largest value of the second; 0 for equal ones.
+    """Return the largest difference of two tensors, relative to the largest value of the second; 0
+    for equal ones.
 
     Infinite where shapes differ, or one is not finite and the other is something else.
     """
@@ -47,7 +53,11 @@ def difference(first: Tensor, second: Tensor) -> float:
         return 0.0
     if not second.is_floating_point() and not second.is_complex():
         return math.inf
-    wide = torch.complex128 if second.is_complex() else torch.promote_types(second.dtype, torch.float32)
+    wide = (
+        torch.complex128
+        if second.is_complex()
+        else torch.promote_types(second.dtype, torch.float32)
+    )
     a, b = first.to(wide), second.to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
     if bool((~same & ~(a.isfinite() & b.isfinite())).any()):
@@ -64,32 +74,56 @@ def is_close(first: Tensor, second: Tensor, limit: float) -> bool:
     return first.dtype == second.dtype and difference(first, second) <= limit
 
 
-def gradients_agree(first: Sequence[Tensor | None], second: Sequence[Tensor | None], limit: float) -> bool:
+def gradients_agree(
+    first: Sequence[Tensor | None], second: Sequence[Tensor | None], limit: float
+) -> bool:
     """Return whether gradients are the same up to rounding, relative to the largest of them all.
 
     Some are zero but for rounding, such as that of a bias in front of a normalisation.
     """
     if [gradient is None for gradient in first] != [gradient is None for gradient in second]:
         return False
-    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None and b.numel()]
+    pairs = [
+        (a, b)
+        for a, b in zip(first, second, strict=True)
+        if a is not None and b is not None and b.numel()
+    ]
     size = max((float(b.abs().max()) for _, b in pairs), default=0.0)
     gap = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
     return all(bool(a.isfinite().all()) for a, _ in pairs) and gap <= limit * size
 
 
 def has_nan(output: Any) -> bool:
-    """Return whether a tensor that a pass gave, also one inside an object, has a NaN in it; waits once for a device."""
-    tensors = [value.detach() for _, value in tree.contents(output) if isinstance(value, Tensor) and value.numel()]
+    """Return whether a tensor that a pass gave, also one inside an object, has a NaN in it; waits
+    once for a device.
+    """
+    tensors = [
+        value.detach()
+        for _, value in tree.contents(output)
+        if isinstance(value, Tensor) and value.numel()
+    ]
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
     real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
-    largest = [tensor.max() for tensor in real if tensor.is_floating_point()]  # NaN if any is, without a copy
-    return bool(largest) and bool(torch.stack([t.to(largest[0].device, torch.float32) for t in largest]).isnan().any())
+    largest = [
+        tensor.max() for tensor in real if tensor.is_floating_point()
+    ]  # NaN if any is, without a copy
+    return bool(largest) and bool(
+        torch.stack([t.to(largest[0].device, torch.float32) for t in largest]).isnan().any()
+    )
 
 
 def first_difference(first: Mapping[str, Any], second: Mapping[str, Any], limit: float) -> str:
-    """Return the name of the first thing that differs by more than rounding between two outcomes, or ''."""
-    names = sorted({**first, **second}, key=RANDOM_STATE.__eq__)  # last: it goes with what differs before it
-    differing = (n for n in names if n not in first or n not in second or not _agree(first[n], second[n], limit))
+    """Return the name of the first thing that differs by more than rounding between two outcomes,
+    or ''.
+    """
+    names = sorted(
+        {**first, **second}, key=RANDOM_STATE.__eq__
+    )  # last: it goes with what differs before it
+    differing = (
+        n
+        for n in names
+        if n not in first or n not in second or not _agree(first[n], second[n], limit)
+    )
     return next(differing, "")
 
 
@@ -113,7 +147,8 @@ class Trial:
     calls: dict[str, int] = field(default_factory=dict)
     template: Template = field(default_factory=Template)
     outcome: dict[str, Any] | None = None
-    """What the pass gave and changed, by name; None where it failed, or was ended behind the prefix."""
+    """What the pass gave and changed, by name; None where it failed, or was ended behind the
+    prefix."""
     error: Exception | None = None
     needs_grad: str = ""
     """A root whose output needs a gradient."""
@@ -132,28 +167,43 @@ class Trial:
     @property
     def is_finite(self) -> bool:
         """Whether no output is NaN: beside NaN no poison shows."""
-        return not has_nan([value for name, value in (self.outcome or {}).items() if name.startswith("output")])
+        return not has_nan(
+            [value for name, value in (self.outcome or {}).items() if name.startswith("output")]
+        )
 
     def value(self, place: Place) -> Tensor | None:
-        """Return one of the tensors kept; None where the pass did not run so far, or its root not once."""
-        return self.values.get(place) if self.error is None and self.calls.get(place[0]) == 1 else None
+        """Return one of the tensors kept; None where the pass did not run so far, or its root not
+        once.
+        """
+        return (
+            self.values.get(place) if self.error is None and self.calls.get(place[0]) == 1 else None
+        )
 
     def called(self, root: str) -> str:
         """Return how often a root was called, as words for a reason."""
         number = self.calls.get(root, 0)
-        return f"{root} is called {number} times in a forward pass" if number else f"{root} is not called"
+        return (
+            f"{root} is called {number} times in a forward pass"
+            if number
+            else f"{root} is not called"
+        )
 
-    def watch(self, modules: Mapping[str, nn.Module], *, guarded: bool = False) -> list[RemovableHandle]:
+    def watch(
+        self, modules: Mapping[str, nn.Module], *, guarded: bool = False
+    ) -> list[RemovableHandle]:
         """Put a hook on each module; one that is `guarded` raises nothing, and leaves `error`."""
         note = _note_guarded if guarded else _note
-        return [module.register_forward_hook(partial(note, self, name)) for name, module in modules.items()]
+        return [
+            module.register_forward_hook(partial(note, self, name))
+            for name, module in modules.items()
+        ]
 
 
 class Probe:
     """Makes trial runs of a model with frozen submodules (roots); each leaves everything as it was.
 
-    Modes stay as they are, so that frozen layers are in inference mode and all others in training, and
-    random numbers begin with a seed, so that passes can be compared.
+    Modes stay as they are, so that frozen layers are in inference mode and all others in training,
+    and random numbers begin with a seed, so that passes can be compared.
     """
 
     def __init__(self, model: nn.Module, roots: Mapping[str, nn.Module]) -> None:
@@ -161,7 +211,9 @@ class Probe:
         self.roots = roots
         inside = {module for root in roots.values() for module in root.modules()}
         self._frozen = {name: module for name, module in model.named_modules() if module in inside}
-        self._rest = {name: module for name, module in model.named_modules() if module not in inside}
+        self._rest = {
+            name: module for name, module in model.named_modules() if module not in inside
+        }
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -182,9 +234,11 @@ class Probe:
         values: Values | None = None,
         gradients: bool = False,
     ) -> Trial:
-        """Run the whole model once on copies of the arguments, and with `gradients` its backward pass too.
+        """Run the whole model once on copies of the arguments, and with `gradients` its backward
+        pass too.
 
-        With a template stubs answer for its roots: with `values` in their places, and poison elsewhere.
+        With a template stubs answer for its roots: with `values` in their places, and poison
+        elsewhere.
         """
         trial = Trial(keeps)
         with self.session():
@@ -200,7 +254,9 @@ class Probe:
         return trial
 
     def outputs(self, batch: Batch, places: Collection[Place], *, seed: int | None = None) -> Trial:
-        """Run the model, within a session, as far as it takes to have the tensors at `places`; to its end for none."""
+        """Run the model, within a session, as far as it takes to have the tensors at `places`; to
+        its end for none.
+        """
         trial = Trial(places, stops=True)
         if seed is not None:
             seed_random_state(self.model, seed)
@@ -221,18 +277,28 @@ class Probe:
         return trial
 
     def active_in_front(self, batch: Batch, places: Collection[Place]) -> list[str]:
-        """Return the names of dropout and batch normalisation in training mode that run in front of `places`."""
+        """Return the names of dropout and batch normalisation in training mode that run in front of
+        `places`.
+        """
         trial = Trial()
         with self.session():
-            trial.watch({name: module for name, module in self._rest.items() if is_unsettled(module)})
+            trial.watch(
+                {name: module for name, module in self._rest.items() if is_unsettled(module)}
+            )
             self.outputs(batch, places, seed=0)
         return list(trial.calls)
 
     def _run(self, trial: Trial, batch: Batch, gradients: bool) -> None:
-        frozen, rest, buffers = attributes_of(self._frozen), attributes_of(self._rest), self._buffers()
+        frozen, rest, buffers = (
+            attributes_of(self._frozen),
+            attributes_of(self._rest),
+            self._buffers(),
+        )
         seed_random_state(self.model, 0)
         arguments = batch.first_rows(None)
-        trained = {id(p): p.detach().requires_grad_() for p in self.model.parameters() if p.requires_grad}
+        trained = {
+            id(p): p.detach().requires_grad_() for p in self.model.parameters() if p.requires_grad
+        }
         # Through stand-ins, since a user's hooks on parameters must not fire.
         with _standing_in(self.model, trained) if gradients else nullcontext():
             given = self.model(*arguments.args, **arguments.kwargs)
@@ -253,7 +319,9 @@ class Probe:
         if gradients:
             calls = dict(trial.calls)
             trial.gradients = _backward(given, list(trained.values()))
-            trial.again = next((name for name, number in trial.calls.items() if number != calls.get(name)), "")
+            trial.again = next(
+                (name for name, number in trial.calls.items() if number != calls.get(name)), ""
+            )
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
         """Return what changes with each buffer of the frozen part."""
@@ -269,7 +337,8 @@ class Probe:
 def _standing_in(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[None]:
     """Put other tensors in the places of parameters, by their `id`.
 
-    `torch.func.functional_call` goes by names: of a module that has two it puts a stand-in back for the parameter.
+    `torch.func.functional_call` goes by names: of a module that has two it puts a stand-in back for
+    the parameter.
     """
     places = [
         (module, name, parameter)
@@ -292,12 +361,17 @@ def _copies(template: Template, values: Values) -> dict[Place, Tensor]:
 
 
 def _backward(given: Any, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of what a pass gave, also of tensors inside objects, each element weighted another way."""
+    """Return the gradients of what a pass gave, also of tensors inside objects, each element
+    weighted another way.
+    """
     tensors = [value for _, value in tree.contents(given) if isinstance(value, Tensor)]
     outputs = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_floating_point()]
     if not outputs or not inputs:
         return ()
-    weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype, device=o.device).view(o.shape) for o in outputs]
+    weights = [
+        torch.linspace(-1, 1, o.numel(), dtype=o.dtype, device=o.device).view(o.shape)
+        for o in outputs
+    ]
     return torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
 
 
@@ -315,8 +389,14 @@ def _note(trial: Trial, name: str, module: nn.Module, _args: Any, output: Any) -
         trial.opaque = trial.opaque or name
     else:
         trial.template.add(name, tree.detach(output))
-        tensors = enumerate(tree.leaves(output))  # copies, since an in-place operation behind may overwrite them
-        trial.values |= {(name, index): t.detach().clone() for index, t in tensors if (name, index) in trial.keeps}
+        tensors = enumerate(
+            tree.leaves(output)
+        )  # copies, since an in-place operation behind may overwrite them
+        trial.values |= {
+            (name, index): t.detach().clone()
+            for index, t in tensors
+            if (name, index) in trial.keeps
+        }
     if trial.stops and trial.keeps and all(root in trial.calls for root, _ in trial.keeps):
         raise TapReachedError
 
@@ -331,15 +411,24 @@ def _note_guarded(trial: Trial, name: str, module: nn.Module, args: Any, output:
 def _is_opaque(output: Any) -> bool:
     """Return whether an output holds tensors in objects, or tensors that are not plain memory."""
     plain = list(tree.leaves(output))
-    is_odd = any(type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_nested for t in plain)
-    return is_odd or sum(isinstance(value, Tensor) for _, value in tree.contents(output)) != len(plain)
+    is_odd = any(
+        type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_nested
+        for t in plain
+    )
+    return is_odd or sum(isinstance(value, Tensor) for _, value in tree.contents(output)) != len(
+        plain
+    )
 
 
 def is_unsettled(module: nn.Module) -> bool:
-    """Return whether a module is a dropout or a normalisation over the batch, and in training mode."""
+    """Return whether a module is a dropout or a normalisation over the batch, and
+    in training mode.
+    """
     if not module.training:
         return False
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-    return is_batch_norm or (isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats)
+    return is_batch_norm or (
+        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    )

@@ -17,7 +17,8 @@ from egeria import tree
 from egeria.errors import UncacheableError
 
 Place = tuple[str, int]
-"""A tensor that a root gives: its dotted name, and the index of the tensor among the leaves of its output."""
+"""A tensor that a root gives: its dotted name, and the index of the tensor among the leaves of its
+output."""
 Values = Mapping[Place, Tensor]
 
 
@@ -43,13 +44,17 @@ class Form:
     def empty(self) -> Tensor:
         """Return memory of this form.
 
-        With the strides too, since they decide which kernels run behind it (channels_last); but not those of
-        a small part of a larger tensor or of a repeated one.
+        With the strides too, since they decide which kernels run behind it (channels_last); but not
+        those of a small part of a larger tensor or of a repeated one.
         """
-        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        span = 1 + sum(
+            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
+        )
         numel = math.prod(self.shape)
         if numel <= span <= 2 * numel:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device
+            )
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def poison(self) -> Tensor:
@@ -60,7 +65,8 @@ class Form:
 class Template:
     """The outputs of the roots in one kind of call, without the values: what a stub gives back.
 
-    Tensors without a NaN are kept as they are; any place can be given its value for good with `keep`.
+    Tensors without a NaN are kept as they are; any place can be given its value for good with
+    `keep`.
     """
 
     def __init__(self) -> None:
@@ -106,7 +112,9 @@ class Template:
         self._kept.update({place: value.detach().clone() for place, value in values.items()})
 
     def fill(self, root: str, values: Values) -> Any:
-        """Return an output of a root: with `values` in their places, copies of what is kept, and poison elsewhere."""
+        """Return an output of a root: with `values` in their places, copies of what is kept, and
+        poison elsewhere.
+        """
         index = count()
 
         def pick(blank: Tensor) -> Tensor:
@@ -123,17 +131,20 @@ class Template:
 
 @contextmanager
 def stubbed(model: nn.Module, template: Template, values: Values) -> Iterator[dict[str, int]]:
-    """Let stubs answer for the roots of a template, and count their calls; modules are as before after the block.
+    """Let stubs answer for the roots of a template, and count their calls; modules are as before
+    after the block.
 
-    The stub is an attribute of the instance, and only for the block: a model that keeps one can neither be
-    saved nor copied (its copy would run the weights of the original).
+    The stub is an attribute of the instance, and only for the block: a model that keeps one can
+    neither be saved nor copied (its copy would run the weights of the original).
     """
     calls = dict.fromkeys(template.roots, 0)
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for root in template.roots:
             attributes = vars(model.get_submodule(root))
-            before.append((attributes, {"forward": attributes["forward"]} if "forward" in attributes else {}))
+            before.append(
+                (attributes, {"forward": attributes["forward"]} if "forward" in attributes else {})
+            )
             stub = partial(_answer, template, root, values, calls)
             stub.own_forward = attributes.get("forward")  # type: ignore[attr-defined]  # what copies keep
             attributes["forward"] = stub
@@ -146,19 +157,29 @@ def stubbed(model: nn.Module, template: Template, values: Values) -> Iterator[di
 
 @contextmanager
 def replaying(model: nn.Module, template: Template, values: Values) -> Iterator[None]:
-    """Let stubs answer in one forward pass, which must call each of them once: else it is refused afterwards."""
+    """Let stubs answer in one forward pass, which must call each of them once: else it is refused
+    afterwards.
+    """
     with stubbed(model, template, values) as calls:
         yield
     for root, number in calls.items():
         if number != 1:
             raise UncacheableError(
-                f"{root} was called {number} times in a forward pass, and once when it was tried out"
+                f"{root} was called {number} times in a forward pass, and once when it was tried "
+                "out"
             )
 
 
 # A function of this file, not a closure: some models copy themselves in their forward pass.
 
 
-def _answer(template: Template, root: str, values: Values, calls: dict[str, int], *_args: Any, **_kwargs: Any) -> Any:
+def _answer(
+    template: Template,
+    root: str,
+    values: Values,
+    calls: dict[str, int],
+    *_args: Any,
+    **_kwargs: Any,
+) -> Any:
     calls[root] += 1
     return template.fill(root, values)

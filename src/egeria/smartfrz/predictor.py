@@ -19,25 +19,31 @@ OWN_WEIGHTS = Path(__file__).with_name("predictor.safetensors")
 
 
 class FreezePredictor(nn.Module):
-    """Says by how much more likely it is that a layer module may freeze than that it must train, from its weights.
+    """Says by how much more likely it is that a layer module may freeze than that it must train,
+    from its weights.
 
-    The newest snapshot asks, the older ones answer: three networks make a query of it, and a key and a value of each
-    of them; what attention returns goes through a fourth. 1.04 million parameters.
+    The newest snapshot asks, the older ones answer: three networks make a query of it, and a key
+    and a value of each of them; what attention returns goes through a fourth. 1.04 million
+    parameters.
 
-    Source: SmartFRZ, section 4. Ours: weights are taken relative to the mean and standard deviation of the newest
-    snapshot, so that layers of all sizes look alike, and of older ones their difference from the newest.
+    Source: SmartFRZ, section 4. Ours: weights are taken relative to the mean and standard deviation
+    of the newest snapshot, so that layers of all sizes look alike, and of older ones their
+    difference from the newest.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value = (_network(NUM_WEIGHTS, HIDDEN, HIDDEN, WIDTH) for _ in range(3))
+        self.query, self.key, self.value = (
+            _network(NUM_WEIGHTS, HIDDEN, HIDDEN, WIDTH) for _ in range(3)
+        )
         self.head = _network(WIDTH, 32, 32, 2)
 
     def forward(self, windows: Tensor) -> Tensor:
         """Return logits [B, 2] of "train" and "freeze".
 
         Args:
-            windows: [B, `NUM_SNAPSHOTS`, `NUM_WEIGHTS`], oldest first: the same weights in each snapshot.
+            windows: [B, `NUM_SNAPSHOTS`, `NUM_WEIGHTS`], oldest first: the same weights in each
+                snapshot.
         """
         newest = windows[:, -1]
         scale = newest.std(dim=1, keepdim=True).clamp_min(LEAST_SCALE)
@@ -64,7 +70,10 @@ def _network(*widths: int) -> nn.Sequential:
 @cache
 def load_predictor(path: Path = OWN_WEIGHTS) -> FreezePredictor:
     """Return a trained predictor, on the CPU, in float32 and inference mode; read once."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the numbers that it begins with are of no use
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+    ):  # the numbers that it begins with are of no use
         predictor = FreezePredictor().float()  # whatever the user's default is
     predictor.load_state_dict({name: values.float() for name, values in load_file(path).items()})
     return predictor.eval().requires_grad_(False)
@@ -72,4 +81,6 @@ def load_predictor(path: Path = OWN_WEIGHTS) -> FreezePredictor:
 
 def save_predictor(predictor: FreezePredictor, path: Path) -> None:
     """Write the weights in half precision."""
-    save_file({name: values.half().contiguous() for name, values in predictor.state_dict().items()}, path)
+    save_file(
+        {name: values.half().contiguous() for name, values in predictor.state_dict().items()}, path
+    )

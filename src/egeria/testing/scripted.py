@@ -18,8 +18,8 @@ class ScriptedController(Controller):
     """Gives the readings that it is given."""
 
     readings: Callable[[int, int], float] = lambda evaluation, module: 1.0
-    """Called with the number of the evaluation and the layer module; returns the plasticity, or raises what a failing
-    evaluation would."""
+    """Called with the number of the evaluation and the layer module; returns the plasticity, or
+    raises what a failing evaluation would."""
     refreshing: Callable[[nn.Module], None] = lambda model: None
     """Called at each refresh with the model; may raise."""
     requests: list[Request] = field(default_factory=list, init=False)
@@ -27,12 +27,18 @@ class ScriptedController(Controller):
     _reports: list[Report] = field(default_factory=list, init=False)
 
     def refresh(
-        self, evaluation: int, model: nn.Module, batch: Batch | None, state: Mapping[str, Any] | None = None
+        self,
+        evaluation: int,
+        model: nn.Module,
+        batch: Batch | None,
+        state: Mapping[str, Any] | None = None,
     ) -> bool:
         """Do what the script does at a refresh; nothing for a run that is resumed."""
         if state is None:
             self.refreshing(model)
-            made = ReferenceRefreshed(step=0, evaluation=evaluation, builder="script", wall_s=0.0, cpu_s=0.0)
+            made = ReferenceRefreshed(
+                step=0, evaluation=evaluation, builder="script", wall_s=0.0, cpu_s=0.0
+            )
             self._reports.append(made)
         return True
 

@@ -1,1 +1,3 @@
-"""Reading ahead of the training loop and writing behind it: a pure plan, and threads that carry it out."""
+"""Reading ahead of the training loop and writing behind it: a pure plan, and threads that carry it
+out.
+"""

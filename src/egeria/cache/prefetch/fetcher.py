@@ -1,4 +1,6 @@
-"""Giving the training loop the stored rows of a batch: read ahead, or still in memory (paper §4.3)."""
+"""Giving the training loop the stored rows of a batch: read ahead, or still in
+memory (paper §4.3).
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,13 @@ class PrefetchedBatch:
     """
 
     mask: Mask
-    """[b] rows that are there; what `rows`, `fingerprints` and `lengths` hold of others means nothing."""
+    """[b] rows that are there; what `rows`, `fingerprints` and `lengths` hold of others means
+    nothing."""
     rows: Sequence[Tensor]
     """One [b, ...] for each leaf; empty if no row is there."""
     fingerprints: Floats
-    """[b, 2] of the input each row was computed from, to be compared with the input it shall be used for."""
+    """[b, 2] of the input each row was computed from, to be compared with the input it shall be
+    used for."""
     lengths: Integers
     """[b] true lengths, where rows have lengths."""
     waited_s: float = 0.0
@@ -60,7 +64,10 @@ class PrefetchedBatch:
     @classmethod
     def empty(cls, num_rows: int) -> PrefetchedBatch:
         """Return a batch of which nothing is there."""
-        prints, lengths = np.zeros((num_rows, 2), dtype=np.float32), np.zeros(num_rows, dtype=np.int64)
+        prints, lengths = (
+            np.zeros((num_rows, 2), dtype=np.float32),
+            np.zeros(num_rows, dtype=np.int64),
+        )
         return cls(np.zeros(num_rows, dtype=np.bool_), (), prints, lengths)
 
     def fill(self, missing: Integers, computed: Sequence[Tensor]) -> None:
@@ -68,8 +75,12 @@ class PrefetchedBatch:
         for target, source in zip(self.rows, computed, strict=True):
             target.index_copy_(0, from_numpy(missing).to(target.device), source.detach())
 
-    def fill_from(self, memory: RowsInMemory, here: Integers, there: Integers, layouts: Sequence[RowLayout]) -> None:
-        """Copy rows from memory, with zeros behind their true lengths; those too long for this batch are left out."""
+    def fill_from(
+        self, memory: RowsInMemory, here: Integers, there: Integers, layouts: Sequence[RowLayout]
+    ) -> None:
+        """Copy rows from memory, with zeros behind their true lengths; those too long for this
+        batch are left out.
+        """
         if any(layout.length_axis is not None for layout in layouts):
             room, longest = (
                 min(
@@ -79,7 +90,11 @@ class PrefetchedBatch:
                 )
                 for rows in (self.rows, memory.rows)
             )
-            given = np.full(len(memory.positions), longest) if memory.lengths is None else memory.lengths
+            given = (
+                np.full(len(memory.positions), longest)
+                if memory.lengths is None
+                else memory.lengths
+            )
             lengths = given[there].clip(max=longest)
             fits = lengths <= room
             here, there = here[fits], there[fits]
@@ -98,9 +113,10 @@ class PrefetchedBatch:
 class Fetcher:
     """Reads batches ahead in a thread of its own, and keeps the last mini-batches.
 
-    One thread of the caller's uses it: the one that trains. That thread changes rows in place if anyone does, so what
-    is found intact stays so while it is copied. What fails, fails here, and `worker.failure` says why. Nothing
-    waits longer than the timeout. After a failure every batch comes back without rows; there is no second try.
+    One thread of the caller's uses it: the one that trains. That thread changes rows in place if
+    anyone does, so what is found intact stays so while it is copied. What fails, fails here, and
+    `worker.failure` says why. Nothing waits longer than the timeout. After a failure every batch
+    comes back without rows; there is no second try.
     """
 
     store: DiskStore
@@ -123,13 +139,16 @@ class Fetcher:
         self._last: int | None = None
         self._kept: dict[int, RowsInMemory] = {}
         self.worker = DaemonWorker("egeria-cache-reader")
-        self._finalizer = weakref.finalize(self, self.worker.close)  # also at exit: threads must not outlive it
+        self._finalizer = weakref.finalize(
+            self, self.worker.close
+        )  # also at exit: threads must not outlive it
 
     def ahead(self, batches: Iterable[tuple[int, Integers]]) -> None:
-        """Have the next batches read, in order: (number, positions [b]) each. Never waits for a disk.
+        """Have the next batches read, in order: (number, positions [b]) each. Never waits for a
+        disk.
 
-        They replace those expected before; the batch taken last is not expected again. So call it after `take`, or
-        with the batch that is about to be taken.
+        They replace those expected before; the batch taken last is not expected again. So call it
+        after `take`, or with the batch that is about to be taken.
         """
         if not self.worker.is_alive:
             return
@@ -140,7 +159,9 @@ class Fetcher:
         listed = {_key(number, positions): positions for number, positions in numbered.items()}
         self._listed = list(listed)
         self._drop([key for key in self._reads if key not in listed])
-        for key in [key for key in self._listed if key not in self._reads][: DEPTH - len(self._reads)]:
+        for key in [key for key in self._listed if key not in self._reads][
+            : DEPTH - len(self._reads)
+        ]:
             job = partial(self.reader.read, listed[key], advise=key not in self._advised)
             self._reads[key] = self.worker.submit(job)
         known = self._advised.union(self._reads)
@@ -153,7 +174,8 @@ class Fetcher:
         """Return what there is of a batch, which is needed now.
 
         Args:
-            number: of the batch, as it was given to `ahead`; those listed before it are passed over.
+            number: of the batch, as it was given to `ahead`; those listed before it are passed
+                over.
             positions: [b]; if they are others than given to `ahead`, the batch is read now.
             length: of the padded batch, where rows have lengths.
         """
@@ -162,7 +184,9 @@ class Fetcher:
         if self.worker.is_alive:
             try:
                 result = self._completed(self._read(number, positions, length), positions, length)
-            except Exception as error:  # such as an accelerator without memory: the training must not end here
+            except (
+                Exception
+            ) as error:  # such as an accelerator without memory: the training must not end here
                 self.worker.fail(error)
         result.waited_s = self.waited_s - waited_s
         return result
@@ -170,8 +194,8 @@ class Fetcher:
     def keep(self, number: int, rows: RowsInMemory) -> None:
         """Keep the complete rows of a batch among the last mini-batches, without a copy.
 
-        Call it before the model is given the rows: rows that it changes in place are then not served again. And
-        after `invalidate`, which forgets them.
+        Call it before the model is given the rows: rows that it changes in place are then not
+        served again. And after `invalidate`, which forgets them.
         """
         if self.worker.is_alive:
             self._kept.pop(number, None)
@@ -185,7 +209,9 @@ class Fetcher:
             rows.invalidate(as_positions(positions))
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Release all memory; return whether the thread has ended, else it hangs in the store. May be repeated."""
+        """Release all memory; return whether the thread has ended, else it hangs in the store. May
+        be repeated.
+        """
         self._finalizer.detach()  # a thread that hangs is not waited for twice
         self._kept.clear()
         self._reads.clear()
@@ -194,7 +220,8 @@ class Fetcher:
     def _read(self, number: int, positions: Integers, length: int | None) -> PrefetchedBatch:
         """Return what was read of a batch, or is read now where there is need to.
 
-        By the reader thread, though the caller waits: a disk that hangs would hang the caller for good.
+        By the reader thread, though the caller waits: a disk that hangs would hang the caller for
+        good.
         """
         self._last, wanted = number, _key(number, positions)
         place = next((place for place, key in enumerate(self._listed) if key[0] == number), -1)
@@ -215,12 +242,18 @@ class Fetcher:
         try:
             return future.result(self.timeout_s)
         except futures.TimeoutError as error:
-            raise FetchError(f"stored activations must come within {self.timeout_s:g} s, and did not") from error
+            raise FetchError(
+                f"stored activations must come within {self.timeout_s:g} s, and did not"
+            ) from error
         finally:
             self.waited_s += time.monotonic() - started
 
-    def _completed(self, batch: PrefetchedBatch, positions: Integers, length: int | None) -> PrefetchedBatch:
-        """Return what was read, cut or padded to the batch, with rows from memory where none was read."""
+    def _completed(
+        self, batch: PrefetchedBatch, positions: Integers, length: int | None
+    ) -> PrefetchedBatch:
+        """Return what was read, cut or padded to the batch, with rows from memory where none was
+        read.
+        """
         layouts = self.store.layouts
         self.reader.receive(batch.rows)
         if batch.rows and length is not None and self.reader.has_length:
@@ -259,7 +292,8 @@ class Fetcher:
 
 
 class Reader:
-    """Reads batches into memory of their own, and brings them to the device: what the reader thread does.
+    """Reads batches into memory of their own, and brings them to the device: what the reader thread
+    does.
 
     To a CUDA device on a stream of its own, beside the computing.
     """
@@ -274,7 +308,9 @@ class Reader:
         self._last_length: int | None = None
         self._is_constant, self._is_rounded = False, True
 
-    def read(self, positions: Integers, *, length: int | None = None, advise: bool = False) -> PrefetchedBatch:
+    def read(
+        self, positions: Integers, *, length: int | None = None, advise: bool = False
+    ) -> PrefetchedBatch:
         """Return what the store has of the positions [b], padded to a length or a guess of it.
 
         Raises `StoreError` and whatever a device raises.
@@ -292,7 +328,9 @@ class Reader:
         return PrefetchedBatch(mask, self._send(rows), known.fingerprints, known.lengths)
 
     def receive(self, rows: Sequence[Tensor]) -> None:
-        """Have the allocator know that rows sent are used by the stream of the caller from here on."""
+        """Have the allocator know that rows sent are used by the stream of the
+        caller from here on.
+        """
         if self._stream is not None:
             for tensor in rows:
                 tensor.record_stream(torch.cuda.current_stream(self._device))
@@ -308,29 +346,38 @@ class Reader:
         self._last_length = length
 
     def guess_length(self, longest: int) -> int:
-        """Return the length to expect for a batch whose longest row is `longest`; a wrong guess costs a copy."""
+        """Return the length to expect for a batch whose longest row is `longest`; a wrong guess
+        costs a copy.
+        """
         if self._last_length is None:
             return longest
         if self._is_constant and self._last_length >= longest:
             return self._last_length
         return -(-longest // LENGTH_STEP) * LENGTH_STEP if self._is_rounded else longest
 
-    def _empty(self, num_rows: int, length: int | None, *, device: torch.device | None) -> list[Tensor]:
-        """Return uninitialized tensors on a device, or in memory from which copies to ours can overlap with computing.
+    def _empty(
+        self, num_rows: int, length: int | None, *, device: torch.device | None
+    ) -> list[Tensor]:
+        """Return uninitialized tensors on a device, or in memory from which copies to ours can
+        overlap with computing.
 
-        Memory of their own, not a ring of it: autograd may hold on to them until a backward pass that comes much later
-        (gradient accumulation), and a model may change them in place.
+        Memory of their own, not a ring of it: autograd may hold on to them until a backward pass
+        that comes much later (gradient accumulation), and a model may change them in place.
         """
         is_pinned = device is None and self._device is not None
         return [
             torch.empty(
-                (num_rows, *layout.shape_at(length)), dtype=layout.dtype, device=device or "cpu", pin_memory=is_pinned
+                (num_rows, *layout.shape_at(length)),
+                dtype=layout.dtype,
+                device=device or "cpu",
+                pin_memory=is_pinned,
             )
             for layout in self._store.layouts
         ]
 
     def _send(self, rows: list[Tensor]) -> list[Tensor]:
-        """Return rows on the device, there already: the memory they came from is free for the next batch.
+        """Return rows on the device, there already: the memory they came from is free for the next
+        batch.
 
         The reader thread has nothing better to do than to wait for the copy.
         """
@@ -349,7 +396,9 @@ def _key(number: int, positions: Integers) -> BatchKey:
 
 
 def _fit(tensor: Tensor, row_axis: int | None, length: int) -> Tensor:
-    """Return rows [b, ...] cut or padded with zeros to a length; contiguous, for models view them in other shapes."""
+    """Return rows [b, ...] cut or padded with zeros to a length; contiguous, for models view them
+    in other shapes.
+    """
     if row_axis is None or tensor.shape[row_axis + 1] == length:
         return tensor
     axis = row_axis + 1

@@ -26,16 +26,18 @@ QUEUE_LENGTH = 4
 
 
 class ThreadError(EgeriaError):
-    """A background thread of the cache has ended early, or was closed while somebody waited for it."""
+    """A background thread of the cache has ended early, or was closed while
+    somebody waited for it.
+    """
 
 
 class DaemonWorker:
     """A daemon thread that does one job after the other, until it is closed or a job fails.
 
-    Not a `ThreadPoolExecutor`: the interpreter waits for its threads before it ends, for good where a disk hangs.
-    The first failure ends the thread and stays in `failure`. A forked child has no such thread, and perhaps a
-    lock that stays held: there `is_alive` is False and `close` does nothing. The owner must not be reachable from its
-    jobs; it closes the worker in a finalizer.
+    Not a `ThreadPoolExecutor`: the interpreter waits for its threads before it ends, for good where
+    a disk hangs. The first failure ends the thread and stays in `failure`. A forked child has no
+    such thread, and perhaps a lock that stays held: there `is_alive` is False and `close` does
+    nothing. The owner must not be reachable from its jobs; it closes the worker in a finalizer.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,18 +79,24 @@ class DaemonWorker:
             self._give_up(failure)
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Give up what waits; return whether the thread has ended. A job that hangs is left behind in it."""
+        """Give up what waits; return whether the thread has ended. A job that hangs is left behind
+        in it.
+        """
         if os.getpid() != self._pid:
             return True
         with self._changed:
             self._is_closed = True
             self._give_up(ThreadError("the cache was closed"))
-        if self._thread.is_alive() and self._thread is not threading.current_thread():  # a finalizer may run anywhere
+        if (
+            self._thread.is_alive() and self._thread is not threading.current_thread()
+        ):  # a finalizer may run anywhere
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _give_up(self, reason: Exception) -> None:
-        futures = [future for future, _ in self._jobs] + ([] if self._current is None else [self._current])
+        futures = [future for future, _ in self._jobs] + (
+            [] if self._current is None else [self._current]
+        )
         self._jobs.clear()
         for future in futures:
             with contextlib.suppress(InvalidStateError):  # cancelled
@@ -100,11 +108,17 @@ class DaemonWorker:
             while self._do_next():
                 self.cpu_s = time.thread_time()
         except BaseException as error:
-            wrapped = error if isinstance(error, Exception) else ThreadError(f"a cache thread was ended by {error!r}")
+            wrapped = (
+                error
+                if isinstance(error, Exception)
+                else ThreadError(f"a cache thread was ended by {error!r}")
+            )
             self.fail(wrapped)
 
     def _do_next(self) -> bool:
-        """Wait for one job and do it; a function of its own, so that nothing of the job is held while waiting."""
+        """Wait for one job and do it; a function of its own, so that nothing of the job is held
+        while waiting.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or not self.is_alive)
             if not self.is_alive:
@@ -143,12 +157,21 @@ class RowsInMemory:
         if self.lengths is not None:
             counts.add(len(self.lengths))
         if len(counts) != 1:
-            raise StoreError(f"positions, rows, fingerprints and lengths must be of one batch, found {counts} rows")
-        # Detached tensors share memory and version, but not the graph that an in-place operation would bring.
+            raise StoreError(
+                f"positions, rows, fingerprints and lengths must be of one batch, found {counts} "
+                "rows"
+            )
+        # Detached tensors share memory and version, but not the graph that an in-place operation
+        # would bring.
         self.rows = tuple(tensor.detach() for tensor in self.rows)
-        self._versions = [None if tensor.is_inference() else tensor._version for tensor in self.rows]
+        self._versions = [
+            None if tensor.is_inference() else tensor._version for tensor in self.rows
+        ]
         last = len(self.positions) - 1  # of several rows for one position the first counts
-        self._places = {position: last - place for place, position in enumerate(reversed(self.positions.tolist()))}
+        self._places = {
+            position: last - place
+            for place, position in enumerate(reversed(self.positions.tolist()))
+        }
 
     @property
     def is_intact(self) -> bool:
@@ -161,7 +184,9 @@ class RowsInMemory:
 
     def find(self, positions: Integers) -> Integers:
         """Return the place of each position [b] among the rows, -1 where it is not there."""
-        return np.array([self._places.get(position, -1) for position in positions.tolist()], dtype=np.int64)
+        return np.array(
+            [self._places.get(position, -1) for position in positions.tolist()], dtype=np.int64
+        )
 
     def invalidate(self, positions: Integers) -> None:
         """Find these positions no more."""
@@ -172,8 +197,8 @@ class RowsInMemory:
 class Writer:
     """Stores the rows of batches in a thread of its own.
 
-    A queue that is full refuses: the rows are computed and offered again when their samples come next.
-    A store that fails ends the writing for good, and `worker.failure` says why.
+    A queue that is full refuses: the rows are computed and offered again when their samples come
+    next. A store that fails ends the writing for good, and `worker.failure` says why.
 
     The store is not closed here, and must stay open until this is closed.
     """
@@ -185,7 +210,9 @@ class Writer:
         self.worker = DaemonWorker("egeria-cache-writer")
         self._pending: deque[tuple[RowsInMemory, Future[int]]] = deque()
         self._num_bytes = 0
-        self._finalizer = weakref.finalize(self, self.worker.close)  # also at exit: threads must not outlive it
+        self._finalizer = weakref.finalize(
+            self, self.worker.close
+        )  # also at exit: threads must not outlive it
 
     @property
     def num_bytes_written(self) -> int:
@@ -194,7 +221,9 @@ class Writer:
         return self._num_bytes
 
     def put(self, memory: RowsInMemory) -> bool:
-        """Have rows written, which must not be changed any more; False where the queue is full or writing has ended."""
+        """Have rows written, which must not be changed any more; False where the queue is full or
+        writing has ended.
+        """
         if not self.worker.is_alive:
             return False
         self._forget_written()
@@ -213,7 +242,9 @@ class Writer:
         return [memory for memory, _ in reversed(self._pending)]
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Give up what waits; return whether the thread has ended, else it hangs in the store. May be repeated."""
+        """Give up what waits; return whether the thread has ended, else it hangs in the store. May
+        be repeated.
+        """
         self._finalizer.detach()  # a thread that hangs is not waited for twice
         return self.worker.close(timeout_s)
 

@@ -1,1 +1,3 @@
-"""Rows of activations on the disk: files, checksums, the index, and the directory that holds them."""
+"""Rows of activations on the disk: files, checksums, the index, and the directory
+that holds them.
+"""

@@ -1,7 +1,8 @@
 """Encoding rows as the bytes of a store, and decoding them.
 
-The bytes of a row are those of its values up to its true length, packed, leaf after leaf. bfloat16 and bool, which
-numpy does not know or stores otherwise, are handled as bytes, so that a natively kept row is the same to the last bit.
+The bytes of a row are those of its values up to its true length, packed, leaf after leaf. bfloat16
+and bool, which numpy does not know or stores otherwise, are handled as bytes, so that a natively
+kept row is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ITEM_BYTES = {"native": 0, "fp16": 2, "int8": 1}
 
 Bytes = NDArray[np.uint8]
 Finish = Callable[[Mask], None]
-"""Turns the bytes of the rows [b] where a mask is True into tensors; the other rows may hold anything."""
+"""Turns the bytes of the rows [b] where a mask is True into tensors; the other rows may hold
+anything."""
 
 
 class RowCodec:
@@ -38,13 +40,21 @@ class RowCodec:
         """Size of the longest row."""
 
     def sizes(self, lengths: Integers) -> Integers:
-        """Return the sizes [b] of rows of these lengths [b]; a length that does not fit counts as the longest."""
-        return np.asarray(sum(leaf.sizes(np.clip(lengths, 0, leaf.longest)) for leaf in self._leaves))
+        """Return the sizes [b] of rows of these lengths [b]; a length that does not fit counts as
+        the longest.
+        """
+        return np.asarray(
+            sum(leaf.sizes(np.clip(lengths, 0, leaf.longest)) for leaf in self._leaves)
+        )
 
     def room(self, tensors: Sequence[Tensor]) -> int:
-        """Return the greatest length that all of the tensors [b, ...] have room for; 0 if no row has a length."""
+        """Return the greatest length that all of the tensors [b, ...] have room for; 0 if no row
+        has a length.
+        """
         pairs = zip(self._leaves, tensors, strict=True)
-        return min((leaf.layout.room(tensor) for leaf, tensor in pairs if leaf.axis is not None), default=0)
+        return min(
+            (leaf.layout.room(tensor) for leaf, tensor in pairs if leaf.axis is not None), default=0
+        )
 
     def fits(self, lengths: Integers, tensors: Sequence[Tensor]) -> Mask:
         """Return which lengths [b] are possible and fit into the tensors [b, ...]."""
@@ -58,46 +68,56 @@ class RowCodec:
         found = [len(tensor) if tensor.dim() else 0 for tensor in tensors]
         if found != [num_rows] * len(self._leaves):
             raise StoreError(
-                f"A batch must have {len(self._leaves)} leaves of {num_rows} rows, found leaves of {found} rows."
+                f"A batch must have {len(self._leaves)} leaves of {num_rows} rows, found leaves "
+                f"of {found} rows."
             )
 
     def encode(
         self, rows: Sequence[Tensor], lengths: Integers, chosen: Integers
     ) -> tuple[Integers, list[tuple[memoryview, ...]]]:
-        """Return which of the chosen rows of a batch can be stored [n], and for each the bytes of its leaves.
+        """Return which of the chosen rows of a batch can be stored [n], and for each the bytes of
+        its leaves.
 
-        They share memory with the rows where those are kept as they are. Raises `StoreError` if the tensors [b, ...]
-        are not for these rows.
+        They share memory with the rows where those are kept as they are. Raises `StoreError` if the
+        tensors [b, ...] are not for these rows.
         """
         pairs = zip(self._leaves, rows, strict=True)
         encoded = [leaf.encode(_take(tensor, chosen), lengths[chosen]) for leaf, tensor in pairs]
         storable = np.flatnonzero(np.logical_and.reduce([mask for _, mask in encoded]))
-        return chosen[storable], [tuple(blocks[index] for blocks, _ in encoded) for index in storable]
+        return chosen[storable], [
+            tuple(blocks[index] for blocks, _ in encoded) for index in storable
+        ]
 
     def decode_into(
         self, out: Sequence[Tensor], lengths: Integers
     ) -> tuple[list[tuple[memoryview, ...]], tuple[Finish, ...]]:
-        """Return where the bytes of rows of these lengths [b] are to be put, and what then makes rows of them in `out`.
+        """Return where the bytes of rows of these lengths [b] are to be put, and what then makes
+        rows of them in `out`.
 
         Raises `StoreError` if the tensors [b, ...] are not for these rows.
         """
         pairs = zip(self._leaves, out, strict=True)
-        blocks, finishes = zip(*(leaf.decode_into(tensor.detach(), lengths) for leaf, tensor in pairs), strict=True)
+        blocks, finishes = zip(
+            *(leaf.decode_into(tensor.detach(), lengths) for leaf, tensor in pairs), strict=True
+        )
         return list(zip(*blocks, strict=True)), finishes
 
 
 class _LeafCodec:
     """Encodes and decodes one leaf; kept natively where nothing would shrink.
 
-    'fp16' rounds (relative error up to 5e-4); 'int8' rounds to 1/127 of the largest value for each sample and
-    index of the row's first dimension, which is a channel of a feature map or a token of a sequence. Both
-    refuse rows with values that they cannot hold (infinite, NaN, or over 65504 in fp16).
+    'fp16' rounds (relative error up to 5e-4); 'int8' rounds to 1/127 of the largest value for each
+    sample and index of the row's first dimension, which is a channel of a feature map or a token of
+    a sequence. Both refuse rows with values that they cannot hold (infinite, NaN, or over 65504 in
+    fp16).
     """
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout, self.axis = layout, layout.length_axis
         self.longest = 0 if self.axis is None else layout.shape[self.axis]
-        is_larger = layout.dtype.is_floating_point and layout.dtype.itemsize > ITEM_BYTES[layout.storage]
+        is_larger = (
+            layout.dtype.is_floating_point and layout.dtype.itemsize > ITEM_BYTES[layout.storage]
+        )
         self.storage = layout.storage if is_larger and 0 not in layout.shape else "native"
         self.slot_bytes = self._size(self.longest)
         self._is_verbatim = self.storage == "native" and self.axis in (None, 0)
@@ -108,7 +128,9 @@ class _LeafCodec:
         return self._size(0) + lengths.astype(np.int64) * (self._size(1) - self._size(0))
 
     def encode(self, rows: Tensor, lengths: Integers) -> tuple[list[memoryview], Mask]:
-        """Return the bytes [b] of rows [b, ...] up to their lengths [b], and which rows can be stored."""
+        """Return the bytes [b] of rows [b, ...] up to their lengths [b], and which rows can be
+        stored.
+        """
         self._check(rows, lengths)
         rows, storable = rows.detach().cpu(), np.ones(len(rows), dtype=bool)
         if self._is_verbatim:
@@ -136,19 +158,26 @@ class _LeafCodec:
         return math.prod(shape) * (ITEM_BYTES[self.storage] or self.layout.dtype.itemsize)
 
     def _check(self, rows: Tensor, lengths: Integers) -> None:
-        """Raise `StoreError` unless the tensor [b, ...] is of this leaf and has room for rows of these lengths."""
+        """Raise `StoreError` unless the tensor [b, ...] is of this leaf and has room for rows of
+        these lengths.
+        """
         room, longest = self.layout.room(rows), int(lengths.max(initial=0))
         if not self.layout.is_of(rows):
             raise StoreError(
                 f"Rows must be {self.layout.dtype} of shape {self.layout.shape}"
-                f"{'' if self.axis is None else f' with any length along axis {self.axis}'}, found {rows.dtype} of "
+                f"{'' if self.axis is None else f' with any length along axis {self.axis}'}, "
+                f"found {rows.dtype} of "
                 f"shape {tuple(rows.shape[1:])}. A boundary that changed needs a new store."
             )
         if self.axis is not None and room < longest:
-            raise StoreError(f"Rows of length {longest} need as much room along axis {self.axis}, found {room}.")
+            raise StoreError(
+                f"Rows of length {longest} need as much room along axis {self.axis}, found {room}."
+            )
 
     def _pack(self, rows: Tensor) -> tuple[Tensor, Mask | bool]:
-        """Return the bytes [n, size] of rows of one length, and which of them the storage can hold."""
+        """Return the bytes [n, size] of rows of one length, and which of them the
+        storage can hold.
+        """
         flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
         if self.storage == "native":
             return flat.contiguous().view(torch.uint8), True
@@ -158,12 +187,20 @@ class _LeafCodec:
             return halves.view(torch.uint8), largest < HALF_EXPONENT
         values = flat.float().view(len(rows), _num_scales(tuple(rows.shape[1:])), -1)
         scales = values.abs().amax(dim=2) / LARGEST_INT8
-        small = (values / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(2)).round_().to(torch.int8)
-        packed = torch.cat([scales.contiguous().view(torch.uint8), small.flatten(1).view(torch.uint8)], dim=1)
+        small = (
+            (values / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(2))
+            .round_()
+            .to(torch.int8)
+        )
+        packed = torch.cat(
+            [scales.contiguous().view(torch.uint8), small.flatten(1).view(torch.uint8)], dim=1
+        )
         return packed, np.asarray(scales.isfinite().all(dim=1))
 
     def _unpack(self, memory: Tensor, lengths: Integers, out: Tensor, good: Mask) -> None:
-        """Put the rows whose bytes lie in `memory` [b, stride] into `out` [b, ...], zeros behind their lengths [b]."""
+        """Put the rows whose bytes lie in `memory` [b, stride] into `out` [b, ...], zeros behind
+        their lengths [b].
+        """
         chosen = np.flatnonzero(good)
         for length, members in self._by_length(lengths[chosen]):
             rows = chosen[members]
@@ -177,13 +214,19 @@ class _LeafCodec:
             self._cut(out, length).index_copy_(0, index, decoded.to(out.device, out.dtype))
 
     def _values(self, packed: Tensor, length: int) -> Tensor:
-        """Return rows [n, ...] of one length from their bytes [n, size], in the type nearest to how they are kept."""
+        """Return rows [n, ...] of one length from their bytes [n, size], in the type nearest to how
+        they are kept.
+        """
         shape = (len(packed), *self.layout.shape_at(length))
         if self.storage != "int8":
-            return packed.view(torch.float16 if self.storage == "fp16" else self.layout.dtype).view(shape)
+            return packed.view(torch.float16 if self.storage == "fp16" else self.layout.dtype).view(
+                shape
+            )
         num_scales = _num_scales(shape[1:])
         scales = packed[:, : num_scales * SCALE_BYTES].view(torch.float32)
-        values = packed[:, num_scales * SCALE_BYTES :].view(torch.int8).view(len(packed), num_scales, -1)
+        values = (
+            packed[:, num_scales * SCALE_BYTES :].view(torch.int8).view(len(packed), num_scales, -1)
+        )
         return torch.mul(values, scales.unsqueeze(2)).view(shape)
 
     def _cut(self, rows: Tensor, length: int) -> Tensor:
@@ -197,7 +240,9 @@ class _LeafCodec:
 
 
 def _num_scales(shape: tuple[int, ...]) -> int:
-    """Return how many scales a row has: one for each index of the first dimension, one alone for a vector."""
+    """Return how many scales a row has: one for each index of the first dimension, one alone for a
+    vector.
+    """
     return shape[0] if len(shape) > 1 else 1
 
 
@@ -211,7 +256,9 @@ def _as_bytes(rows: Tensor) -> Bytes:
 def _blocks(memory: Bytes, sizes: Integers) -> list[memoryview]:
     """Return the front of each row of memory [b, n], of these sizes [b]."""
     view, stride = memory.reshape(-1).data, memory.shape[1]
-    return [view[index * stride : index * stride + size] for index, size in enumerate(sizes.tolist())]
+    return [
+        view[index * stride : index * stride + size] for index, size in enumerate(sizes.tolist())
+    ]
 
 
 def _clear_padding(memory: Bytes, sizes: Integers, good: Mask) -> None:
@@ -221,4 +268,8 @@ def _clear_padding(memory: Bytes, sizes: Integers, good: Mask) -> None:
 
 def _take(rows: Tensor, members: Integers) -> Tensor:
     """Return some rows [b, ...]; `members` rise, so that as many as there are, are all."""
-    return rows if len(members) == len(rows) else rows.index_select(0, torch.from_numpy(members).to(rows.device))
+    return (
+        rows
+        if len(members) == len(rows)
+        else rows.index_select(0, torch.from_numpy(members).to(rows.device))
+    )

@@ -1,9 +1,11 @@
-"""The user's cache directory: a subdirectory for each run, and in it a file for each generation's store.
+"""The user's cache directory: a subdirectory for each run, and in it a file for each generation's
+store.
 
-A run never uses what another left behind. Subdirectories whose run has no process any more are removed when
-the next run begins; runs that live side by side leave each other alone. Whether a process of a run still lives is
-known by a lock that the system takes back when the last one ends: a process number is given to another after a
-while, and means nothing in another container, and a file would be left behind by a killed process.
+A run never uses what another left behind. Subdirectories whose run has no process any more are
+removed when the next run begins; runs that live side by side leave each other alone. Whether a
+process of a run still lives is known by a lock that the system takes back when the last one ends: a
+process number is given to another after a while, and means nothing in another container, and a file
+would be left behind by a killed process.
 """
 
 from __future__ import annotations
@@ -39,12 +41,14 @@ ATTEMPTS = 100
 
 
 class CacheDirectory:
-    """The part of a cache directory that belongs to one run, held as long as one of its processes lives.
+    """The part of a cache directory that belongs to one run, held as long as one of its processes
+    lives.
 
     Args:
         path: the cache directory; made if it is not there.
         limit_bytes: the most this run's stores may take; None sets no such limit.
-        limit_share: the most a new store may take of the free space. Half leaves room for checkpoints.
+        limit_share: the most a new store may take of the free space. Half leaves room for
+            checkpoints.
         token: of a run that another process of the job began, to join it; None begins one, and
             removes what dead runs left.
 
@@ -70,7 +74,9 @@ class CacheDirectory:
             else:
                 self.path, lock = _join(root, token)
         except OSError as error:
-            raise StoreError(f"The cache directory {root} cannot be used: {error}. Give another one.") from error
+            raise StoreError(
+                f"The cache directory {root} cannot be used: {error}. Give another one."
+            ) from error
         self._finalizer = weakref.finalize(self, _leave, self.path, lock, os.getpid())
 
     @property
@@ -87,37 +93,56 @@ class CacheDirectory:
         return max(0, room)
 
     def capacity(self, layouts: Sequence[RowLayout], wanted: int) -> int:
-        """Return how many of the wanted positions a new store of such rows has room for. Raises `StoreError`."""
-        return max(0, min(wanted, (self.room_bytes() - HEADER_BYTES) // bytes_per_position(layouts)))
+        """Return how many of the wanted positions a new store of such rows has room for. Raises
+        `StoreError`.
+        """
+        return max(
+            0, min(wanted, (self.room_bytes() - HEADER_BYTES) // bytes_per_position(layouts))
+        )
 
-    def create(self, number: int, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
+    def create(
+        self, number: int, layouts: Sequence[RowLayout], capacity: int, **description: Any
+    ) -> DiskStore:
         """Make the store of a generation, by whose number other processes join it.
 
-        Further arguments are those of `DiskStore`. Raises `StoreError` if it goes beyond the limit or the disk is full.
+        Further arguments are those of `DiskStore`. Raises `StoreError` if it goes beyond the limit
+        or the disk is full.
         """
         needed, room = HEADER_BYTES + capacity * bytes_per_position(layouts), self.room_bytes()
         if needed > room:
             raise StoreError(
-                f"A store in {self.path.parent} may take {room} bytes now, {needed} are needed. Raise the limit, "
+                f"A store in {self.path.parent} may take {room} bytes now, {needed} are needed. "
+                "Raise the limit, "
                 f"free space, or store fewer samples."
             )
         return DiskStore.create(self._store_path(number), layouts, capacity, **description)
 
     def join(self, number: int) -> DiskStore:
-        """Open the store of a generation that another process of the job made. Raises `StoreError`."""
+        """Open the store of a generation that another process of the job made.
+        Raises `StoreError`.
+        """
         return DiskStore.join(self._store_path(number))
 
     def publish(self, number: int, *, opened: bool) -> None:
-        """Let the other processes of the host know whether a generation is stored. Raises `StoreError`."""
+        """Let the other processes of the host know whether a generation is stored. Raises
+        `StoreError`.
+        """
         with as_store_error(f"The cache directory {self.path} cannot be written"):
             self._decided_path(number, opened=opened).touch(mode=PRIVATE)
 
     def published(self, number: int) -> bool | None:
-        """Return what the process that decides on a generation has published; None where it has not yet."""
-        return next((opened for opened in DECIDED if self._decided_path(number, opened=opened).exists()), None)
+        """Return what the process that decides on a generation has published; None where it has not
+        yet.
+        """
+        return next(
+            (opened for opened in DECIDED if self._decided_path(number, opened=opened).exists()),
+            None,
+        )
 
     def close(self) -> None:
-        """Leave; the last process of the run removes its directory, with the stores that are still open."""
+        """Leave; the last process of the run removes its directory, with the stores that are still
+        open.
+        """
         self._finalizer()
 
     def _store_path(self, number: int) -> Path:
@@ -128,10 +153,11 @@ class CacheDirectory:
 
 
 def lock_run(directory: Path, *, alone: bool) -> int | None:
-    """Return the open file that locks a run's directory; None if it cannot be had, or the directory is gone.
+    """Return the open file that locks a run's directory; None if it cannot be had, or the directory
+    is gone.
 
-    It can be had `alone` only where the run has no process any more; else as one of its processes, unless the
-    directory is being removed. Raises `OSError` if files cannot be made or locked there.
+    It can be had `alone` only where the run has no process any more; else as one of its processes,
+    unless the directory is being removed. Raises `OSError` if files cannot be made or locked there.
     """
     if fcntl is None:
         raise OSError("files cannot be locked on this system")
@@ -142,7 +168,9 @@ def lock_run(directory: Path, *, alone: bool) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        if os.path.samestat(path.lstat(), os.fstat(descriptor)):  # another may have removed it in between
+        if os.path.samestat(
+            path.lstat(), os.fstat(descriptor)
+        ):  # another may have removed it in between
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -154,15 +182,21 @@ def lock_run(directory: Path, *, alone: bool) -> int | None:
 
 
 def _unlock(lock: int) -> None:
-    """Unlock and close a file; closing alone would not do where forked children have inherited it."""
+    """Unlock and close a file; closing alone would not do where forked children
+    have inherited it.
+    """
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
 def runs_in(root: Path) -> list[Path]:
-    """Return the directories of runs in a cache directory; a link could lead to anything. Raises `OSError`."""
-    return sorted(path for path in root.iterdir() if RUN_NAME.fullmatch(path.name) and _is_directory(path))
+    """Return the directories of runs in a cache directory; a link could lead to anything. Raises
+    `OSError`.
+    """
+    return sorted(
+        path for path in root.iterdir() if RUN_NAME.fullmatch(path.name) and _is_directory(path)
+    )
 
 
 def stores_of(run: Path) -> list[Path]:
@@ -172,7 +206,9 @@ def stores_of(run: Path) -> list[Path]:
 
 
 def is_live(run: Path) -> bool:
-    """Return whether a process of the run may still live; where that cannot be found out, it may."""
+    """Return whether a process of the run may still live; where that cannot be
+    found out, it may.
+    """
     try:
         lock = lock_run(run, alone=True)
     except OSError:
@@ -183,7 +219,9 @@ def is_live(run: Path) -> bool:
 
 
 def sweep(root: Path) -> tuple[int, int]:
-    """Remove the runs that have no process any more; return how many they were and their bytes. Raises `OSError`."""
+    """Remove the runs that have no process any more; return how many they were and their bytes.
+    Raises `OSError`.
+    """
     num_runs = num_bytes = 0
     for path in runs_in(root):
         with contextlib.suppress(OSError):  # somebody else's, or already gone
@@ -194,7 +232,9 @@ def sweep(root: Path) -> tuple[int, int]:
 
 
 def size_bytes(path: Path) -> int:
-    """Return what the files under a directory take, or a file; those that go away meanwhile take nothing."""
+    """Return what the files under a directory take, or a file; those that go away meanwhile take
+    nothing.
+    """
     total = 0
     with contextlib.suppress(OSError):
         for entry in (path, *path.rglob("*")):
@@ -208,14 +248,19 @@ def _is_directory(path: Path) -> bool:
 
 
 def _begin(root: Path) -> tuple[Path, int]:
-    """Make the directory of a new run and lock it; one that sees it before it is locked may remove it, so try again."""
+    """Make the directory of a new run and lock it; one that sees it before it is locked may remove
+    it, so try again.
+    """
     for _ in range(ATTEMPTS):
         path = root / f"run-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
         lock = lock_run(path, alone=False)
         if lock is not None:
             try:
-                note = {"pid": os.getpid(), "created": round(time.time(), 3)}  # for people; nothing is decided by it
+                note = {
+                    "pid": os.getpid(),
+                    "created": round(time.time(), 3),
+                }  # for people; nothing is decided by it
                 os.pwrite(lock, json.dumps(note).encode(), 0)
             except BaseException:  # such as a full disk
                 _remove_run(path, lock)
@@ -238,7 +283,9 @@ def _join(root: Path, token: str) -> tuple[Path, int]:
 
 
 def _leave(path: Path, lock: int, pid: int) -> None:
-    """Release a run, and remove it if no other process holds it; a forked child only closes its copy of the file."""
+    """Release a run, and remove it if no other process holds it; a forked child only closes its
+    copy of the file.
+    """
     if os.getpid() != pid:
         os.close(lock)
         return

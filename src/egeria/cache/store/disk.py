@@ -1,9 +1,9 @@
 """`DiskStore`: rows of activations by position (paper §4.3), in one file.
 
-A row is written in three steps: its entry is cleared, its bytes are written, its entry is set with their
-checksum. So a process that is killed on the way leaves no row that looks complete, and whoever reads while a row is
-written, in whatever process, finds that the checksum does not fit. The disk need not keep any of it through a
-power cut: a store is never used again after its run.
+A row is written in three steps: its entry is cleared, its bytes are written, its entry is set with
+their checksum. So a process that is killed on the way leaves no row that looks complete, and
+whoever reads while a row is written, in whatever process, finds that the checksum does not fit. The
+disk need not keep any of it through a power cut: a store is never used again after its run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,23 @@ from torch import Tensor
 
 from egeria.cache.store import file
 from egeria.cache.store.codec import RowCodec
-from egeria.cache.store.file import ENTRY, HEADER_BYTES, SHARED_OFFSET, Entries, advise_kernel, fully
-from egeria.cache.store.rows import Integers, Mask, RowLayout, Rows, StoreError, as_positions, as_store_error
+from egeria.cache.store.file import (
+    ENTRY,
+    HEADER_BYTES,
+    SHARED_OFFSET,
+    Entries,
+    advise_kernel,
+    fully,
+)
+from egeria.cache.store.rows import (
+    Integers,
+    Mask,
+    RowLayout,
+    Rows,
+    StoreError,
+    as_positions,
+    as_store_error,
+)
 
 CLOSE_TIMEOUT_S = 10.0
 VERIFIED_ROWS = 256
@@ -37,10 +52,10 @@ VERIFIED_ROWS = 256
 class DiskStore:
     """Rows by position. Get one from `create` or `join`.
 
-    It may forget any row at any time, and never returns a wrong one. Any number of threads may use it at once: readers
-    never wait for each other, writers take turns, and a row that is read while it is written is not served. All entries
-    are held in memory, so that `lookup` never waits for a disk. Processes of one host may share the file; what others
-    wrote is seen after `advise`.
+    It may forget any row at any time, and never returns a wrong one. Any number of threads may use
+    it at once: readers never wait for each other, writers take turns, and a row that is read while
+    it is written is not served. All entries are held in memory, so that `lookup` never waits for a
+    disk. Processes of one host may share the file; what others wrote is seen after `advise`.
     """
 
     path: Path
@@ -85,21 +100,31 @@ class DiskStore:
         self._finalizer.atexit = False  # a thread may still be reading then
 
     @classmethod
-    def create(cls, path: Path, layouts: Sequence[RowLayout], capacity: int, **description: Any) -> DiskStore:
+    def create(
+        cls, path: Path, layouts: Sequence[RowLayout], capacity: int, **description: Any
+    ) -> DiskStore:
         """Make a store; further arguments are those of the class, where they matter.
 
-        Raises `StoreError` if there is no room, no right, or a store already; nothing new is left behind then.
+        Raises `StoreError` if there is no room, no right, or a store already; nothing new is left
+        behind then.
         """
         cls._check(layouts, capacity)
         description = {**file.DESCRIPTION, **description}
         with as_store_error(f"A store of activations cannot be made as {path}"):
-            made = cls(path, file.create_file(path, layouts, capacity, description), layouts, capacity, **description)
+            made = cls(
+                path,
+                file.create_file(path, layouts, capacity, description),
+                layouts,
+                capacity,
+                **description,
+            )
         made._own = True
         return made
 
     @classmethod
     def join(cls, path: Path, *, read_only: bool = False) -> DiskStore:
-        """Open the store of another process of this host, which learns of it unless this one only reads.
+        """Open the store of another process of this host, which learns of it unless this one only
+        reads.
 
         Raises `StoreError` if there is none, or it is damaged.
         """
@@ -108,7 +133,9 @@ class DiskStore:
             found = cls(path, descriptor, **description)
             size_bytes = os.fstat(descriptor).st_size
             if size_bytes != found.size_bytes:
-                raise OSError(errno.EIO, f"{path.name} must have {found.size_bytes} bytes, found {size_bytes}")
+                raise OSError(
+                    errno.EIO, f"{path.name} must have {found.size_bytes} bytes, found {size_bytes}"
+                )
             if not read_only:
                 fully(os.pwritev, descriptor, [memoryview(struct.pack("<I", 1))], SHARED_OFFSET)
             found._is_shared = not read_only
@@ -121,13 +148,20 @@ class DiskStore:
         return len(self._stored())
 
     def lookup(self, positions: Any) -> Rows:
-        """Return what is known of the positions [b]; from memory alone. Those outside the store have no row."""
+        """Return what is known of the positions [b]; from memory alone. Those outside the store
+        have no row.
+        """
         entries = self._look(as_positions(positions))
         lengths = entries["length"].astype(np.int64)
-        return Rows(valid=entries["checksum"] != 0, fingerprints=entries["fingerprint"].copy(), lengths=lengths)
+        return Rows(
+            valid=entries["checksum"] != 0,
+            fingerprints=entries["fingerprint"].copy(),
+            lengths=lengths,
+        )
 
     def advise(self, positions: Any) -> None:
-        """Take in what other processes wrote at these positions, and have the kernel fetch the rows that are there.
+        """Take in what other processes wrote at these positions, and have the kernel fetch the rows
+        that are there.
 
         Raises `StoreError` if the disk cannot be read, or the store is closed.
         """
@@ -135,7 +169,9 @@ class DiskStore:
             places = as_positions(positions)
             if not self._is_shared:
                 flag = memoryview(bytearray(4))
-                self._is_shared = fully(os.preadv, self.descriptor, [flag], SHARED_OFFSET) and any(flag)
+                self._is_shared = fully(os.preadv, self.descriptor, [flag], SHARED_OFFSET) and any(
+                    flag
+                )
             if self._is_shared:
                 self._refresh(places)
             entries = self._look(places)
@@ -147,16 +183,18 @@ class DiskStore:
 
         Args:
             positions: [b]
-            out: a tensor [b, ...] for each leaf, whose length may be another than at writing; contiguous ones fastest.
-            known: what an earlier `lookup` of the positions returned. Rows that changed since are not
-                served; without it, a caller who compared fingerprints may be given a newer row.
+            out: a tensor [b, ...] for each leaf, whose length may be another than at writing;
+                contiguous ones fastest.
+            known: what an earlier `lookup` of the positions returned. Rows that changed since are
+                not served; without it, a caller who compared fingerprints may be given a newer row.
 
         Returns:
-            A mask [b]. Where it is False the row is not there, damaged, just being written or longer than `out`,
-            and `out` may hold anything.
+            A mask [b]. Where it is False the row is not there, damaged, just being written or
+            longer than `out`, and `out` may hold anything.
 
         Raises:
-            StoreError: the disk cannot be read, `out` is not for these rows, or the store is closed.
+            StoreError: the disk cannot be read, `out` is not for these rows, or the store is
+                closed.
         """
         with self._using("read"):
             places = as_positions(positions)
@@ -172,27 +210,36 @@ class DiskStore:
                 self.num_damaged += self._forget_unchanged(places[damaged], entries[damaged])
             return good
 
-    def write(self, positions: Any, rows: Sequence[Tensor], fingerprints: Any, lengths: Any = None) -> int:
-        """Store rows; those there already are replaced, and of several for one position the last counts.
+    def write(
+        self, positions: Any, rows: Sequence[Tensor], fingerprints: Any, lengths: Any = None
+    ) -> int:
+        """Store rows; those there already are replaced, and of several for one position the last
+        counts.
 
         Args:
             positions: [b]; those outside the store are left out.
             rows: a tensor [b, ...] for each leaf, which must not change meanwhile.
             fingerprints: [b, 2] of the model's input.
-            lengths: [b] true lengths; None takes the rows as long as they are. Longer ones than fit are left out.
+            lengths: [b] true lengths; None takes the rows as long as they are. Longer ones than fit
+                are left out.
 
         Returns:
             How many were stored.
 
         Raises:
-            StoreError: the disk is full or cannot be written, the rows are not what the store is for, or it is closed.
+            StoreError: the disk is full or cannot be written, the rows are not what the store is
+                for, or it is closed.
         """
         with self._using("written"):
             places, prints = as_positions(positions), np.asarray(fingerprints, dtype=np.float32)
             self._codec.check(rows, len(places))
             if prints.shape != (len(places), 2):
-                raise StoreError(f"Fingerprints must be of shape {(len(places), 2)}, found {prints.shape}.")
-            given = np.asarray(self._codec.room(rows) if lengths is None else lengths, dtype=np.int64)
+                raise StoreError(
+                    f"Fingerprints must be of shape {(len(places), 2)}, found {prints.shape}."
+                )
+            given = np.asarray(
+                self._codec.room(rows) if lengths is None else lengths, dtype=np.int64
+            )
             sizes = np.broadcast_to(given, places.shape)
             fits = (places >= 0) & (places < self.capacity) & self._codec.fits(sizes, rows)
             chosen, blocks = self._codec.encode(rows, sizes, _last_of_each(places, fits))
@@ -205,7 +252,8 @@ class DiskStore:
             return len(chosen)
 
     def verify(self) -> tuple[int, int]:
-        """Read every stored row and return how many there are and how many are damaged; nothing is changed.
+        """Read every stored row and return how many there are and how many are damaged; nothing is
+        changed.
 
         Raises `StoreError` if the disk cannot be read, or the store is closed.
         """
@@ -215,7 +263,10 @@ class DiskStore:
             for begin in range(0, len(stored), VERIFIED_ROWS):
                 places = stored[begin : begin + VERIFIED_ROWS]
                 entries = self._look(places)
-                out = [torch.empty(len(places), *layout.shape, dtype=layout.dtype) for layout in self.layouts]
+                out = [
+                    torch.empty(len(places), *layout.shape, dtype=layout.dtype)
+                    for layout in self.layouts
+                ]
                 good = self._fetch(places, entries, self._codec.fits(entries["length"], out), out)
                 self._refresh(places[~good])  # one that was rewritten meanwhile is not damaged
                 again = self._look(places[~good])
@@ -223,17 +274,22 @@ class DiskStore:
         return len(stored), num_damaged
 
     def drop_pages(self) -> None:
-        """Have the next read come from the disk itself, to see how fast that is. Raises `StoreError`."""
+        """Have the next read come from the disk itself, to see how fast that is. Raises
+        `StoreError`.
+        """
         with self._using("written"):
             os.fsync(self.descriptor)
             advise_kernel(self.descriptor, 0, 0, "DONTNEED")
 
     def close(self) -> None:
-        """Wait for those inside and close the file; whoever made the store deletes it. More than once is no error.
+        """Wait for those inside and close the file; whoever made the store deletes it. More than
+        once is no error.
 
         Another process that joined can still use what it has open.
         """
-        if os.getpid() != self._pid:  # a forked child has a copy, whose locks a thread of the parent may have held
+        if (
+            os.getpid() != self._pid
+        ):  # a forked child has a copy, whose locks a thread of the parent may have held
             self._finalizer()
             return
         with self._changed:
@@ -247,10 +303,16 @@ class DiskStore:
     @staticmethod
     def _check(layouts: Sequence[RowLayout], capacity: int) -> None:
         if not layouts or capacity < 1:
-            raise StoreError(f"A store needs a leaf and a position, found {len(layouts)} and {capacity}.")
+            raise StoreError(
+                f"A store needs a leaf and a position, found {len(layouts)} and {capacity}."
+            )
 
-    def _put(self, positions: Integers, entries: Entries, blocks: Sequence[Sequence[memoryview]]) -> None:
-        """Write rows by rising position, each once, and their entries [n], which have all but their checksums."""
+    def _put(
+        self, positions: Integers, entries: Entries, blocks: Sequence[Sequence[memoryview]]
+    ) -> None:
+        """Write rows by rising position, each once, and their entries [n], which have all but their
+        checksums.
+        """
         self._set(positions, np.zeros(len(positions), dtype=ENTRY))
         offsets = (self._slots_offset + positions * self.row_bytes).tolist()
         for index, seal in enumerate(file.seals(positions, entries)):
@@ -258,15 +320,23 @@ class DiskStore:
             entries["checksum"][index] = file.checksum(blocks[index], seal)
         self._set(positions, entries)
 
-    def _fetch(self, places: Integers, entries: Entries, wanted: Mask, out: Sequence[Tensor]) -> Mask:
-        """Read the wanted rows [b] into `out`; return which are those of the entries [b], and undamaged."""
-        blocks, finishes = self._codec.decode_into(out, np.where(wanted, entries["length"], 0).astype(np.int64))
+    def _fetch(
+        self, places: Integers, entries: Entries, wanted: Mask, out: Sequence[Tensor]
+    ) -> Mask:
+        """Read the wanted rows [b] into `out`; return which are those of the entries [b], and
+        undamaged.
+        """
+        blocks, finishes = self._codec.decode_into(
+            out, np.where(wanted, entries["length"], 0).astype(np.int64)
+        )
         order = np.flatnonzero(wanted)
         order = order[np.argsort(places[order], kind="stable")]
         self._advise_rows(places[order], entries["length"][order])
         good = np.zeros(len(places), dtype=bool)
         offsets = (self._slots_offset + places * self.row_bytes).tolist()
-        for index, seal in zip(order.tolist(), file.seals(places[order], entries[order]), strict=True):
+        for index, seal in zip(
+            order.tolist(), file.seals(places[order], entries[order]), strict=True
+        ):
             if fully(os.preadv, self.descriptor, blocks[index], offsets[index]):
                 good[index] = file.checksum(blocks[index], seal) == entries["checksum"][index]
         for finish in finishes:
@@ -294,7 +364,9 @@ class DiskStore:
             return np.flatnonzero(self._entries["checksum"])
 
     def _refresh(self, positions: Integers) -> None:
-        """Take in what other processes wrote; an entry that is not in the file any more says that there is no row."""
+        """Take in what other processes wrote; an entry that is not in the file any more says that
+        there is no row.
+        """
         positions = np.unique(positions[(positions >= 0) & (positions < self.capacity)])
         fresh = np.zeros(len(positions), dtype=ENTRY)
         with self._file_lock:
@@ -320,7 +392,9 @@ class DiskStore:
 
     @contextmanager
     def _using(self, purpose: str) -> Iterator[None]:
-        """Count the caller among those inside, and turn what the operating system reports into a `StoreError`."""
+        """Count the caller among those inside, and turn what the operating system reports into a
+        `StoreError`.
+        """
         with self._changed:
             if self._is_closed:
                 raise StoreError("The store of activations is closed.")

@@ -1,9 +1,11 @@
-"""The bytes of a store's file: a header that describes it, an entry for each position, and a slot for each row.
+"""The bytes of a store's file: a header that describes it, an entry for each position, and a slot
+for each row.
 
-The file is read with `preadv` into the caller's memory, not mapped. A mapped file that somebody truncates
-kills the training with SIGBUS, mapped pages make the process look as large as its store, and the kernel's
-readahead would fetch many times what random rows need. Hence also the advice to the kernel: access is random, and
-these rows are wanted soon. Where there is no `posix_fadvise` (macOS) nothing is advised.
+The file is read with `preadv` into the caller's memory, not mapped. A mapped file that somebody
+truncates kills the training with SIGBUS, mapped pages make the process look as large as its store,
+and the kernel's readahead would fetch many times what random rows need. Hence also the advice to
+the kernel: access is random, and these rows are wanted soon. Where there is no `posix_fadvise`
+(macOS) nothing is advised.
 """
 
 from __future__ import annotations
@@ -34,17 +36,26 @@ SEALED = np.dtype([("position", "<i8"), ("length", "<i4"), ("fingerprint", "<f4"
 MAGIC = b"egeria-3"
 HEADER_BYTES = 4096
 PREFIX = struct.Struct("<8sII")
-"""Magic, whether a second process opened the file, and the size of the description that follows as JSON."""
+"""Magic, whether a second process opened the file, and the size of the description that follows as
+JSON."""
 SHARED_OFFSET = len(MAGIC)
-DESCRIPTION = {"boundary": "", "num_views": 1, "is_viewed": False, "front": 0, "ignores_padding": False}
+DESCRIPTION = {
+    "boundary": "",
+    "num_views": 1,
+    "is_viewed": False,
+    "front": 0,
+    "ignores_padding": False,
+}
 """What is told of a store besides its layouts and capacity, where nothing else is said."""
 DECIDED = {True: ".opened", False: ".refused"}
-"""Endings of the files by which the process that decides on a store informs the others of its host."""
+"""Endings of the files by which the process that decides on a store informs the others of its
+host."""
 BLOCK_BYTES = 2**20
 PART_BYTES = 64 * 2**20
 """Of a file, that gets its blocks at a time."""
 ALLOCATION_S = 5.0
-"""How long a file may take to get them: one at the bottom of a slow network would hold the training up for minutes."""
+"""How long a file may take to get them: one at the bottom of a slow network would hold the training
+up for minutes."""
 PRIVATE = 0o600
 _SAFELY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
@@ -56,14 +67,20 @@ def bytes_per_position(layouts: Sequence[RowLayout]) -> int:
     return RowCodec(layouts).row_bytes + ENTRY.itemsize
 
 
-def create_file(path: Path, layouts: Sequence[RowLayout], capacity: int, description: Mapping[str, Any]) -> int:
-    """Make the file of a store, all of its blocks on the disk, and return it open; it is named when it is complete.
+def create_file(
+    path: Path, layouts: Sequence[RowLayout], capacity: int, description: Mapping[str, Any]
+) -> int:
+    """Make the file of a store, all of its blocks on the disk, and return it open; it is named when
+    it is complete.
 
     Raises `OSError`; nothing new is left behind then.
     """
     if path.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    entries = [(one.shape, str(one.dtype).removeprefix("torch."), one.storage, one.length_axis) for one in layouts]
+    entries = [
+        (one.shape, str(one.dtype).removeprefix("torch."), one.storage, one.length_axis)
+        for one in layouts
+    ]
     text = json.dumps({**description, "capacity": capacity, "layouts": entries}).encode()
     if PREFIX.size + len(text) > HEADER_BYTES:
         raise OSError(errno.EFBIG, f"{len(layouts)} leaves are too many for the header of a store")
@@ -82,7 +99,9 @@ def create_file(path: Path, layouts: Sequence[RowLayout], capacity: int, descrip
 
 
 def open_file(path: Path, *, read_only: bool) -> tuple[int, dict[str, Any]]:
-    """Open the file of a store; return it and the arguments that describe the store. Raises `OSError` if it is none."""
+    """Open the file of a store; return it and the arguments that describe the store. Raises
+    `OSError` if it is none.
+    """
     descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | _SAFELY)
     try:
         return descriptor, _read_header(descriptor)
@@ -98,7 +117,9 @@ def close_file(descriptor: int) -> None:
 
 
 def remove_store(path: Path) -> None:
-    """Delete the file of a store, also an unfinished one, and what was decided on it; what cannot be deleted stays."""
+    """Delete the file of a store, also an unfinished one, and what was decided on it; what cannot
+    be deleted stays.
+    """
     decided = [path.with_name(path.name + ending) for ending in DECIDED.values()]
     for name in (path, _unfinished(path), *decided):
         with contextlib.suppress(OSError):
@@ -118,7 +139,8 @@ def fully(
     blocks: Sequence[memoryview],
     offset: int,
 ) -> bool:
-    """Read or write (`os.preadv`, `os.pwritev`) all of the blocks, one after the other; False if the file ends before.
+    """Read or write (`os.preadv`, `os.pwritev`) all of the blocks, one after the other; False if
+    the file ends before.
 
     Raises `OSError` if the disk is full or cannot be used.
     """
@@ -145,15 +167,23 @@ def stretches(entries: Entries, positions: Integers) -> Iterator[tuple[memoryvie
 
 
 def seals(positions: Integers, entries: Entries) -> list[int]:
-    """Return where the checksum of each row [b] begins: with its position, length and fingerprint."""
+    """Return where the checksum of each row [b] begins: with its position, length
+    and fingerprint.
+    """
     sealed = np.zeros(len(positions), dtype=SEALED)
-    sealed["position"], sealed["length"], sealed["fingerprint"] = positions, entries["length"], entries["fingerprint"]
+    sealed["position"], sealed["length"], sealed["fingerprint"] = (
+        positions,
+        entries["length"],
+        entries["fingerprint"],
+    )
     view, size = memoryview(sealed.tobytes()), SEALED.itemsize
     return [zlib.crc32(view[begin : begin + size]) for begin in range(0, len(view), size)]
 
 
 def checksum(blocks: Sequence[memoryview], seal: int) -> int:
-    """Return the checksum of a row as it stands in its entry, where 0 means that there is no row."""
+    """Return the checksum of a row as it stands in its entry, where 0 means that
+    there is no row.
+    """
     for block in blocks:
         seal = zlib.crc32(block, seal)
     return seal or 1
@@ -172,30 +202,42 @@ def _read_header(descriptor: int) -> dict[str, Any]:
     try:
         record = json.loads(bytes(header[PREFIX.size : PREFIX.size + num_bytes]))
         layouts = tuple(_layout(*entry) for entry in record["layouts"])
-        return {name: record[name] for name in DESCRIPTION} | {"layouts": layouts, "capacity": int(record["capacity"])}
+        return {name: record[name] for name in DESCRIPTION} | {
+            "layouts": layouts,
+            "capacity": int(record["capacity"]),
+        }
     except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
-        raise OSError(f"its header must describe a store, found {type(error).__name__}: {error}") from error
+        raise OSError(
+            f"its header must describe a store, found {type(error).__name__}: {error}"
+        ) from error
 
 
 def _layout(shape: Sequence[int], name: str, storage: str, length_axis: int | None) -> RowLayout:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no type of tensors")
-    return RowLayout(shape=tuple(map(int, shape)), dtype=dtype, storage=storage, length_axis=length_axis)
+    return RowLayout(
+        shape=tuple(map(int, shape)), dtype=dtype, storage=storage, length_axis=length_axis
+    )
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:
-    """Give a file all of its blocks: in a sparse one a full disk would show only when rows are written.
+    """Give a file all of its blocks: in a sparse one a full disk would show only when rows are
+    written.
 
-    Where the file system cannot do that, every block is touched instead, by the system library or here. Raises
-    `OSError`, also where it takes too long.
+    Where the file system cannot do that, every block is touched instead, by the system library or
+    here. Raises `OSError`, also where it takes too long.
     """
-    allocate, deadline = getattr(os, "posix_fallocate", _write_zeros), time.monotonic() + ALLOCATION_S
+    allocate, deadline = (
+        getattr(os, "posix_fallocate", _write_zeros),
+        time.monotonic() + ALLOCATION_S,
+    )
     for offset in range(0, size_bytes, PART_BYTES):
         if time.monotonic() > deadline:
             raise OSError(
                 errno.ETIMEDOUT,
-                f"the file system allocates too slowly: {offset} of {size_bytes} bytes in {ALLOCATION_S:g} s",
+                f"the file system allocates too slowly: {offset} of {size_bytes} bytes in "
+                f"{ALLOCATION_S:g} s",
             )
         part = descriptor, offset, min(PART_BYTES, size_bytes - offset)
         try:

@@ -1,8 +1,10 @@
-"""`RowMemory`: stored rows in the memory of the process, each known by the input that it was computed from.
+"""`RowMemory`: stored rows in the memory of the process, each known by the input that it was
+computed from.
 
-The key of a row is a cryptographic hash of the input itself, so no sample numbers are needed, and a row is found for
-equal input alone, whoever hands out the batches and in whatever order. The length that a batch is padded to is part of
-it, since a sentence comes out of another length equal to rounding only, and so is the padding, which is not stored.
+The key of a row is a cryptographic hash of the input itself, so no sample numbers are needed, and a
+row is found for equal input alone, whoever hands out the batches and in whatever order. The length
+that a batch is padded to is part of it, since a sentence comes out of another length equal to
+rounding only, and so is the padding, which is not stored.
 """
 
 from __future__ import annotations
@@ -29,16 +31,19 @@ LOOK_BYTES = 64 * 2**20
 """Stored between two looks at how much may be."""
 GROUP_FILES = ("memory.max", "memory.current", "inactive_file")
 OLD_GROUP_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Limit and use of a control group, and the entry of its `memory.stat` with what can be reclaimed: version 2, and 1."""
+"""Limit and use of a control group, and the entry of its `memory.stat` with what can be reclaimed:
+version 2, and 1."""
 
 Place = tuple[int, int, int, int]
-"""Of a row: the number of its block, its number in that, and from which position of the block to which it reaches."""
+"""Of a row: the number of its block, its number in that, and from which position of the block to
+which it reaches."""
 
 
 def free_memory_bytes(system: Path = Path("/")) -> int:
     """Return how much memory this process could still be given; 0 where that is not known.
 
-    The least of what the machine has, and of what the limits of the control groups leave in which the process is.
+    The least of what the machine has, and of what the limits of the control groups leave in which
+    the process is.
 
     Args:
         system: the folder in which `proc` and `sys` are.
@@ -57,9 +62,11 @@ def free_memory_bytes(system: Path = Path("/")) -> int:
 
 
 def _control_groups(system: Path) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Yield the folders of the control groups of this process, and the names of limit, use and what can be reclaimed.
+    """Yield the folders of the control groups of this process, and the names of limit, use and what
+    can be reclaimed.
 
-    Each with its parents up to the root: in a container the path may be of the host, and its folder the root here.
+    Each with its parents up to the root: in a container the path may be of the host, and its folder
+    the root here.
     """
     lines: list[str] = []
     with contextlib.suppress(OSError, ValueError):
@@ -69,15 +76,24 @@ def _control_groups(system: Path) -> Iterator[tuple[Path, Sequence[str]]]:
         controllers, _, path = rest.partition(":")
         own = PurePosixPath(path.strip("/"))
         if number == "0" and not controllers:
-            yield from ((system / "sys/fs/cgroup" / folder, GROUP_FILES) for folder in (own, *own.parents))
+            yield from (
+                (system / "sys/fs/cgroup" / folder, GROUP_FILES) for folder in (own, *own.parents)
+            )
         elif "memory" in controllers.split(","):
-            yield from ((system / "sys/fs/cgroup/memory" / folder, OLD_GROUP_FILES) for folder in (own, *own.parents))
+            yield from (
+                (system / "sys/fs/cgroup/memory" / folder, OLD_GROUP_FILES)
+                for folder in (own, *own.parents)
+            )
 
 
 def _reclaimable_bytes(folder: Path, name: str) -> int:
-    """Return what a control group has in pages of files that were not used lately: they can be given up."""
+    """Return what a control group has in pages of files that were not used lately: they can be
+    given up.
+    """
     with contextlib.suppress(OSError, ValueError, LookupError):
-        return int(dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())[name])
+        return int(
+            dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())[name]
+        )
     return 0
 
 
@@ -86,15 +102,17 @@ def _read(path: Path) -> str:
 
 
 def row_keys(batch: Batch, num_rows: int, shared: Collection[str] = ()) -> list[bytes] | None:
-    """Return a key for each row of the model's input; None where it holds something whose contents cannot be read.
+    """Return a key for each row of the model's input; None where it holds something whose contents
+    cannot be read.
 
-    Tensors whose first axis has `num_rows` entries count row by row, all else counts for every row, the type of mixed
-    precision too. On an accelerator this waits for it.
+    Tensors whose first axis has `num_rows` entries count row by row, all else counts for every row,
+    the type of mixed precision too. On an accelerator this waits for it.
 
     Args:
         batch: the model's input.
         num_rows: its samples B.
-        shared: paths of tensors that are known to be shared by the samples, also where they are as long as the batch.
+        shared: paths of tensors that are known to be shared by the samples, also where they are as
+            long as the batch.
     """
     if batch.unreadable:
         return None
@@ -121,7 +139,8 @@ class RowMemory:
 
     Args:
         length_axes: for each leaf the axis of a row that follows the length of its sample, or None.
-        find_limit: returns how many bytes may be stored, by how many are; asked again while it fills.
+        find_limit: returns how many bytes may be stored, by how many are; asked again while it
+            fills.
     """
 
     def __init__(self, length_axes: Sequence[int | None], find_limit: Callable[[int], int]) -> None:
@@ -144,7 +163,9 @@ class RowMemory:
         """Return which of these rows are stored [B]."""
         return np.fromiter((key in self._places for key in keys), dtype=bool, count=len(keys))
 
-    def write(self, keys: Sequence[bytes], rows: Sequence[Tensor], lengths: Integers | None) -> None:
+    def write(
+        self, keys: Sequence[bytes], rows: Sequence[Tensor], lengths: Integers | None
+    ) -> None:
         """Store copies of the rows of a batch, or nothing more where they do not fit.
 
         Args:
@@ -157,12 +178,17 @@ class RowMemory:
         if self.size_bytes >= self._next_look_bytes:
             self._next_look_bytes = self.size_bytes + LOOK_BYTES
             self.limit_bytes = min(self.limit_bytes, self._find_limit(self.size_bytes))
-        block = [self._packed(leaf.detach(), axis, lengths) for leaf, axis in zip(rows, self._length_axes, strict=True)]
+        block = [
+            self._packed(leaf.detach(), axis, lengths)
+            for leaf, axis in zip(rows, self._length_axes, strict=True)
+        ]
         size_bytes = sum(leaf.nbytes for leaf in block) + ROW_BYTES * len(keys)
         if self.size_bytes + size_bytes > self.limit_bytes:
             self.is_full = True
             return
-        ends = np.cumsum(np.zeros(len(keys), dtype=np.int64) if lengths is None else lengths).tolist()
+        ends = np.cumsum(
+            np.zeros(len(keys), dtype=np.int64) if lengths is None else lengths
+        ).tolist()
         begins = [0, *ends]
         for row, key in enumerate(keys):
             self._places[key] = len(self._blocks), row, begins[row], ends[row]
@@ -170,7 +196,8 @@ class RowMemory:
         self.size_bytes += size_bytes
 
     def read(self, keys: Sequence[bytes], known: Mask, padded_length: int | None) -> list[Tensor]:
-        """Return a tensor [B, ...] for each leaf: stored rows with zeros for their padding, and anything elsewhere.
+        """Return a tensor [B, ...] for each leaf: stored rows with zeros for their padding, and
+        anything elsewhere.
 
         Args:
             keys: of the rows [B].
@@ -202,9 +229,13 @@ class RowMemory:
 
     @staticmethod
     def _packed(rows: Tensor, axis: int | None, lengths: Integers | None) -> Tensor:
-        """Return a copy of rows [b, ...] in the memory of the processor: without padding [positions, ...]."""
+        """Return a copy of rows [b, ...] in the memory of the processor: without padding
+        [positions, ...].
+        """
         if axis is None or lengths is None:
-            return torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)  # whatever the default is
+            return torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(
+                rows
+            )  # whatever the default is
         own = rows.movedim(axis + 1, 1)
         is_own = torch.arange(own.shape[1], device="cpu") < torch.from_numpy(lengths)[:, None]
         return own[is_own.to(own.device)].cpu()

@@ -1,4 +1,6 @@
-"""What a store holds: the layout of a row, and what is known of stored rows without reading them."""
+"""What a store holds: the layout of a row, and what is known of stored rows
+without reading them.
+"""
 
 from __future__ import annotations
 
@@ -43,25 +45,39 @@ class RowLayout:
     """
 
     shape: tuple[int, ...]
-    """Of one row, without the batch axis. Along `length_axis` it is the longest that can be stored."""
+    """Of one row, without the batch axis. Along `length_axis` it is the longest that can be
+    stored."""
     dtype: torch.dtype
     """Of the rows that come in and go out."""
     storage: str = "native"
-    """'native' keeps every bit, 'fp16' half of float32, 'int8' a byte a value and a scale for each index of the first
-    dimension. Values that are no floating-point numbers, or that would not shrink, are always kept natively."""
+    """'native' keeps every bit, 'fp16' half of float32, 'int8' a byte a value and a scale for each
+    index of the first dimension. Values that are no floating-point numbers, or that would not
+    shrink, are always kept natively."""
     length_axis: int | None = None
-    """Axis of the row that follows the length of the sample; what lies beyond the length is not stored."""
+    """Axis of the row that follows the length of the sample; what lies beyond the length is not
+    stored."""
 
     def __post_init__(self) -> None:
         if self.storage not in STORAGES:
-            raise StoreError(f"The storage of a row must be one of {', '.join(STORAGES)}, found {self.storage!r}.")
+            raise StoreError(
+                f"The storage of a row must be one of {', '.join(STORAGES)}, found "
+                f"{self.storage!r}."
+            )
         if self.length_axis is not None and not 0 <= self.length_axis < len(self.shape):
-            raise StoreError(f"The length axis must be one of a row {self.shape}, found {self.length_axis}.")
+            raise StoreError(
+                f"The length axis must be one of a row {self.shape}, found {self.length_axis}."
+            )
 
     def shape_at(self, length: int | None) -> tuple[int, ...]:
-        """Return the shape of a row of this length, of the longest for None; without a length axis the one there is."""
+        """Return the shape of a row of this length, of the longest for None; without a length axis
+        the one there is.
+        """
         axis = self.length_axis
-        return self.shape if axis is None or length is None else (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        return (
+            self.shape
+            if axis is None or length is None
+            else (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        )
 
     def room(self, rows: Tensor) -> int:
         """Return the greatest length that rows [b, ...] have room for; 0 without a length axis."""

@@ -1,1 +1,3 @@
-"""What is measured of a training: time, losses, noise, the worth of steps, the rate to come, memory and energy."""
+"""What is measured of a training: time, losses, noise, the worth of steps, the rate to come, memory
+and energy.
+"""

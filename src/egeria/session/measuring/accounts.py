@@ -1,4 +1,6 @@
-"""What a run measures beside time: memory at its fullest, and energy. Both are asked for, and neither is needed."""
+"""What a run measures beside time: memory at its fullest, and energy. Both are asked for, and
+neither is needed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Counter(Protocol):
 
 
 class Accounts:
-    """Measures the peak memory and the energy of each interval, as `accounts` asks for; a failure ends the measuring.
+    """Measures the peak memory and the energy of each interval, as `accounts` asks for; a failure
+    ends the measuring.
 
     Args:
         training: what is trained.
@@ -88,12 +91,17 @@ class Accounts:
             return action()
         except Exception as error:
             self._counters.pop(name, None)
-            self._recorder.decline({"peak_bytes": PEAK, "energy_j": ENERGY}[name], str(error) or type(error).__name__)
+            self._recorder.decline(
+                {"peak_bytes": PEAK, "energy_j": ENERGY}[name], str(error) or type(error).__name__
+            )
             return None
 
 
-def count_memory(training: Training, modules: Sequence[LayerModule], batch: Batch, scale: float) -> None:
-    """Journal what an iteration keeps for each layer module while all train; not in compiled code or among several.
+def count_memory(
+    training: Training, modules: Sequence[LayerModule], batch: Batch, scale: float
+) -> None:
+    """Journal what an iteration keeps for each layer module while all train; not in compiled code
+    or among several.
 
     Args:
         training: what is trained.
@@ -101,7 +109,8 @@ def count_memory(training: Training, modules: Sequence[LayerModule], batch: Batc
         batch: a training batch, or a part of one.
         scale: how many times as many samples an iteration has.
     """
-    # Of several processes only one has a batch, and a pass of it alone would wait for the others in a collective.
+    # Of several processes only one has a batch, and a pass of it alone would wait for the others in
+    # a collective.
     if not training.ranks.is_alone or training.hooks.is_compiled:
         return
     ties = training.config.freezing.tied == "freeze"
@@ -149,11 +158,14 @@ class _Energy:
         try:
             zeus = importlib.import_module("zeus.monitor")
         except ImportError as error:
-            raise ImportError(f'{error}: Zeus reads energy, pip install "egeria[energy]"') from error
+            raise ImportError(
+                f'{error}: Zeus reads energy, pip install "egeria[energy]"'
+            ) from error
         self._monitor = zeus.ZeusMonitor(gpu_indices=list(devices))
         if not (self._monitor.gpu_indices or self._monitor.cpu_indices):
             raise OSError(
-                "no counter can be read: the model is on no GPU, and RAPL is not there or needs rights that this "
+                "no counter can be read: the model is on no GPU, and RAPL is not there or needs "
+                "rights that this "
                 "process has not"
             )
 
@@ -161,7 +173,9 @@ class _Energy:
         self._monitor.begin_window(WINDOW, sync_execution=False)
 
     def end(self) -> float | None:
-        with warnings.catch_warnings():  # of a counter that did not move yet: that is told by 0 below
+        with (
+            warnings.catch_warnings()
+        ):  # of a counter that did not move yet: that is told by 0 below
             warnings.simplefilter("ignore")
             found = self._monitor.end_window(WINDOW, sync_execution=False)
         parts = [found.gpu_energy, found.cpu_energy or {}, found.dram_energy or {}]
@@ -169,4 +183,10 @@ class _Energy:
 
 
 def _accelerators(training: Training) -> list[int]:
-    return sorted({parameter.device.index or 0 for parameter in training.model.parameters() if parameter.is_cuda})
+    return sorted(
+        {
+            parameter.device.index or 0
+            for parameter in training.model.parameters()
+            if parameter.is_cuda
+        }
+    )

@@ -1,4 +1,6 @@
-"""Gradient accumulation: `run.step` called for each micro-batch counts once for each optimizer step."""
+"""Gradient accumulation: `run.step` called for each micro-batch counts once for each optimizer
+step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from egeria.session.measuring.timing import Stopwatch
 from egeria.session.ranks import LostError, OutOfStepError, Subject
 
 MOST_MICRO_BATCHES = 1024
-"""More calls without an optimizer step in between are no accumulation: the steps are made in some way unseen."""
+"""More calls without an optimizer step in between are no accumulation: the steps are made in some
+way unseen."""
 WHAT = "counting each call of run.step"
 CHECKED_CALLS = 20
 """Calls after which it is looked at whether the optimizers have made more steps."""
@@ -27,7 +30,10 @@ class Call(Enum):
 
     COUNTS = "one optimizer step"
     WAITS = "a micro-batch of a step that is still to come"
-    JOINS = "the last micro-batch of a step whose first one was counted, before they were known for micro-batches"
+    JOINS = (
+        "the last micro-batch of a step whose first one was counted, before they were known "
+        "for micro-batches"
+    )
 
 
 class Look(NamedTuple):
@@ -44,17 +50,18 @@ class Look(NamedTuple):
 class StepCounter:
     """Decides which calls of `run.step` count, by the optimizer steps in between.
 
-    Every call counts until gradients that one has found are added to before an optimizer steps. From then
-    on a call counts where an optimizer has stepped since the last, with the mean loss of all calls until then. A step
-    is seen by a hook on each optimizer, or by weights that were changed. An ordinary loop in which `GradScaler` skips
-    steps removes or zeroes gradients each time, and counts as ever; where micro-batches were recognised, skipped steps
-    do not count. A loop that calls `run.step` before the optimizer's step, or between two backward passes of a step,
-    counts as ever too. Optimizers without hooks are taken to step at each call.
+    Every call counts until gradients that one has found are added to before an optimizer steps.
+    From then on a call counts where an optimizer has stepped since the last, with the mean loss of
+    all calls until then. A step is seen by a hook on each optimizer, or by weights that were
+    changed. An ordinary loop in which `GradScaler` skips steps removes or zeroes gradients each
+    time, and counts as ever; where micro-batches were recognised, skipped steps do not count. A
+    loop that calls `run.step` before the optimizer's step, or between two backward passes of a
+    step, counts as ever too. Optimizers without hooks are taken to step at each call.
 
-    All of this is the same in all processes of a job, since those zero their gradients alike, and tell each other what
-    they found until micro-batches are recognised. In sharded models it is
-    not seen whether gradients were zeroed (`zero_grad(set_to_none=False)`): a step that is skipped there is taken for a
-    micro-batch.
+    All of this is the same in all processes of a job, since those zero their gradients alike, and
+    tell each other what they found until micro-batches are recognised. In sharded models it is not
+    seen whether gradients were zeroed (`zero_grad(set_to_none=False)`): a step that is skipped
+    there is taken for a micro-batch.
     """
 
     training: Training
@@ -72,11 +79,14 @@ class StepCounter:
         self._num_waiting = 0
         self._look: Look | None = None
         self._backward: Any = None
-        """The handle of a hook on the parameter looked at, that sees whether its gradient is added to."""
+        """The handle of a hook on the parameter looked at, that sees whether its gradient is added
+        to."""
         self._has_added: bool | Tensor | None = None
-        """Whether the first that arrived after the last call was added to its gradients; None while none has."""
+        """Whether the first that arrived after the last call was added to its gradients; None while
+        none has."""
         self._is_added_to: bool | Tensor | None = False
-        """Whether the last step used gradients that were there at the call before, and added to since."""
+        """Whether the last step used gradients that were there at the call before, and added to
+        since."""
         self._handles: list[Any] = []
         self.num_unheard_steps = 0
         """Steps of the optimizers before the first call."""
@@ -85,12 +95,15 @@ class StepCounter:
         """By optimizer, steps since the first call, up to the last call that is looked at."""
         try:
             for index, optimizer in enumerate(self.training.optimizers):
-                self._handles.append(optimizer.register_step_post_hook(partial(self._note_step, index)))
+                self._handles.append(
+                    optimizer.register_step_post_hook(partial(self._note_step, index))
+                )
         except AttributeError:
             self.close()
 
     def take(self, loss: Any) -> float | Tensor | None:
-        """Return the loss of a call of `run.step` that counts, as a number or a 0-d tensor on its device.
+        """Return the loss of a call of `run.step` that counts, as a number or a 0-d tensor on its
+        device.
 
         Returns:
             None for a call that does not count; its loss is kept for the mean.
@@ -123,12 +136,16 @@ class StepCounter:
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of the calls so far."""
         names = ("has_stepped", "accumulates", "is_ahead", "num_waiting")
-        return {"is_watching": self._backward is not None, **{name: getattr(self, f"_{name}") for name in names}}
+        return {
+            "is_watching": self._backward is not None,
+            **{name: getattr(self, f"_{name}") for name in names},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state.
 
-        Micro-batches of the step under way are recognised as ever where model and gradients were restored before.
+        Micro-batches of the step under way are recognised as ever where model and gradients were
+        restored before.
         """
         self._unwatch()
         self._has_stepped, self._accumulates = state["has_stepped"], state["accumulates"]
@@ -146,12 +163,16 @@ class StepCounter:
         self._num_steps[index] += 0 < self._num_calls < CHECKED_CALLS
 
     def _note_gradient(self, parameter: Any, *_: Any) -> None:
-        """Note a gradient that arrives: whether it is added to one that is there; None where that cannot be seen."""
+        """Note a gradient that arrives: whether it is added to one that is there; None where that
+        cannot be seen.
+        """
         if self._has_stepped:  # the calls lie between two backward passes of a step
             self._is_added_to = False
         elif self._has_added is None:
             try:  # without asking the device
-                self._has_added = parameter is None or (parameter.grad is not None and parameter.grad.any())
+                self._has_added = parameter is None or (
+                    parameter.grad is not None and parameter.grad.any()
+                )
             except Exception:  # of a kind that has no `any`
                 self._has_added = True
 
@@ -161,12 +182,16 @@ class StepCounter:
         if parameter is None:
             return
         if self.training.is_sharded:  # gradients of shards do not come by way of autograd
-            self._backward = parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, None))
+            self._backward = parameter.register_post_accumulate_grad_hook(
+                partial(self._note_gradient, None)
+            )
         else:
             self._backward = parameter.register_hook(partial(self._note_gradient, parameter))
 
     def _unwatch(self) -> tuple[bool, bool]:
-        """Watch no more; return whether gradients were added to, and whether the last step used them."""
+        """Watch no more; return whether gradients were added to, and whether the last step used
+        them.
+        """
         handle, self._backward = self._backward, None
         if handle is not None:
             handle.remove()
@@ -189,8 +214,12 @@ class StepCounter:
         before, self._look = self._look, None
         has_added, is_added_to = self._unwatch()
         now = None if has_stepped else self._see()
-        has_added = has_added and before is not None and now is not None and now.gradient is before.gradient
-        if before is not None and not self._accumulates:  # a call without a step: rare where there are no micro-batches
+        has_added = (
+            has_added and before is not None and now is not None and now.gradient is before.gradient
+        )
+        if (
+            before is not None and not self._accumulates
+        ):  # a call without a step: rare where there are no micro-batches
             has_added, is_added_to = self._agree(has_added, is_added_to)
         if now is None or (before is not None and before.weight_versions != now.weight_versions):
             if is_added_to and not self._accumulates:
@@ -211,32 +240,49 @@ class StepCounter:
         return Call.WAITS
 
     def _agree(self, *found: bool) -> list[bool]:
-        """Return what any process of the job has found: one may have parameters that its micro-batches do not use."""
+        """Return what any process of the job has found: one may have parameters that its
+        micro-batches do not use.
+        """
         try:
             rows = self.training.ranks.gather(Subject.MICRO_BATCHES, found)
-        except (OutOfStepError, LostError) as error:  # for the session to act on: it is no fault of counting
-            self.training.hooks.failure, self.training.hooks.needs_check = error.with_traceback(None), True
+        except (
+            OutOfStepError,
+            LostError,
+        ) as error:  # for the session to act on: it is no fault of counting
+            self.training.hooks.failure, self.training.hooks.needs_check = (
+                error.with_traceback(None),
+                True,
+            )
             rows = [found]
         return [any(column) for column in zip(*rows, strict=True)]
 
     def _see(self) -> Look:
         parameters = list(self.training.model.parameters())
-        with_gradient = [entry for entry in parameters if entry.requires_grad and entry.grad is not None]
+        with_gradient = [
+            entry for entry in parameters if entry.requires_grad and entry.grad is not None
+        ]
         # Of several the last: some in front (LoRA's A) have gradients that are zero at first.
         smallest = min(reversed(with_gradient), key=Tensor.numel, default=None)
         versions = sum(entry._version for entry in parameters)
         return Look(versions, smallest, None if smallest is None else smallest.grad)
 
     def _recognise(self) -> None:
-        """Go by optimizer steps from here on; the step under way was counted at its first micro-batch."""
+        """Go by optimizer steps from here on; the step under way was counted at its first
+        micro-batch.
+        """
         self._accumulates = self._is_ahead = True
         self.training.recorder.decline(WHAT, _RECOGNISED)
 
     def _check_calls(self) -> None:
         """Say so once where each optimizer makes several steps between two calls."""
         made, between = min(self._num_steps, default=0), CHECKED_CALLS - 1
-        if made > 2 * between:  # as many are no proof: hooks of an optimizer made of another may fire twice
-            reason = f"it was called {between} times while {made} steps of the optimizer were made. {_TOO_RARE}"
+        if (
+            made > 2 * between
+        ):  # as many are no proof: hooks of an optimizer made of another may fire twice
+            reason = (
+                f"it was called {between} times while {made} steps of the optimizer were "
+                f"made. {_TOO_RARE}"
+            )
             self.training.recorder.decline(WHAT, reason)
 
     def _check_length(self) -> None:
@@ -244,22 +290,28 @@ class StepCounter:
         total_steps, recorder = self.training.total_steps, self.training.recorder
         if total_steps is not None and recorder.step >= total_steps:
             reason = (
-                f"more optimizer steps than total_steps={total_steps} were made, so that what is still to come is "
+                f"more optimizer steps than total_steps={total_steps} were made, so that what is "
+                "still to come is "
                 f"unknown from here on. It takes the optimizer steps of the whole run"
             )
             recorder.decline("looking ahead", reason)
 
 
 _RECOGNISED = (
-    "it was called again with no optimizer step in between, while gradients add up: these are micro-batches. They "
-    "count once for each optimizer step, with their mean loss, which is to be the loss before it is divided by their "
+    "it was called again with no optimizer step in between, while gradients add up: these are "
+    "micro-batches. They "
+    "count once for each optimizer step, with their mean loss, which is to be the loss before it "
+    "is divided by their "
     "number. Better call run.step behind optimizer.step() only"
 )
 _TOO_RARE = (
-    "Each call counts as one step, so the training seems shorter than total_steps, and what is still to come longer. "
+    "Each call counts as one step, so the training seems shorter than total_steps, and what is "
+    "still to come longer. "
     "Call run.step after each step of the optimizer"
 )
 _UNSEEN = (
-    f"more than {MOST_MICRO_BATCHES} calls of run.step had no optimizer step in between. Each call counts from here "
-    f"on; call run.step behind the optimizer's step only, and give attach the optimizer that makes the steps"
+    f"more than {MOST_MICRO_BATCHES} calls of run.step had no optimizer step in between. Each "
+    "call counts from here "
+    "on; call run.step behind the optimizer's step only, and give attach the optimizer that "
+    "makes the steps"
 )

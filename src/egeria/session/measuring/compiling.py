@@ -16,12 +16,14 @@ GRAPHS_PER_FREEZE = 2
 
 @dataclass(eq=False)
 class Compiling:
-    """Watches what a compiled model costs (`torch.compile`); where nothing is compiled it does nothing.
+    """Watches what a compiled model costs (`torch.compile`); where nothing is compiled it does
+    nothing.
 
-    A freeze changes what needs a gradient, so that the next forward pass is compiled again. Where layer modules rest at
-    some steps there is a graph for each depth of rest, compiled when that first occurs; torch picks one by its guards.
-    After eight graphs of a function torch goes over to running it uncompiled, for good: the limit is raised by what
-    freezing may need, and lowered again at the end.
+    A freeze changes what needs a gradient, so that the next forward pass is compiled again. Where
+    layer modules rest at some steps there is a graph for each depth of rest, compiled when that
+    first occurs; torch picks one by its guards. After eight graphs of a function torch goes over to
+    running it uncompiled, for good: the limit is raised by what freezing may need, and lowered
+    again at the end.
     """
 
     hooks: ModelHooks
@@ -58,7 +60,9 @@ class Compiling:
         self._depths.clear()
 
     def note_rest(self, depth: int) -> None:
-        """Take note that the coming step rests so many layer modules: the first such step compiles a graph for it."""
+        """Take note that the coming step rests so many layer modules: the first such step compiles
+        a graph for it.
+        """
         if depth in self._depths:
             return
         self._changes += 1
@@ -80,7 +84,9 @@ class Compiling:
         return spent if is_ours else 0.0
 
     def reason_to_wait(self, saved_s: float | None, num_graphs: int = 1) -> str | None:
-        """Return why a freeze that saves so many seconds (None: unknown) has to wait; None if it repays compiling."""
+        """Return why a freeze that saves so many seconds (None: unknown) has to wait; None if it
+        repays compiling.
+        """
         if saved_s is None or saved_s >= num_graphs * self._longest_s:
             return None
         saves = f"it would save {saved_s:.2g} s to the end of the run"

@@ -25,7 +25,9 @@ from egeria.session.ranks import Subject, fingerprint
 
 @dataclass(eq=False)
 class IntervalMeter:
-    """Gathers losses, times and measures over an interval, and journals them; all processes see the same interval."""
+    """Gathers losses, times and measures over an interval, and journals them; all processes see the
+    same interval.
+    """
 
     training: Training
     measures: Measures
@@ -41,7 +43,9 @@ class IntervalMeter:
         """Of the micro-batches of a step that is still to come."""
 
     def add(self, loss: float | Tensor) -> float | Tensor:
-        """Take in the loss of one step, as `read` returned it; return the mean of it and of those held for it."""
+        """Take in the loss of one step, as `read` returned it; return the mean of it and of those
+        held for it.
+        """
         losses, self._held = [*self._held, loss], []
         self._losses.append(_mean(losses))
         self.measures.end_step()
@@ -70,9 +74,14 @@ class IntervalMeter:
                 raise TypeError
             return float(loss)
         except TypeError as error:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+            found = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"{loss!r}"
+            )
             raise ConfigError(
-                f"run.step(loss) takes the loss of the step as a number or a 0-d tensor, found {found}. "
+                "run.step(loss) takes the loss of the step as a number or a 0-d tensor, found "
+                f"{found}. "
                 f"Reduce it first, for instance with loss.mean()."
             ) from error
 
@@ -101,8 +110,13 @@ class IntervalMeter:
         if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
-            if self.training.is_sharded:  # each process has these sums for its part of the parameters
-                measured |= {name: self.ranks.sums(measured[name]) for name in ("gradients", "noise", "worth")}
+            if (
+                self.training.is_sharded
+            ):  # each process has these sums for its part of the parameters
+                measured |= {
+                    name: self.ranks.sums(measured[name])
+                    for name in ("gradients", "noise", "worth")
+                }
             rate, measured = self.ranks.from_leader(Subject.MEASURES, (rate, measured))
         event = IntervalMeasured(
             step=clock.step,
@@ -121,7 +135,10 @@ class IntervalMeter:
         )
         self.recorder.write(event)
         if loss is None:
-            reason = f"the training loss was not finite for {plural(num_bad, 'step')}; nothing is judged meanwhile"
+            reason = (
+                f"the training loss was not finite for {plural(num_bad, 'step')}; nothing is "
+                "judged meanwhile"
+            )
             self.recorder.decline("freezing while the loss is not finite", reason)
         return Interval.of(event)
 
@@ -159,8 +176,14 @@ def to_floats(losses: Sequence[float | Tensor]) -> list[float]:
 
 
 def _mean(losses: Sequence[float | Tensor]) -> float | Tensor:
-    """Return the mean of the losses of a step, without asking the device for them; that of one is the loss itself."""
+    """Return the mean of the losses of a step, without asking the device for them; that of one is
+    the loss itself.
+    """
     if len(losses) == 1:
         return losses[0]
-    total: float | Tensor = sum((value.float() if isinstance(value, Tensor) else value for value in losses), 0.0)
-    return total / len(losses)  # single precision, which `to_floats` has too: not every device has a double one
+    total: float | Tensor = sum(
+        (value.float() if isinstance(value, Tensor) else value for value in losses), 0.0
+    )
+    return total / len(
+        losses
+    )  # single precision, which `to_floats` has too: not every device has a double one

@@ -1,4 +1,6 @@
-"""What a policy may need beside plasticity, the loss and the rate; only what it needs is measured."""
+"""What a policy may need beside plasticity, the loss and the rate; only what it
+needs is measured.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from egeria.policy import FORESIGHT, GRADIENTS, NOISE, PREDICTION, WEIGHTS, WORT
 from egeria.report.freezing import backward_shares
 from egeria.session.following import Training
 from egeria.session.measuring.foresight import Foresight, Foresights
-from egeria.session.measuring.optimizer_steps import ByParameter, OptimizerHooks, StepNoise, by_module
+from egeria.session.measuring.optimizer_steps import (
+    ByParameter,
+    OptimizerHooks,
+    StepNoise,
+    by_module,
+)
 from egeria.session.measuring.worth import StepWorth
 from egeria.smartfrz import NUM_SNAPSHOTS, WeightHistory, load_predictor
 
@@ -40,12 +47,18 @@ class Measures:
         model, needs = self.training.model, self.needs
         self._parts: dict[str, Any] = {}
         self._hooks: dict[str, OptimizerHooks] = {}
-        hook = self._hook = partial(OptimizerHooks, self.training.optimizers, self.training.recorder, self.spend)
+        hook = self._hook = partial(
+            OptimizerHooks, self.training.optimizers, self.training.recorder, self.spend
+        )
         if GRADIENTS in needs:
             gradients = self._parts[GRADIENTS] = GradientSums(model)
-            self._hooks[GRADIENTS] = hook(what="adding up gradients", before=gradients.take_in, reads_gradients=True)
+            self._hooks[GRADIENTS] = hook(
+                what="adding up gradients", before=gradients.take_in, reads_gradients=True
+            )
         if WEIGHTS in needs:
-            self._parts[WEIGHTS] = WeightChanges(model, self.training.ranks.sums if self.training.is_sharded else list)
+            self._parts[WEIGHTS] = WeightChanges(
+                model, self.training.ranks.sums if self.training.is_sharded else list
+            )
         if NOISE in needs:
             noise = self._parts[NOISE] = StepNoise(model)
             self._hooks[NOISE] = hook(
@@ -58,17 +71,27 @@ class Measures:
         if FORESIGHT in needs:
             self._parts[FORESIGHT] = self._foresee()
 
-    def take(self, step: int, rate: float, modules: Sequence[LayerModule], num_frozen: int) -> dict[str, Any]:
-        """Return the measures of an interval that has ended, by the names of their journal fields."""
+    def take(
+        self, step: int, rate: float, modules: Sequence[LayerModule], num_frozen: int
+    ) -> dict[str, Any]:
+        """Return the measures of an interval that has ended, by the names of
+        their journal fields.
+        """
         for hooks in self._hooks.values():
             if hooks.is_closed:
                 hooks.close()
-        found: dict[str, Any] = dict.fromkeys(("gradients", "weight_changes", "noise", "worth", "freeze_scores"))
-        for name, field_name in zip((GRADIENTS, WEIGHTS, NOISE, WORTH, PREDICTION), found, strict=True):
+        found: dict[str, Any] = dict.fromkeys(
+            ("gradients", "weight_changes", "noise", "worth", "freeze_scores")
+        )
+        for name, field_name in zip(
+            (GRADIENTS, WEIGHTS, NOISE, WORTH, PREDICTION), found, strict=True
+        ):
             if name in self._parts and not (name in self._hooks and self._hooks[name].is_closed):
                 own = _as_frozen(self.training, modules) if name in (NOISE, WORTH) else modules
                 values = self._parts[name].take(own)
-                found[field_name] = [None if index < num_frozen else value for index, value in enumerate(values)]
+                found[field_name] = [
+                    None if index < num_frozen else value for index, value in enumerate(values)
+                ]
         foresight = self._parts.get(FORESIGHT)
         ahead = None if foresight is None else foresight.ahead(step, rate)
         if foresight is not None and foresight.unknown is not None:
@@ -77,7 +100,8 @@ class Measures:
         return {**found, "way_ahead": rate_sum, "last_rate": last_rate}
 
     def begin(self, step: int, needs: Collection[str], modules: Sequence[LayerModule]) -> None:
-        """Measure again after a step, from the first of an interval on, or in the midst of it after a resume.
+        """Measure again after a step, from the first of an interval on, or in the midst of it after
+        a resume.
 
         Args:
             step: the last one.
@@ -95,14 +119,18 @@ class Measures:
         elif worth is not None and not self.training.hooks.is_compiled:
             worth.backward.arm(self.training.model, modules)
 
-    def time_shares(self, iteration_s: float, modules: Sequence[LayerModule], shares: Sequence[float]) -> list[float]:
-        """Return which share of an iteration a freeze of each layer module saves, where all in front are frozen.
+    def time_shares(
+        self, iteration_s: float, modules: Sequence[LayerModule], shares: Sequence[float]
+    ) -> list[float]:
+        """Return which share of an iteration a freeze of each layer module saves, where all in
+        front are frozen.
 
-        Its backward pass as it was timed, and its part of what follows, such as clipping and reducing, and the
-        optimizer's step: by its elements; where one process trains on an accelerator by its tensors, since putting
-        that into the queue is what is timed. Tied weights that train on save nothing of that part. Backward passes
-        that could not be timed, as in compiled models, are counted: for weights that are trained two multiplications
-        for each of the forward pass, for others one.
+        Its backward pass as it was timed, and its part of what follows, such as clipping and
+        reducing, and the optimizer's step: by its elements; where one process trains on an
+        accelerator by its tensors, since putting that into the queue is what is timed. Tied weights
+        that train on save nothing of that part. Backward passes that could not be timed, as in
+        compiled models, are counted: for weights that are trained two multiplications for each of
+        the forward pass, for others one.
 
         Args:
             iteration_s: seconds of an iteration.
@@ -124,12 +152,19 @@ class Measures:
         count = _count_tensors if is_queued and self.training.ranks.is_alone else count_trainable
         counts = trained if count is count_trainable else list(map(count, parameters))
         each = (factor * loop + step) / max(1, sum(counts))
-        kept = [() if _freezes_tied(self.training) else module.shared_parameters for module in modules]
-        freed = [all_own - count(map(model.get_parameter, names)) for all_own, names in zip(counts, kept, strict=True)]
+        kept = [
+            () if _freezes_tied(self.training) else module.shared_parameters for module in modules
+        ]
+        freed = [
+            all_own - count(map(model.get_parameter, names))
+            for all_own, names in zip(counts, kept, strict=True)
+        ]
         return [factor * part + each * number for part, number in zip(timed, freed, strict=True)]
 
     def end_step(self) -> None:
-        """Take note of a step, and leave the optimizers alone for the rest of an interval that is measured."""
+        """Take note of a step, and leave the optimizers alone for the rest of an interval that is
+        measured.
+        """
         if PREDICTION in self._parts:
             try:
                 self._parts[PREDICTION].end_step()
@@ -137,18 +172,28 @@ class Measures:
                 del self._parts[PREDICTION]
                 self.training.recorder.fault("looking at weights", error)
         hooks = self._hooks.get(NOISE)
-        if hooks is not None and not hooks.is_resting and self._parts[NOISE].is_done(self.training.optimizers):
+        if (
+            hooks is not None
+            and not hooks.is_resting
+            and self._parts[NOISE].is_done(self.training.optimizers)
+        ):
             hooks.rest()
 
     @property
     def _measures_worth(self) -> bool:
-        return WORTH in self.needs and self.training.is_pretrained and bool(self.training.total_steps)
+        return (
+            WORTH in self.needs and self.training.is_pretrained and bool(self.training.total_steps)
+        )
 
     def _open_worth(self) -> None:
         optimizers = self.training.optimizers
-        worth = self._parts[WORTH] = StepWorth(self.training.model, len(optimizers), self.training.total_steps)
+        worth = self._parts[WORTH] = StepWorth(
+            self.training.model, len(optimizers), self.training.total_steps
+        )
         what = "measuring the worth of steps"
-        self._hooks[WORTH] = self._hook(what=what, before=worth.before, after=worth.after, reads_gradients=True)
+        self._hooks[WORTH] = self._hook(
+            what=what, before=worth.before, after=worth.after, reads_gradients=True
+        )
 
     def _close_worth(self) -> None:
         self._hooks.pop(WORTH).close()
@@ -164,14 +209,18 @@ class Measures:
         self._parts = {name: part for name, part in self._parts.items() if name == FORESIGHT}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an interval under way has gathered; nothing of parameters in parts, which would be one's own."""
-        return {name: part.state_dict() for name, part in self._parts.items() if self._is_whole(name)}
+        """Return what an interval under way has gathered; nothing of parameters in parts, which
+        would be one's own.
+        """
+        return {
+            name: part.state_dict() for name, part in self._parts.items() if self._is_whole(name)
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; measures that it lacks restart.
 
-        The worth of steps is measured where the run that was saved did so: what looks trained now may have begun at
-        random there.
+        The worth of steps is measured where the run that was saved did so: what looks trained now
+        may have begun at random there.
         """
         if WORTH in self._parts and not self._measures_worth:
             self._close_worth()
@@ -185,13 +234,18 @@ class Measures:
         training, recorder = self.training, self.training.recorder
         make = partial(Foresight, total_steps=training.total_steps, warn=recorder.warn)
         schedulers = self.scheduler if isinstance(self.scheduler, list) else [self.scheduler]
-        foresight = Foresights(list(map(make, schedulers))) if len(schedulers) > 1 else make(schedulers[0])
+        foresight = (
+            Foresights(list(map(make, schedulers))) if len(schedulers) > 1 else make(schedulers[0])
+        )
         if foresight.refusal and training.total_steps is not None:
             recorder.decline(
                 "freezing",
-                f"the learning rates of {type(schedulers[0]).__name__} cannot be foreseen ({foresight.refusal}), and "
-                f"{training.policy_name!r} freezes nothing while the rate to come is unknown. Use a scheduler that "
-                f"goes by the number of calls alone, or policy='egeria', which does not look ahead; in a loop of "
+                f"the learning rates of {type(schedulers[0]).__name__} cannot be foreseen "
+                f"({foresight.refusal}), and "
+                f"{training.policy_name!r} freezes nothing while the rate to come is unknown. Use "
+                "a scheduler that "
+                "goes by the number of calls alone, or policy='egeria', which does not look "
+                "ahead; in a loop of "
                 f"your own, attach without a scheduler also counts the rate as if it stayed",
             )
         return foresight
@@ -210,11 +264,19 @@ def _freezes_tied(training: Training) -> bool:
 
 
 def _as_frozen(training: Training, modules: Sequence[LayerModule]) -> Sequence[LayerModule]:
-    """Return layer modules with those of their parameters alone that a freeze takes from training."""
+    """Return layer modules with those of their parameters alone that a freeze
+    takes from training.
+    """
     if _freezes_tied(training) or not any(module.shared_parameters for module in modules):
         return modules
-    named = [[name for name in module.parameters if name not in module.shared_parameters] for module in modules]
-    return [replace(module, parameters=tuple(names)) for module, names in zip(modules, named, strict=True)]
+    named = [
+        [name for name in module.parameters if name not in module.shared_parameters]
+        for module in modules
+    ]
+    return [
+        replace(module, parameters=tuple(names))
+        for module, names in zip(modules, named, strict=True)
+    ]
 
 
 class FreezeScores(WeightHistory):
@@ -225,12 +287,15 @@ class FreezeScores(WeightHistory):
         self._recorder = recorder
 
     def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
-        """Return the probability that each may freeze; None where it cannot be asked, or its weights are not finite."""
+        """Return the probability that each may freeze; None where it cannot be asked, or its
+        weights are not finite.
+        """
         num_steps, windows = self.num_steps, self.windows(modules)
         if num_steps < NUM_SNAPSHOTS:
             self._recorder.decline(
                 "freezing by 'smartfrz'",
-                f"an interval had {num_steps} steps, and the predictor looks at {NUM_SNAPSHOTS} snapshots of it; set "
+                f"an interval had {num_steps} steps, and the predictor looks at {NUM_SNAPSHOTS} "
+                "snapshots of it; set "
                 f"plasticity.interval_steps to at least {NUM_SNAPSHOTS}, or leave it out",
             )
         known = [window for window in windows if window is not None]
@@ -242,11 +307,11 @@ class FreezeScores(WeightHistory):
 class GradientSums(ByParameter):
     """Adds up the gradient of each parameter, one for each optimizer step, on its own device.
 
-    Gradients are taken just before the step, because a loop may clear them before it calls `run.step`. They are what
-    the optimizer is given: clipped, and summed over accumulated batches, where the loop does that. `GradScaler` has
-    unscaled them by then and skips steps that overflow, but for optimizers that unscale within their own step
-    (`fused=True`): there the sums carry the scale, and its changes too. Takes memory for one more copy of the
-    parameters in training.
+    Gradients are taken just before the step, because a loop may clear them before it calls
+    `run.step`. They are what the optimizer is given: clipped, and summed over accumulated batches,
+    where the loop does that. `GradScaler` has unscaled them by then and skips steps that overflow,
+    but for optimizers that unscale within their own step (`fused=True`): there the sums carry the
+    scale, and its changes too. Takes memory for one more copy of the parameters in training.
     """
 
     @torch.no_grad()
@@ -265,7 +330,8 @@ class GradientSums(ByParameter):
     def take(self, modules: Sequence[LayerModule]) -> list[float]:
         """Return the L1 norm of each layer module, and reset it; synchronises the device.
 
-        A module whose parameters had no gradient has 0. Of parameters in parts it is that of this process' part.
+        A module whose parameters had no gradient has 0. Of parameters in parts it is that of this
+        process' part.
         """
         found, self._found = self._found, {}
         norms = {name: total.abs().sum() * self._counted[name] for name, total in found.items()}
@@ -273,25 +339,36 @@ class GradientSums(ByParameter):
 
 
 class WeightChanges(ByParameter):
-    """Compares the weights with those at the end of the interval before: `||w_now - w_then|| / ||w_then||`.
+    """Compares the weights with those at the end of the interval before: `||w_now - w_then|| /
+    ||w_then||`.
 
-    Takes memory for one more copy of the parameters that were in training when it was made. Where each process has a
-    part of the parameters, `add_up` returns the sums over all processes.
+    Takes memory for one more copy of the parameters that were in training when it was made. Where
+    each process has a part of the parameters, `add_up` returns the sums over all processes.
     """
 
-    def __init__(self, model: nn.Module, add_up: Callable[[Sequence[float]], Sequence[float]] = list) -> None:
+    def __init__(
+        self, model: nn.Module, add_up: Callable[[Sequence[float]], Sequence[float]] = list
+    ) -> None:
         super().__init__(model)
         self._add_up = add_up
-        self._trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._trained = [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
 
     @torch.no_grad()
     def take(self, modules: Sequence[LayerModule]) -> list[float | None]:
-        """Return the change of each layer module, None at the first call, and reset it; synchronises the device."""
+        """Return the change of each layer module, None at the first call, and reset it;
+        synchronises the device.
+        """
         then, self._found = self._found, {name: self._now(name).clone() for name in self._trained}
         if not then:
             return [None for _ in modules]
-        pairs = by_module({name: self._squares(name, weights) for name, weights in then.items()}, modules)
-        totals = self._add_up([sum(pair[side] for pair in entry) for entry in pairs for side in (0, 1)])
+        pairs = by_module(
+            {name: self._squares(name, weights) for name, weights in then.items()}, modules
+        )
+        totals = self._add_up(
+            [sum(pair[side] for pair in entry) for entry in pairs for side in (0, 1)]
+        )
         return [_change(*totals[2 * index : 2 * index + 2]) for index in range(len(modules))]
 
     def _now(self, name: str) -> Tensor:

@@ -1,4 +1,6 @@
-"""Callbacks on the optimizer's steps, and what needs them: the noise of steps, and a rate for each layer module."""
+"""Callbacks on the optimizer's steps, and what needs them: the noise of steps, and a rate for each
+layer module.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ Wanted = tuple[Sequence[LayerModule], Sequence[float]]
 
 @dataclass(eq=False)
 class OptimizerHooks:
-    """Calls back before and after each optimizer step, until it is closed or has failed too often in a row.
+    """Calls back before and after each optimizer step, until it is closed or has failed too often
+    in a row.
 
     What the callbacks take is counted as overhead, and what they raise is a fault of ours.
     """
@@ -40,9 +43,10 @@ class OptimizerHooks:
     before: Callable[[Optimizer], None]
     after: Callable[[Optimizer], None] | None = None
     reads_gradients: bool = False
-    """Whether `before` needs the gradients of the step. A closure computes them within the step: `before` is then
-    called behind it. An optimizer that calls its closure several times, or moves the weights before, steps by other
-    gradients than those at the weights it began with, so that callbacks end there."""
+    """Whether `before` needs the gradients of the step. A closure computes them within the step:
+    `before` is then called behind it. An optimizer that calls its closure several times, or moves
+    the weights before, steps by other gradients than those at the weights it began with, so that
+    callbacks end there."""
 
     def __post_init__(self) -> None:
         self._handles: list[Any] = []
@@ -90,8 +94,12 @@ class OptimizerHooks:
             self.recorder.decline(self.what, f"an optimizer takes no hooks on its steps ({error})")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Call `before`, or have the closure call it, and then return the arguments that the step is to have."""
-        closure = kwargs.get("closure") or next((entry for entry in args[1:] if callable(entry)), None)
+        """Call `before`, or have the closure call it, and then return the arguments that the step
+        is to have.
+        """
+        closure = kwargs.get("closure") or next(
+            (entry for entry in args[1:] if callable(entry)), None
+        )
         if closure is None or not self.reads_gradients or self._has_given_up:
             self._call_before(optimizer)
             return None
@@ -112,13 +120,17 @@ class OptimizerHooks:
             if num_calls == 1 and is_at_start:
                 self._call_before(optimizer)
             elif not self._has_given_up:
-                self._give_up("the optimizer calls its closure several times in a step, or from other weights")
+                self._give_up(
+                    "the optimizer calls its closure several times in a step, or from other weights"
+                )
             return result
 
         return call
 
     def _give_up(self, reason: str) -> None:
-        """End all callbacks; hooks must not be removed in the midst of a step, which goes through them."""
+        """End all callbacks; hooks must not be removed in the midst of a step, which goes through
+        them.
+        """
         self._has_given_up = True
         self.recorder.decline(self.what, reason)
 
@@ -145,7 +157,9 @@ class OptimizerHooks:
 
 def _weight_versions(optimizer: Optimizer) -> int:
     """Return a number that grows whenever weights of an optimizer are changed in place."""
-    return sum(parameter._version for group in optimizer.param_groups for parameter in group["params"])
+    return sum(
+        parameter._version for group in optimizer.param_groups for parameter in group["params"]
+    )
 
 
 class ByParameter:
@@ -164,7 +178,8 @@ class ByParameter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         self._found = {
-            name: values.to(self._model.get_parameter(name).device, copy=True) for name, values in state.items()
+            name: values.to(self._model.get_parameter(name).device, copy=True)
+            for name, values in state.items()
         }
 
     def _own(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Any]]]:
@@ -176,29 +191,34 @@ class ByParameter:
 
 
 def by_module(found: Mapping[str, Tensor], modules: Sequence[LayerModule]) -> list[list[Any]]:
-    """Return the numbers of each layer module, of those parameters that have any; synchronises the device."""
+    """Return the numbers of each layer module, of those parameters that have any; synchronises the
+    device.
+    """
     numbers = dict(zip(found, to_numbers(list(found.values())), strict=True))
     return [[numbers[name] for name in module.parameters if name in numbers] for module in modules]
 
 
 def to_numbers(tensors: Sequence[Tensor]) -> list[Any]:
     """Return tensors of one shape as numbers, asking the device once."""
-    return torch.stack([entry.to(tensors[0].device) for entry in tensors]).tolist() if tensors else []
+    return (
+        torch.stack([entry.to(tensors[0].device) for entry in tensors]).tolist() if tensors else []
+    )
 
 
 class StepNoise(ByParameter):
     """Measures, at the first step of each interval, by how much the noise of steps raises the loss.
 
-    Where SGD trembles around its place, the loss lies above its floor by `-<g, dw> / (4 (1 - b))`: `g` is the
-    gradient of a step, `dw` what the step made of it, `b` the momentum. For plain SGD `-<g, dw>` is the rate times
-    the squared gradient; taken from the step itself it holds for every optimizer, its own scaling included, but
-    for steps with sparse gradients or with several calls of a closure, of which there is no measure. A rate
-    that falls to nothing takes that part of the loss away, but not from a module that is frozen.
+    Where SGD trembles around its place, the loss lies above its floor by `-<g, dw> / (4 (1 - b))`:
+    `g` is the gradient of a step, `dw` what the step made of it, `b` the momentum. For plain SGD
+    `-<g, dw>` is the rate times the squared gradient; taken from the step itself it holds for every
+    optimizer, its own scaling included, but for steps with sparse gradients or with several calls
+    of a closure, of which there is no measure. A rate that falls to nothing takes that part of the
+    loss away, but not from a module that is frozen.
 
     Takes memory for what it looks at, twice, during one step of each interval.
 
-    Source: the stationary covariance of SGD in a quadratic bowl, `E[loss] = rate tr(C) / (4 (1 - b))` with `C` that
-    of the gradients (Mandt, Hoffman and Blei, JMLR 2017, section 3).
+    Source: the stationary covariance of SGD in a quadratic bowl, `E[loss] = rate tr(C) / (4 (1 -
+    b))` with `C` that of the gradients (Mandt, Hoffman and Blei, JMLR 2017, section 3).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -216,7 +236,9 @@ class StepNoise(ByParameter):
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer) -> None:
-        """Hold on to what an optimizer is about to change, unless this interval has its measure of that."""
+        """Hold on to what an optimizer is about to change, unless this interval has its measure of
+        that.
+        """
         if self._is_complete or id(optimizer) in self._done:
             return
         # A fused optimizer under GradScaler gets scaled gradients, and this beside them.
@@ -224,7 +246,10 @@ class StepNoise(ByParameter):
         if scale is not None:
             scale = scale * (1 - optimizer.found_inf)  # type: ignore[attr-defined]  # 0 where it takes no step: NaN below
         self._held = {
-            name: (some_rows(parameter).clone(), some_rows(parameter.grad).float() / (1.0 if scale is None else scale))
+            name: (
+                some_rows(parameter).clone(),
+                some_rows(parameter.grad).float() / (1.0 if scale is None else scale),
+            )
             for name, parameter, _ in self._own(optimizer)
             if parameter.grad is not None and not parameter.grad.is_sparse
         }
@@ -249,8 +274,8 @@ class StepNoise(ByParameter):
         """Return it for each layer module and reset it; synchronises the device.
 
         None for those of which no step was measured or the numbers are not finite.
-        It is below 0 where a step went up its own gradient, as momentum may. Of parameters in parts it is that of
-        this process' part: those of all processes add up.
+        It is below 0 where a step went up its own gradient, as momentum may. Of parameters in parts
+        it is that of this process' part: those of all processes add up.
         """
         found, self._found = self._found, {}
         self._done, self._is_complete = set(), False
@@ -263,7 +288,9 @@ class StepNoise(ByParameter):
 
 
 def total_of(numbers: Sequence[float]) -> float | None:
-    """Return the sum of the numbers of a layer module; None where there are none, or not all are finite."""
+    """Return the sum of the numbers of a layer module; None where there are none, or not all are
+    finite.
+    """
     total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
     return total if numbers and math.isfinite(total) else None
 
@@ -271,7 +298,9 @@ def total_of(numbers: Sequence[float]) -> float | None:
 def _momentum(group: Mapping[str, Any]) -> float:
     """Return the share of the last step that goes into the next."""
     betas = group.get("betas")
-    momentum = betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("momentum", 0.0)
+    momentum = (
+        betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("momentum", 0.0)
+    )
     return min(0.999, max(0.0, float(momentum or 0.0)))
 
 
@@ -284,11 +313,12 @@ def some_rows(values: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class ScaledSteps:
-    """Scales what each optimizer step does to some parameters: a rate of their own, with the optimizer unchanged.
+    """Scales what each optimizer step does to some parameters: a rate of their own, with the
+    optimizer unchanged.
 
-    The steps of SGD, Adam and AdamW, weight decay included, are linear in the learning rate, so that
-    `before + factor * (after - before)` is the step with that multiple of the rate. These parameters are copied before
-    the step; others, and those without a gradient, are left alone.
+    The steps of SGD, Adam and AdamW, weight decay included, are linear in the learning rate, so
+    that `before + factor * (after - before)` is the step with that multiple of the rate. These
+    parameters are copied before the step; others, and those without a gradient, are left alone.
     """
 
     training: Training
@@ -335,17 +365,24 @@ class ScaledSteps:
 
 @dataclass(eq=False)
 class LayerRates:
-    """Gives each layer module the learning rate that a policy wants, as a share of the initial one."""
+    """Gives each layer module the learning rate that a policy wants, as a share
+    of the initial one.
+    """
 
     training: Training
     wanted: Callable[[], Wanted | None]
-    """Returns the layer modules and the rate of each in the coming step, as a share of the initial rate; or None."""
+    """Returns the layer modules and the rate of each in the coming step, as a share of the initial
+    rate; or None."""
     spend: Callable[[float, float], None]
 
     def __post_init__(self) -> None:
-        self._names = {id(parameter): name for name, parameter in self.training.model.named_parameters()}
+        self._names = {
+            id(parameter): name for name, parameter in self.training.model.named_parameters()
+        }
         self._optimizers = list(self.training.optimizers)
-        self._initial = [[_initial_rate(group) for group in entry.param_groups] for entry in self._optimizers]
+        self._initial = [
+            [_initial_rate(group) for group in entry.param_groups] for entry in self._optimizers
+        ]
         what = "setting learning rates by layer module"
         self._steps = ScaledSteps(self.training, self._factors, self.spend, what)
 
@@ -354,7 +391,9 @@ class LayerRates:
         self._steps.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the initial rates: a scheduler, or the user, may have changed those of the groups since."""
+        """Return the initial rates: a scheduler, or the user, may have changed those of the groups
+        since.
+        """
         return {"initial": [list(rates) for rates in self._initial]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -371,15 +410,24 @@ class LayerRates:
             rate = float(group["lr"])
             if rate == 0:
                 continue  # nothing moves at this step, whatever it is scaled by
-            base = initial[index] if index < len(initial) else _initial_rate(group)  # a group that was added later
+            base = (
+                initial[index] if index < len(initial) else _initial_rate(group)
+            )  # a group that was added later
             for parameter in group["params"]:
                 share = shares.get(self._names.get(id(parameter), ""))
                 if share is not None and share * base != rate:
                     yield parameter, share * base / rate
 
-    def _shares_by_name(self, modules: Collection[LayerModule], shares: Sequence[float]) -> dict[str, float]:
-        found = {name: share for module, share in zip(modules, shares, strict=True) for name in module.parameters}
-        # A tied weight that an active module uses too trains on through that; it takes the rate of the last.
+    def _shares_by_name(
+        self, modules: Collection[LayerModule], shares: Sequence[float]
+    ) -> dict[str, float]:
+        found = {
+            name: share
+            for module, share in zip(modules, shares, strict=True)
+            for name in module.parameters
+        }
+        # A tied weight that an active module uses too trains on through that; it takes the rate of
+        # the last.
         if self.training.config.freezing.tied == "keep":
             found |= {name: shares[-1] for module in modules for name in module.shared_parameters}
         return found

@@ -1,4 +1,6 @@
-"""Counting steps, timing iterations, and keeping evaluations within their share of the training time."""
+"""Counting steps, timing iterations, and keeping evaluations within their share of the training
+time.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ class IntervalClock:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> IntervalClock:
         """Return a clock with saved counts, its fields."""
-        return cls(**{name: int(state[name]) for name in ("interval_steps", "step", "evaluation", "interval_began")})
+        return cls(
+            **{
+                name: int(state[name])
+                for name in ("interval_steps", "step", "evaluation", "interval_began")
+            }
+        )
 
 
 @dataclass(slots=True)
@@ -61,10 +68,11 @@ FEWEST_ITERATIONS = 7  # that a median is taken of, where there are so many
 class IterationTimer:
     """Times the user's iterations without a device synchronisation, and what egeria adds to them.
 
-    An iteration lasts from the end of one `run.step` to the start of the next, so that our own work is not counted as
-    the user's. The median of an interval, with that of earlier iterations of its kind where it has few of its own,
-    leaves out the long ones with a validation or a checkpoint. On an accelerator work is queued, so a single duration
-    means little and the median of many is what the queue lets through.
+    An iteration lasts from the end of one `run.step` to the start of the next, so that our own work
+    is not counted as the user's. The median of an interval, with that of earlier iterations of its
+    kind where it has few of its own, leaves out the long ones with a validation or a checkpoint. On
+    an accelerator work is queued, so a single duration means little and the median of many is what
+    the queue lets through.
     """
 
     def __init__(self, total_steps: int | None = None) -> None:
@@ -72,9 +80,11 @@ class IterationTimer:
         self.overhead_wall_s = 0.0
         self.overhead_cpu_s = 0.0
         self.iteration_s = 0.0
-        """Median seconds of an iteration in the newest interval with nothing frozen; 0 where unknown."""
+        """Median seconds of an iteration in the newest interval with nothing frozen; 0 where
+        unknown."""
         self.resting = 0
-        """How many front layer modules are not updated at the step to come: steps of one kind take alike."""
+        """How many front layer modules are not updated at the step to come: steps of one kind take
+        alike."""
         self._iterations: dict[int, list[tuple[float, float]]] = {}
         self._earlier: dict[int, list[tuple[float, float]]] = {}
         """The newest iterations of each kind before this interval."""
@@ -102,27 +112,38 @@ class IterationTimer:
         self._iterations = {}
 
     def spent(self) -> dict[str, Any]:
-        """Return what egeria took so far, the call of `run.step` under way included, by the names of journal fields."""
+        """Return what egeria took so far, the call of `run.step` under way included, by the names
+        of journal fields.
+        """
         wall_s, cpu_s = self._inside.read()
-        return {"overhead_wall_s": self.overhead_wall_s + wall_s, "overhead_cpu_s": self.overhead_cpu_s + cpu_s}
+        return {
+            "overhead_wall_s": self.overhead_wall_s + wall_s,
+            "overhead_cpu_s": self.overhead_cpu_s + cpu_s,
+        }
 
     def take_out(self, wall_s: float, cpu_s: float) -> None:
-        """Count seconds that egeria took within the user's iteration, and subtract them from that."""
+        """Count seconds that egeria took within the user's iteration, and
+        subtract them from that.
+        """
         self.add_overhead(wall_s, cpu_s)
         if self._outside is not None:
             self._outside.wall += wall_s
             self._outside.cpu += cpu_s
 
     def left_s(self, step: int) -> float | None:
-        """Return how many seconds the iterations after a step will take; None where that is unknown."""
+        """Return how many seconds the iterations after a step will take; None where that is
+        unknown.
+        """
         if self._total_steps is None or not self.iteration_s:
             return None
         return self.iteration_s * max(0, self._total_steps - step)
 
     def take_medians(self) -> tuple[float, float]:
-        """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for none.
+        """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for
+        none.
 
-        Where different modules rested at different steps it is the mean of the medians, each as often as it occurred.
+        Where different modules rested at different steps it is the mean of the medians, each as
+        often as it occurred.
         """
         found, self._iterations = self._iterations, {}
         total = max(1, sum(map(len, found.values())))
@@ -132,7 +153,9 @@ class IterationTimer:
             self._earlier[kind] = newest[-FEWEST_ITERATIONS:]
             medians.append((len(own) / total, map(statistics.median, zip(*newest, strict=True))))
         pairs = [tuple(share * value for value in kind) for share, kind in medians]
-        wall_s, cpu_s = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        wall_s, cpu_s = (
+            (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        )
         return wall_s, cpu_s
 
 
@@ -147,13 +170,15 @@ PASS_SHARE, READING_SHARE = 1 / 6, 1 / 20
 def count_iterations(front_share: float, share_of_samples: float) -> float:
     """Return how many iterations an evaluation takes by its operations.
 
-    A pass of the model without gradients and in a cheaper number format takes about half of a pass of the training,
-    and that a third of an iteration; activations are to be pooled and compared besides. A rough guide: measured on
-    one core, evaluations took 0.6 to 1.3 times that in transformers, and about twice in convolutional nets.
+    A pass of the model without gradients and in a cheaper number format takes about half of a pass
+    of the training, and that a third of an iteration; activations are to be pooled and compared
+    besides. A rough guide: measured on one core, evaluations took 0.6 to 1.3 times that in
+    transformers, and about twice in convolutional nets.
 
     Args:
         front_share: the part of the forward pass up to the layer module, 0 to 1.
-        share_of_samples: samples that go through it, over all passes, as a share of the iteration's.
+        share_of_samples: samples that go through it, over all passes, as a share of the
+            iteration's.
     """
     return share_of_samples * (READING_SHARE + PASS_SHARE * front_share)
 
@@ -161,16 +186,18 @@ def count_iterations(front_share: float, share_of_samples: float) -> float:
 class Budget:
     """Fits `n` to a share of the training time that evaluations may take.
 
-    Where the operations of an evaluation can be counted, `n` follows the count for each layer module, so that
-    what a run decides does not depend on how busy the machine is. Time is measured as well, and acts only where a
-    window of evaluations and the next one both took half as long again as the budget allows. Where nothing can be
-    counted only time acts: the first review comes after three evaluations, before any slope is known, then one after
-    every window, of which two in a row must agree.
+    Where the operations of an evaluation can be counted, `n` follows the count for each layer
+    module, so that what a run decides does not depend on how busy the machine is. Time is measured
+    as well, and acts only where a window of evaluations and the next one both took half as long
+    again as the budget allows. Where nothing can be counted only time acts: the first review comes
+    after three evaluations, before any slope is known, then one after every window, of which two in
+    a row must agree.
 
-    Costs are in iterations measured at the same time, so that a busy machine, which slows both, changes little. What
-    measuring adds to `n` stays, and `n` never exceeds ten times its first value: a slope is a movement per evaluation,
-    so a change of `n` within a history bends it, towards freezing later where `n` grows and earlier where it shrinks.
-    Only `n` changes, not the probe batch: plasticity changes its scale with the number of samples.
+    Costs are in iterations measured at the same time, so that a busy machine, which slows both,
+    changes little. What measuring adds to `n` stays, and `n` never exceeds ten times its first
+    value: a slope is a movement per evaluation, so a change of `n` within a history bends it,
+    towards freezing later where `n` grows and earlier where it shrinks. Only `n` changes, not the
+    probe batch: plasticity changes its scale with the number of samples.
 
     Args:
         share: of the training time.
@@ -199,7 +226,9 @@ class Budget:
         self._refreshes = [*self._refreshes, iterations / period][-self._window :]
 
     def expect(self, counted: float, interval_steps: int) -> tuple[int, str] | None:
-        """Return the `n` that fits evaluations of `counted` iterations, and the reason; None where that is as it is."""
+        """Return the `n` that fits evaluations of `counted` iterations, and the reason; None where
+        that is as it is.
+        """
         if counted == self._counted:
             return None
         self._counted = counted
@@ -208,12 +237,18 @@ class Budget:
         fitting = max(self._first_interval_steps, self._fit(counted + self._unforeseen))
         if fitting == interval_steps:
             return None
-        unforeseen = f", and {self._unforeseen:.2g} were measured besides" if self._unforeseen else ""
-        reason = f"the operations of an evaluation are those of {counted:.2g} iterations{unforeseen}"
+        unforeseen = (
+            f", and {self._unforeseen:.2g} were measured besides" if self._unforeseen else ""
+        )
+        reason = (
+            f"the operations of an evaluation are those of {counted:.2g} iterations{unforeseen}"
+        )
         return fitting, f"{reason}; the budget is {self._share:.1%}"
 
     def review(self, interval_steps: int) -> tuple[int, str] | None:
-        """Return a longer interval and the reason for it; None where the present one will do, or it is too early."""
+        """Return a longer interval and the reason for it; None where the present one will do, or it
+        is too early.
+        """
         if len(self._evaluations) < self._next_review:
             return None
         self._first_interval_steps = self._first_interval_steps or interval_steps
@@ -228,13 +263,22 @@ class Budget:
             return None
         if self._counted:
             self._unforeseen = max(self._unforeseen, cost - self._counted)
-        reason = f"an evaluation takes as long as {cost:.2g} iterations, {share:.1%} of {interval_steps} of them"
+        reason = (
+            f"an evaluation takes as long as {cost:.2g} iterations, {share:.1%} of "
+            f"{interval_steps} of them"
+        )
         return longer, f"{reason}; the budget is {self._share:.1%}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the settings."""
-        state = {name[1:]: value for name, value in vars(self).items() if name not in ("_share", "_window")}
-        return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
+        state = {
+            name[1:]: value
+            for name, value in vars(self).items()
+            if name not in ("_share", "_window")
+        }
+        return {
+            name: list(value) if isinstance(value, list) else value for name, value in state.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
@@ -243,5 +287,10 @@ class Budget:
             setattr(self, f"_{name}", list(value) if isinstance(value, list) else value)
 
     def _fit(self, cost: float) -> int:
-        """Return the shortest interval in which an evaluation keeps to the budget, within the limit of growth."""
-        return min(math.ceil(round(cost / self._share, 6)), LARGEST_GROWTH * (self._first_interval_steps or 1))
+        """Return the shortest interval in which an evaluation keeps to the budget, within the limit
+        of growth.
+        """
+        return min(
+            math.ceil(round(cost / self._share, 6)),
+            LARGEST_GROWTH * (self._first_interval_steps or 1),
+        )
