@@ -69,6 +69,7 @@ def attach(
     directory: str | Path | None = None,
     controller: str | Controller | None = None,
     policy: str | PolicyMaker | None = None,
+    plan: str | None = None,
     parallel: ParallelStrategy | None = None,
     log_to: Any = None,
 ) -> Run:
@@ -97,6 +98,8 @@ def attach(
             own.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
             your own.
+        plan: which front layer modules are frozen when, such as "0.5:1 0.75:2": from half of the
+            steps on one, from three quarters on two. Alone it stands for the policy 'static'.
         parallel: how several processes train together; None takes that from the model's wrapper and
             the job.
         log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`,
@@ -110,7 +113,7 @@ def attach(
         ConfigError: an argument or a setting is outside its contract, or an open run watches this
             model.
     """
-    watch, settings = Stopwatch(), read_config(config, controller, policy)
+    watch, settings = Stopwatch(), read_config(config, controller, policy, plan)
     loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
     model, optimizers, settings, parallel = check_training(
         model, optimizer, total_steps, settings, parallel

@@ -54,9 +54,9 @@ DECIDING = (
 """Groups of settings that decisions depend on."""
 
 
-def read_config(config: Any, controller: Any, policy: Any) -> Config:
-    """Return the configuration, whatever form it came in, with the controller and the policy that
-    attach was given.
+def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> Config:
+    """Return the configuration, whatever form it came in, with the controller, the policy and the
+    plan that attach was given.
     """
     if config is None or isinstance(config, Mapping):
         config = Config.from_dict(config or {})
@@ -68,7 +68,10 @@ def read_config(config: Any, controller: Any, policy: Any) -> Config:
             f"{type(config).__name__}. "
             f"Build one with egeria.Config(...)."
         )
-    if policy is not None:
+    if plan is not None:
+        name = "static" if policy is None else policy
+        config = replace(config, policy=replace(config.policy, name=name, schedule=plan))
+    elif policy is not None:
         config = replace(config, policy=replace(config.policy, name=policy))
     if isinstance(controller, str):
         config = replace(config, controller=replace(config.controller, kind=controller))
