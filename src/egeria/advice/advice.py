@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from egeria.config.checks import check, read_timetable, timetable
+from egeria.config.checks import check
+from egeria.config.plan_text import read_plan, wrong_plan
 from egeria.errors import ConfigError
 from egeria.report.wording import duration, mebibytes, percent
 
@@ -98,27 +99,26 @@ class Advice:
     obstacles: tuple[str, ...]
     """What stands in the way, each with the way out."""
 
-    def saving(self, schedule: str, *, cached: bool = False) -> float:
-        """Return the share of the training time that a schedule would save.
+    def saving(self, plan: str, *, cached: bool = False) -> float:
+        """Return the share of the training time that a plan would save.
 
         Args:
-            schedule: as in `policy.schedule` without periods: "0.5:2 0.75:3" for two layer modules
-                from half of the training on and three from three quarters on.
+            plan: as in `policy.plan`, in shares of the training: "0.5:2 0.75:3" for two layer
+                modules from half of it on and three from three quarters on.
             cached: whether a cache saves the forward pass of what is frozen too. That is the most
                 it can save: filling and reading it take time, and in its first epoch there is
                 nothing in it.
 
         Raises:
-            ConfigError: the schedule is none, or has periods.
+            ConfigError: it is no plan, or has absolute steps.
         """
-        check("schedule", schedule, timetable)
-        if any(max(front.periods, default=1) > 1 for _, front in read_timetable(schedule)):
+        check("plan", plan, wrong_plan)
+        if any(move.is_step for move in read_plan(plan)):
             raise ConfigError(
-                f"schedule must be without periods, found {schedule!r}. Their saving is at most "
-                "that of a freeze of "
-                f"the same layer modules, times 1 - 1 / period."
+                f"plan must have shares of the training, since its length is not known here, found "
+                f'{plan!r}. Write it as in "0.5:2 0.75:3".'
             )
-        moves = [(share, front.frozen) for share, front in read_timetable(schedule)]
+        moves = [(move.time, move.depth) for move in read_plan(plan)]
         ends = [*(share for share, _ in moves[1:]), 1.0]
         plain_s, saved_s = self._iteration_s(0), 0.0
         for (begin, depth), end in zip(moves, ends, strict=True):

@@ -81,8 +81,8 @@ class CopyInTraining:
             modules = run.modules
         depths = _spread(max(0, len(modules) - 1))
         total = rounds * len(depths) * each
-        moves = (f"{place * each / total!r}:{depth}" for place, depth in enumerate(depths * rounds))
-        policy = {"name": "static", "schedule": " ".join(moves)}
+        moves = (f"step {place * each}:{depth}" for place, depth in enumerate(depths * rounds))
+        policy = {"name": "plan", "plan": " ".join(moves)}
         with (
             self._attached(settings, folder / "run", policy, total) as run,
             Marks(self.model, modules, self._clock if len(self._devices) < 2 else None) as marks,
@@ -109,7 +109,7 @@ class CopyInTraining:
             settings,
             policy=replace(settings.policy, pretrained=pretrained, **policy),
             plasticity=replace(settings.plasticity, interval_steps=SETTLING + TIMED),
-            freezing=replace(settings.freezing, enabled=True, landing="none"),
+            freezing=replace(settings.freezing, enabled=True),
             cache=replace(settings.cache, enabled=False),
             accounts=replace(settings.accounts, peak_memory=False, energy=False),
         )

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verb.add_argument("training", help=f"package.module:callable that returns {advise.RETURNS}")
     verb.add_argument(
-        "--schedule", help='such as "0.5:2 0.75:3": also tell what freezing by it would save'
+        "--plan", help='such as "0.5:2 0.75:3": also tell what freezing by it would save'
     )
     verb.add_argument("--rounds", type=int, help="how often each depth is measured")
     verb.add_argument(

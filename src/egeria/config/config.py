@@ -26,7 +26,7 @@ _REMOVED = {("cache", "inference"), ("cache", "compile")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """All settings of a run. The default policy is 'worth', ours; `policy.name` = 'egeria' is the
+    """All settings of a run. The default policy is 'plan', ours; `policy.name` = 'egeria' is the
     paper's rule.
 
     The other defaults are the paper's where it gives a number, as each field says.

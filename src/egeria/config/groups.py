@@ -10,7 +10,6 @@ from egeria.config.checks import (
     NAME,
     POSITIVE,
     SHARE,
-    TIMETABLE,
     SettingsGroup,
     choice,
     count,
@@ -22,8 +21,8 @@ from egeria.config.checks import (
     require,
     satisfies,
     setting,
-    timetable,
 )
+from egeria.config.plan_text import PLAN_TEXT, wrong_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,83 +30,27 @@ class PolicyConfig(SettingsGroup):
     """Who decides what is frozen, and the settings of each policy."""
 
     name: Any = setting(
-        "worth", name_or(callable, "the name of a policy or a callable that makes one")
+        "plan", name_or(callable, "the name of a policy or a callable that makes one")
     )
-    """'worth' and 'forecast' (ours), 'egeria' (the paper's rule), 'none', 'static', 'linear',
-    'freezeout', 'autofreeze', 'smartfrz', 'skipconv', 'weight_change', 'random', or any
-    `egeria.policy.PolicyMaker`: a callable that makes an `egeria.policy.Policy`."""
-    schedule: str | None = setting(None, optional(timetable))
-    """'static': share of the training done : front layer modules frozen from then on, such as
-    "0.54:2 0.9:0". With periods, as in "0.1:1,3/4,4/2": the first module is frozen, the next up to
-    the third are updated at every 4th optimizer step, the fourth at every 2nd."""
-    start: float | None = setting(
-        None, optional(number(lambda value: 0 <= value < 1, "a number from 0 to below 1"))
-    )
-    """Share of the training before which nothing freezes. None: 0.5 for 'linear', 0.1 for 'random',
-    and `t_0` = 0.8 for 'freezeout' (before it is squared or cubed), as in their sources; 'random'
-    has none."""
-    level: float = setting(1.0, SHARE)
-    """'linear': share of the layer modules, the last one aside, that is frozen at the end.
-    Composer: 1."""
-    shape: str = setting("cubic", choice("linear", "squared", "cubic"))
-    """'freezeout': 'linear', 'squared' or 'cubic' spacing of the layer modules. FreezeOut:
-    cubic."""
-    scaled: bool = setting(True, FLAG)
-    """'freezeout': a module that freezes early begins with a rate as much larger. FreezeOut:
-    true."""
-    percentile: float = setting(
-        50.0, number(lambda value: 0 <= value <= 100, "a number from 0 to 100")
-    )
-    """'autofreeze': of the changes of gradients; front modules that change less freeze. AutoFreeze:
-    50."""
-    evaluations: int = setting(20, count(2))
-    """'autofreeze' and 'smartfrz': evaluations in a run, where `plasticity.interval_steps` does not
-    say. AutoFreeze:
-    20. Intervals of 'smartfrz' must have at least 30 steps."""
-    freeze_score: float = setting(0.5, SHARE)
-    """'smartfrz': probability, as its predictor sees it, over which a layer module freezes.
-    SmartFRZ: 0.5."""
-    seed: int = setting(0, count(0))
-    """'random': which times are drawn."""
-    limit: float = setting(0.01, POSITIVE)
-    """'forecast': relative SP loss that a layer module may still come to by the end of the run and
-    yet freeze: the share of the similarities between samples that would still change. That of an
-    average module; see `egeria.policy.forecast.Forecast`. Ours, from the bench."""
-    loss_limit: float = setting(0.0025, POSITIVE)
-    """'forecast': share of the fall of the training loss since the critical period that all frozen
-    modules together may keep up as noise of steps when the rate falls; after a fall of the rate, a
-    module far under it may change by more. Ours, from the bench: freezes predicted to keep 0.5 % of
-    the loss kept 1.5 %, and cost an image classifier a point; two that kept 0.1 % of the loss, but
-    0.35 % of what had been learned, cost MobileNetV2 0.4 and 0.9."""
-    watched_share: float = setting(0.6, SHARE)
-    """'forecast': where the learning rate falls far by the end, share of its sum over the run that
-    is still to come when layer modules begin to be watched; 1 watches from the critical period on.
-    At 0.6 that is after a fifth of the run. Ours: in 42 runs of the bench from scratch nothing
-    froze in the first half, on handwritten digits from 0.3."""
+    """'plan' (also as 'static'), 'linear' (the even plan), 'egeria' (the rule of the paper),
+    'none', or any `egeria.policy.PolicyMaker`: a callable that makes an `egeria.policy.Policy`."""
+    plan: str | None = setting(None, optional(wrong_plan))
+    """Share of the steps : front layer modules frozen from then on, such as "0.5:1 0.75:2", or for
+    an absolute step "step 500:2". More than there are mean all but the last; fewer than before
+    thaw the others. None: 'plan' draws one up, by whether the model is pretrained."""
+    start: float = setting(0.5, number(lambda value: 0 <= value < 1, "a number from 0 to below 1"))
+    """'linear': share of the steps before which nothing freezes. Composer: 0.5."""
     pretrained: bool | str = setting("auto", flag_or("auto"))
-    """'worth': whether the model came trained, so that worth decides. 'auto' looks at its
-    normalisation layers, whose weights and statistics are all alike before any training. Only where
-    it has none this must be said."""
-    worth_limit: float = setting(0.03, SHARE)
-    """'worth': largest share of the measured worth, that of the last module left out, that all
-    freezes together may give up, at a training loss of 1; it is divided by the root of the loss,
-    and half of it at least, twice of it at most, or ten times where the loss is under 0.1 and under
-    a twentieth of the first. A layer module freezes once its share, which falls with the learning
-    rate, is small for the time that its freeze saves. At 1 whatever saves time freezes at once.
-    Ours, from the bench: it should cost 0.01 to 0.10 points in eight fine-tunings that are not
-    judged by F1, 0.07 on average, and cost 0.09 (record 0040)."""
-    duty_cycle: bool = setting(False, FLAG)
-    """'worth': whether front modules that are worth too much to freeze are updated at some steps
-    only."""
-    patience: int = setting(2, count())
-    """'forecast': readings in a row under the limit that freeze. Our choice."""
+    """'plan': whether the weights come from an earlier training. 'auto' looks at the normalisation
+    layers, whose weights and statistics are all alike before any training; a model that has none
+    counts as trained from scratch."""
 
     def __post_init__(self) -> None:
         SettingsGroup.__post_init__(self)
-        needed = self.schedule is not None or self.name != "static"
-        require(
-            needed, "policy.schedule", f"{TIMETABLE} where policy.name is 'static'", self.schedule
-        )
+        needed = self.plan is not None or self.name != "static"
+        require(needed, "policy.plan", f"{PLAN_TEXT} where policy.name is 'static'", self.plan)
+        is_followed = self.plan is None or self.name not in ("egeria", "none")
+        require(is_followed, "policy.plan", f"None where policy.name is {self.name!r}", self.plan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,14 +82,10 @@ class BootstrappingConfig(SettingsGroup):
 class PlasticityConfig(SettingsGroup):
     """How and how often a layer module is judged (paper eq. 1 and 2, §4.2.2)."""
 
-    metric: Any = setting(None, optional(name_or(callable, "the name of a metric or a callable")))
-    """'sp' (the paper), 'relative_sp', 'l2', 'cosine', 'input_norm', 'cka', or any
-    `egeria.plasticity.Metric`. None takes that of the policy: 'relative_sp' for 'forecast', whose
-    limit is measured by it, else the paper's."""
     interval_steps: int | None = setting(None, optional(count()))
     """`n`: optimizer steps between evaluations. None derives it from `total_steps` by the paper's
-    guideline. It grows where evaluations cost more than `controller.budget_share`, and to a
-    hundredth of the run where worth decides."""
+    guideline. It grows where evaluations cost
+    more than `controller.budget_share`."""
     window: int = setting(10, count(2))
     """`W`: readings averaged, smoothed values fitted, and stationary evaluations needed. Paper:
     10."""
@@ -216,14 +155,6 @@ class FreezingConfig(SettingsGroup):
     tied: str = setting("keep", choice("keep", "freeze"))
     """Weights shared with an active module: 'keep' trains them on through that module, 'freeze'
     freezes them too."""
-    landing: str = setting("none", choice("none", "average", "anneal", "both"))
-    """What takes the noise of its last steps out of a module before it freezes: 'average' replaces
-    its weights by their running average, if that is no worse on the loop's own batches; 'anneal'
-    lowers its own learning rate to zero; 'both' does both; 'none' freezes it as it is."""
-    landing_share: float = setting(0.06, SHARE)
-    """Share of the training that landing takes; checking the average takes a few steps more. Where
-    `total_steps` is unknown it takes ten intervals. From one run of ResNet-8, where 6 % took back a
-    third of what a raw freeze cost."""
     release_optimizer_state: str = setting("keep", choice("keep", "cpu", "drop"))
     """What becomes of the optimizer's state of frozen parameters: 'keep' leaves it; 'cpu' moves it
     to main memory and back at a thaw; 'drop' throws it away, so that after a thaw the optimizer

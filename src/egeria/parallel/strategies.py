@@ -62,12 +62,6 @@ class ParallelStrategy:
         """Return why nothing can be frozen under the strategy, with the way out; None if it can."""
         return self._refused or refuse_model(self._model)
 
-    def periods_refusal(self) -> str | None:
-        """Return why layer modules cannot rest at single steps under the strategy; None if they
-        can.
-        """
-        return None
-
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the rows of all processes, by rank; they have the same length.
 
@@ -84,14 +78,6 @@ class ParallelStrategy:
     def settle(self) -> None:
         """Put parameters into the form in which what trains can be changed."""
 
-    def equalise(self, names: Collection[str]) -> None:
-        """Give parameters the values of the first process in all of them, where each has the whole
-        of them.
-
-        Args:
-            names: those of the parameters.
-        """
-
     def see_call(self) -> bool:
         """See a training call of the model begin, within whatever wraps it.
 
@@ -105,18 +91,11 @@ class ParallelStrategy:
         assert self.called is not None
         return self.called
 
-    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
-        """Let what wraps the model follow, now that gradients may have been switched on or off;
-        nothing rests.
+    def update(self, frozen: Collection[str] = ()) -> None:
+        """Let what wraps the model follow, now that gradients may have been switched on or off.
 
         Args:
             frozen: names of the submodules that are frozen now.
-            depths: how many front layer modules may be at rest together from now on.
-        """
-
-    def rest(self, depth: int) -> None:
-        """Let what wraps the model follow, now that the first `depth` layer modules rest; 0 for
-        none.
         """
 
 
@@ -144,10 +123,7 @@ class Replicas(ParallelStrategy):
     The wrapper is the one that was given, or the one that a bare model is found in at its first
     training call, as frameworks wrap it; else the first call of `run.model` makes one. It stays the
     same object with its options and communication hooks, and its buckets are rebuilt whenever
-    layers freeze or thaw. Where layers rest at some steps, what reduces (torch's `Reducer`) is kept
-    for each depth of rest, and a step picks one: the others, which are not prepared for its
-    backward pass, let all gradients go by. With `find_unused_parameters` they take note of what is
-    used all the same, so that it is made anew at each such step.
+    layers freeze or thaw.
 
     Args:
         options: of `DistributedDataParallel`, where it is made here.
@@ -165,10 +141,6 @@ class Replicas(ParallelStrategy):
         """Names of the submodules that are frozen."""
         self._idle: frozenset[str] = frozenset()
         """Names of the buffers that are not broadcast any more."""
-        self._depth = 0
-        """How many front layer modules rest."""
-        self._kept: dict[int, tuple[Any, ...]] = {}
-        """What reduces at the other depths of rest, as far as it was needed."""
 
     def take(self, model: nn.Module) -> nn.Module:
         """Return the model itself."""
@@ -192,29 +164,6 @@ class Replicas(ParallelStrategy):
             return super().refusal() or (_BARE if self._is_bare else None)
         return super().refusal() or refuse_options(self._wrapper)
 
-    def periods_refusal(self) -> str | None:
-        """Refuse hooks that keep something for each bucket, since the buckets are others from step
-        to step.
-        """
-        hooks = self._wrapper._comm_hooks if self._wrapper is not None else ()
-        if any(hasattr(state, "start_powerSGD_iter") for _, state in hooks):
-            return (
-                "PowerSGD keeps errors by bucket, and buckets are others where layer modules rest"
-            )
-        return None
-
-    def equalise(self, names: Collection[str]) -> None:
-        """Send the values of the first process to the others."""
-        group: Any = (
-            distributed.group.WORLD if self._wrapper is None else self._wrapper.process_group
-        )
-        first = distributed.get_global_rank(group, 0)
-        for name in sorted(names):
-            weights = self._model.get_parameter(name).detach()
-            sent = weights.contiguous()
-            distributed.broadcast(sent, first, group=group)
-            weights.copy_(sent)
-
     def see_call(self) -> bool:
         """Find the wrapper of a bare model at the first training call in one."""
         if self._wrapper is None:
@@ -232,13 +181,8 @@ class Replicas(ParallelStrategy):
         else:
             self.called = wrapper
             self._adopt(wrapper)
-            if (
-                self._refused is None
-                and refuse_options(wrapper) is None
-                and (self._frozen or self._depth)
-            ):
-                # A resumed state has layers that are frozen, or rest, before the wrapper was known,
-                # or made.
+            if self._refused is None and refuse_options(wrapper) is None and self._frozen:
+                # A resumed state has frozen layers before the wrapper was known, or made.
                 self._rebuild()
                 wrapper.reducer.prepare_for_forward()
 
@@ -249,51 +193,24 @@ class Replicas(ParallelStrategy):
                 self._given, **{**_device(self._model), **self._options}
             )
             self._adopt(self.called)
-            if self._frozen or self._depth:
+            if self._frozen:
                 self._rebuild()
         return self.called
 
-    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
+    def update(self, frozen: Collection[str] = ()) -> None:
         """Rebuild the buckets of the wrapper if other parameters train than before."""
         self._frozen = tuple(frozen)
-        self.rest(0)
-        self._kept = {depth: kept for depth, kept in self._kept.items() if depth in depths}
         if self._wrapper is not None and (self._trainable(), self._idle_buffers()) != (
             self._trained,
             self._idle,
         ):
             self._rebuild()
 
-    def rest(self, depth: int) -> None:
-        """Pick what reduces the gradients that there are while so many layer modules rest; made
-        when first needed.
-        """
-        before, self._depth = self._depth, depth
-        if self._wrapper is None or depth == before:
-            return
-        held = vars(self._wrapper)
-        if self._wrapper.find_unused_parameters:
-            # What reduced at other steps would take what is used at this one for used at its next.
-            kept = {name: held[name] for name in _REDUCING}
-            try:
-                _make_reducer(self._wrapper)
-            except BaseException:
-                held.update(kept)
-                raise
-            return
-        self._kept[before] = tuple(held[name] for name in _REDUCING)
-        if depth in self._kept:
-            held.update(zip(_REDUCING, self._kept.pop(depth), strict=True))
-        else:
-            _make_reducer(self._wrapper)
-
     def _rebuild(self) -> None:
-        """Reduce from now on what needs a gradient now; what rests is known again at the next
-        update.
-        """
-        self._kept, idle = {}, self._idle_buffers()
+        """Reduce from now on what needs a gradient now."""
+        idle = self._idle_buffers()
         _rebuild(self._wrapper, idle_before=self._idle, idle=idle)
-        self._trained, self._idle = self._trainable() if self._depth == 0 else (), idle
+        self._trained, self._idle = self._trainable(), idle
 
     def _idle_buffers(self) -> frozenset[str]:
         return frozenset(_buffers_of(self._wrapper.module, self._model, self._frozen))
@@ -337,17 +254,10 @@ class Sharded(ParallelStrategy):
         """
         reshard(self._model)
 
-    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
+    def update(self, frozen: Collection[str] = ()) -> None:
         """Make the parts ready for what trains now."""
         for module in self._model.modules():
             choose_dtypes_again(module)
-
-    def rest(self, depth: int) -> None:
-        """Put whole parameters away that a forward pass has left: they take over what rests when
-        made from parts.
-        """
-        reshard(self._model)
-        self.update()
 
 
 def _group_on_the_cpu(group: Any) -> Any:

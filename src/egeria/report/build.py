@@ -18,7 +18,6 @@ from egeria.report.wording import (
     percent,
     printable,
     progress,
-    rarely_updated,
     verdict,
 )
 
@@ -149,11 +148,6 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         (
             f"frozen {frozen_when(summary)}",
             f"{summary.frozen_now}{of_modules} ({now} of parameters)",
-        ),
-        *(
-            [("behind them", rare)]
-            if (rare := rarely_updated(summary.periods_now, summary.frozen_now))
-            else []
         ),
         ("mean over the run", f"{mean} of parameters frozen, {skipped} of compute skipped"),
     ]

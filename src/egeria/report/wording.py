@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from egeria.events import LandingEnded, RunStarted
-from egeria.policy import ordinal
+from egeria.events import RunStarted
 from egeria.report.accounts import ENERGY, PEAK
 from egeria.report.history import History
 from egeria.report.summary import Summary
@@ -84,46 +82,6 @@ def progress(summary: Summary) -> str:
     """Return how far the run came."""
     total = summary.started.total_steps
     return f"{count(summary.steps_done)} {'' if total is None else f'of {count(total)} '}steps"
-
-
-def rarely_updated(periods: Sequence[int], frozen: int) -> str:
-    """Return which layer modules behind the frozen ones are updated at some steps only; empty for
-    none.
-    """
-    active = [period for period in periods[frozen:] if period > 1]
-    groups = [(active.count(period), period) for period in dict.fromkeys(active)]
-    return ", ".join(
-        f"{plural(amount, 'module')} updated at every {ordinal(period)} step"
-        for amount, period in groups
-    )
-
-
-def front(frozen: int, periods: Sequence[int]) -> str:
-    """Return how much is frozen, and what behind it is rarely updated."""
-    return "; ".join(
-        filter(
-            None,
-            (plural(frozen, "module") if frozen else "nothing", rarely_updated(periods, frozen)),
-        )
-    )
-
-
-def landing_mode(mode: str) -> str:
-    """Return what a landing does to the layer modules."""
-    average, anneal = "weights averaged", "learning rate to 0"
-    return {"average": average, "anneal": anneal}.get(mode, f"{average}, {anneal}")
-
-
-def landing_outcome(event: LandingEnded) -> str:
-    """Return how a landing ended, and what the check found."""
-    if event.raw_loss is None or event.landed_loss is None:
-        return event.reason
-    return (
-        f"{event.reason}; training loss {number(event.landed_loss)} with the average and "
-        f"{number(event.raw_loss)} "
-        f"without, over {plural(event.num_pairs, 'pair')} of steps (difference known to "
-        f"±{number(event.error)})"
-    )
 
 
 def beside_time(summary: Summary) -> list[tuple[str, str]]:
@@ -208,7 +166,7 @@ def verdict(summary: Summary) -> str:
     """Return in a sentence or two what freezing brought."""
     if summary.why_nothing_froze is not None:
         return summary.why_nothing_froze
-    wall, what = summary.wall, "Freezing and rarer updates" if summary.has_periods else "Freezing"
+    wall, what = summary.wall, "Freezing"
     cost, deducted = "its overhead", "overhead deducted"
     if not summary.history.overhead_complete:
         cost, deducted = "what is known of its overhead", "overhead not known"
@@ -234,10 +192,8 @@ def verdict(summary: Summary) -> str:
 
 def cautions(summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
-    found = [*_doubts(summary.history), *_shortness(summary.history), *foretold(summary)]
-    unfrozen = next(
-        (pace.num_steps for pace in summary.paces if not pace.frozen and not pace.periods), 0
-    )
+    found = [*_doubts(summary.history), *_shortness(summary.history)]
+    unfrozen = next((pace.num_steps for pace in summary.paces if not pace.frozen), 0)
     is_estimated = summary.wall.saved_s is not None and summary.why_nothing_froze is None
     if 0 < unfrozen < ROUGH_STEPS and is_estimated:
         pace = f"only {plural(unfrozen, 'step')} ran with nothing frozen"
@@ -273,23 +229,6 @@ def cautions(summary: Summary) -> list[str]:
     for where, error, amount in summary.faults:
         found.append(f"Fault in {where}, {plural(amount, 'time')}; training went on: {error}")
     return found
-
-
-def foretold(summary: Summary) -> list[str]:
-    """Return what freezing is foretold to cost in quality; empty where worth does not tell."""
-    cost = summary.given_up
-    if cost is None:
-        return []
-    points = f"about {cost.points:.1f}" if cost.points >= 0.05 else "less than 0.1"
-    return [
-        f"Freezing gave up {percent(cost.share)} of what the steps of all but the last layer "
-        "module bring, by their "
-        f"worth, at a training loss of {number(cost.loss)}: fine-tunings that are judged by "
-        "accuracy lost "
-        f"{points} points for as much, single ones more or less by some tenths. With a loss that "
-        "is no "
-        f"cross-entropy it means nothing. A run without egeria measures it."
-    ]
 
 
 def _shortness(history: History) -> list[str]:

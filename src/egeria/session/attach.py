@@ -9,6 +9,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.pretrained import find_trained_norms
 from egeria.parallel import ParallelStrategy
 from egeria.policy import (
-    FORESIGHT,
     PLASTICITY,
+    Plan,
     Policy,
     PolicyMaker,
     UnfreezeRule,
@@ -85,7 +86,7 @@ def attach(
         optimizer: the optimizer, or all of them; never changed.
         loader: the training loader, to count its steps and workers; with `cache.enabled` its
             samples are followed.
-        scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw;
+        scheduler: the learning-rate scheduler, whose kind tells the policy 'egeria' when to thaw;
             never stepped. A list where several optimizers have one each: that of what may freeze
             counts.
         total_steps: optimizer steps of the whole run; without it the default policy freezes
@@ -98,8 +99,8 @@ def attach(
             own.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
             your own.
-        plan: which front layer modules are frozen when, such as "0.5:1 0.75:2": from half of the
-            steps on one, from three quarters on two. Alone it stands for the policy 'static'.
+        plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2": from
+            half of the steps on one, from three quarters on two; short for `policy.plan`.
         parallel: how several processes train together; None takes that from the model's wrapper and
             the job.
         log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`,
@@ -151,7 +152,6 @@ def attach(
             make_policy=make_policy,
             make_controller=make_controller,
             loader=loader,
-            scheduler=scheduler,
         )
     except BaseException:  # such as one of the user's own policy, which `attach` raises
         training.hooks.close()
@@ -187,11 +187,11 @@ class Run:
         return self._session.frozen
 
     @property
-    def periods(self) -> tuple[int, ...]:
-        """For each layer module, how many optimizer steps lie between its
-        updates; 1 is every step.
+    def plan(self) -> Plan | None:
+        """How many layer modules are frozen over the training; None under a policy without a
+        plan.
         """
-        return self._session.periods
+        return self._session.plan
 
     @property
     def modules(self) -> tuple[LayerModule, ...]:
@@ -313,16 +313,8 @@ class Run:
                 f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without "
                 "loading it."
             ) from error
-        step, periods = (
-            self._session.clock.step,
-            list(self.periods) if set(self.periods) - {1} else None,
-        )
-        landing = self._session.parts.applier.num_landing if self._session.parts else 0
-        self._recorder.write(
-            Resumed(
-                step=step, frozen=self.frozen, stage=self.stage, periods=periods, landing=landing
-            )
-        )
+        step = self._session.clock.step
+        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage))
 
     def close(self) -> None:
         """End the run and leave the model as it was found: thawed, without hooks. Safe to call
@@ -397,8 +389,11 @@ def _release(session: Session, recorder: Recorder) -> None:
 
 
 def _make_policy(training: Training, rule: UnfreezeRule, cut: Cut) -> Policy:
-    policy = find_policy(training.config.policy.name)(
-        training.config,
+    config, plan = training.config, training.plan(cut.modules)
+    if plan is not None:
+        config = replace(config, policy=replace(config.policy, plan=str(plan)))
+    policy = find_policy(config.policy.name)(
+        config,
         trainable=cut.trainable,
         rule=rule,
         total_steps=training.total_steps,
@@ -457,7 +452,4 @@ def _begin(
         recorder.write(ControllerChosen(step=0, controller=choice.kind, reason=choice.reason))
         runs = "the controller runs" if choice.device else "the controller is"
         logging.getLogger("egeria").info("%s %s: %s", runs, choice.kind, choice.reason)
-    if FORESIGHT in needs and training.total_steps is None:
-        reason = f"{training.policy_name!r} weighs what is still to come: give attach total_steps"
-        recorder.decline("freezing", reason)
     return cut, interval_steps

@@ -29,14 +29,11 @@ from egeria.errors import ConfigError
 from egeria.layers.modules import LayerModule
 from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
-from egeria.plasticity import find_metric
 from egeria.policy import (
     UnfreezeRule,
     find_policy,
     find_rule,
-    harmless_error,
     rule_for_schedule,
-    with_metric_of_policy,
 )
 from egeria.session.cutting import Cut
 from egeria.session.following import Training
@@ -68,14 +65,14 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
             f"{type(config).__name__}. "
             f"Build one with egeria.Config(...)."
         )
-    if plan is not None:
-        name = "static" if policy is None else policy
-        config = replace(config, policy=replace(config.policy, name=name, schedule=plan))
-    elif policy is not None:
-        config = replace(config, policy=replace(config.policy, name=policy))
+    settings: Config = config
+    given = {"name": policy, "plan": plan}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        settings = replace(settings, policy=replace(settings.policy, **given))
     if isinstance(controller, str):
-        config = replace(config, controller=replace(config.controller, kind=controller))
-    return with_metric_of_policy(config)
+        settings = replace(settings, controller=replace(settings.controller, kind=controller))
+    return settings
 
 
 def check_training(
@@ -272,20 +269,17 @@ def choose_controller(
             kind=type(given).__name__, device="", reason="given to attach"
         ), lambda *_: given
     choice = choose(config.controller.kind, config.reference.device, model, loader)
-    metric = find_metric(config.plasticity.metric)
 
     def make(
         modules: Sequence[LayerModule], seconds_left: Callable[[], float | None]
     ) -> Controller:
         plan = EvaluationPlan(
             taps=tuple(module.tap for module in modules[:-1]),
-            metric=metric,
             largest_map=config.plasticity.largest_map,
             window=config.plasticity.window,
             precision=config.reference.precision,
             device=choice.device,
             fidelity_share=config.reference.fidelity_share,
-            harmless_error=harmless_error(config),
         )
         if choice.kind == "inline":
             return InlineController(plan)

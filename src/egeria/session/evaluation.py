@@ -31,14 +31,15 @@ from egeria.layers.modules import LayerModule
 from egeria.layers.shards import gather, outline
 from egeria.layers.taps import TrainingTap, capture, forward_shares
 from egeria.layers.undisturbed import CommunicationError, undisturbed
-from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading, Unhurried
-from egeria.session.applying import BACKWARD_SHARE
+from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
 from egeria.session.following import Training
 from egeria.session.measuring.accounts import count_memory
 from egeria.session.measuring.timing import Budget, IterationTimer, Stopwatch, count_iterations
 from egeria.session.ranks import Subject
 
 FAILURES_BEFORE_GIVING_UP = 3
+BACKWARD_SHARE = 2 / 3
+"""Of an iteration: the backward pass has two multiplications where the forward pass has one."""
 
 logger = logging.getLogger("egeria")
 
@@ -230,40 +231,18 @@ class Evaluation:
             interval_steps if changed is None else self._change_interval(interval_steps, *changed)
         )
 
-    def lengthen_interval(self, interval_steps: int) -> int:
-        """Return the `n` that the policy is content with while it reads nothing, and journal a
-        change.
-        """
-        least = (
-            self.policy.least_interval_steps
-            if isinstance(self.policy, Unhurried) and self.ranks.leads
-            else 0
-        )
-        if least <= interval_steps:
-            return interval_steps
-        return self._change_interval(
-            interval_steps, least, "what decides changes slowly from here on"
-        )
-
     def _change_interval(self, before: int, after: int, reason: str) -> int:
         self.recorder.write(
             IntervalChanged(step=self.recorder.step, before=before, after=after, reason=reason)
         )
         return after
 
-    def saved_s(self, rested: Mapping[int, float]) -> float | None:
-        """Return the seconds that layer modules save which are not updated any more; None where
-        unknown.
-
-        Args:
-            rested: for each of these modules the share of the steps to the end of the run.
-        """
+    def saved_s(self, modules: Sequence[int]) -> float | None:
+        """Return the seconds that freezing these layer modules saves; None where unknown."""
         total_steps = self.training.total_steps
         if self._work_shares is None or total_steps is None or self.timer.iteration_s <= 0:
             return None
-        share = BACKWARD_SHARE * sum(
-            self._work_shares[index] * rests for index, rests in rested.items()
-        )
+        share = BACKWARD_SHARE * sum(self._work_shares[index] for index in modules)
         return share * self.timer.iteration_s * max(0, total_steps - self.recorder.step)
 
     def profile(self) -> list[float] | None:

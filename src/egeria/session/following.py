@@ -22,11 +22,13 @@ from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
 from egeria.layers.modules import LayerModule, parameters_of, parse_modules, trains_elsewhere
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
-from egeria.layers.pretrained import count_pretrained, is_mostly_trained, settings_of_cut
+from egeria.layers.pretrained import is_mostly_trained, settings_of_cut
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
 from egeria.parallel import ParallelStrategy
 from egeria.parallel.refusals import COPIES, JOINED
+from egeria.policy import Plan
+from egeria.policy.plan import find_plan
 from egeria.session.ranks import OutOfStepError, Ranks
 from egeria.session.showing import outermost
 
@@ -266,14 +268,10 @@ class Training:
         """
         return self.config.freezing.tied == "keep" and trains_elsewhere(self.model, module)
 
-    def count_pretrained(self, modules: Sequence[LayerModule]) -> int:
-        """Return how many front layer modules came trained, by themselves or by
-        `policy.pretrained`.
-        """
-        given = self.config.policy.pretrained
-        return (
-            count_pretrained(self.norms, modules) if given == "auto" else len(modules) * bool(given)
-        )
+    def plan(self, modules: Sequence[LayerModule]) -> Plan | None:
+        """Return the plan that the settings ask for; None where the policy follows none."""
+        names = [module.name for module in modules]
+        return find_plan(self.config.policy, names, self.is_pretrained, self.total_steps)
 
     def parse(self, seen: CallOrder | None = None) -> tuple[LayerModule, ...]:
         """Return the layer modules, in the order of execution where that is known."""
