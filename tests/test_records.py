@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+from pathlib import Path
 
 import pytest
 from benchmarks import advice_record, best_known, schedule_costs
@@ -19,6 +21,8 @@ from egeria.report.history import read_history
 from egeria.report.price import freezes, worth_shares
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parent.parent
 
 
 def row(foretold, measured, verdict="Worth a try: it is."):
@@ -194,3 +198,12 @@ def test_of_several_workloads_the_order_of_what_was_lost_is_compared():
     assert "over all 6 schedules" in page
     assert "| the part given up · √loss | +1.00" in page and "| the part given up | +0." in page
     assert page.count("| yes |") == 3
+
+
+def test_pages_of_records_lead_somewhere_and_each_picture_is_shown_by_the_docs():
+    records = ROOT / "benchmarks" / "records"
+    for page in records.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            assert "://" in target or (page.parent / target).exists(), f"{page} leads to {target}, which is not there"
+    docs = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+    assert [path.name for path in records.rglob("*.svg") if path.relative_to(ROOT).as_posix() not in docs] == []
