@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from benchmarks import replay
 from benchmarks.proving import commands
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import PLAIN
@@ -78,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_reading(table)
     table.set_defaults(verb=commands.run_table, workload=[])
 
+    replaying = verbs.add_parser("replay", help="check that the paper's policy decides as recorded journals say")
+    told = "of a run, a folder of runs, or a record"
+    replaying.add_argument("directory", nargs="+", type=commands.folder, metavar="DIR", help=told)
+    replaying.set_defaults(verb=replay.run_replay)
     return parser
 
 
