@@ -108,14 +108,12 @@ def main() -> None:
             more = summary([row[loop.name] - row["bare"] for row in rounds])
             files = loop.quiet_files() if options.files else []
             found[loop.name] = {"step_us": step, "over_bare_us": more, "files": files}
-            told = f"{loop.name}: {step['median']:.1f} us, over bare {more['median']:+.1f} "
-            told += f"({more['low']:+.1f} to {more['high']:+.1f}), mean {more['mean']:+.1f}"
-            print(told + (f", {len(files)} files of egeria in a quiet step" if options.files else ""))
+            spread = f"({more['low']:+.1f} to {more['high']:+.1f}), mean {more['mean']:+.1f}"
+            print(f"{loop.name}: {step['median']:.1f} us, over bare {more['median']:+.1f} {spread}; files {len(files)}")
             if loop.run is not None:
                 loop.run.close()
     if options.json:
-        kept = {"torch": torch.__version__, "rounds": options.rounds, "turn": options.turn, "loops": found}
-        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps({"torch": torch.__version__, "loops": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
