@@ -18,7 +18,6 @@ from torch.nn import functional
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
 from egeria.parallel import Replicas
-from egeria.session.ranks import WORDS
 
 WARM_UP = 2
 """Iterations behind a freeze that are not timed: buckets are laid out anew in the first of them."""
@@ -106,16 +105,6 @@ class Replica:
             self._optimizer.zero_grad()
         return time.perf_counter() - began, time.process_time() - began_cpu
 
-    def exchange(self, count: int) -> list[float]:
-        """Let the ranks agree on something as often; return the seconds of each."""
-        found = []
-        for _ in range(count):
-            distributed.barrier()
-            began = time.perf_counter()
-            self._strategy.exchange([0.0] * (WORDS + 3))
-            found.append(time.perf_counter() - began)
-        return found
-
 
 def _count(sizes, bucket):  # without types: torch accepts no others than its own, and those not as text
     sizes.append(bucket.buffer().numel() * bucket.buffer().element_size())
@@ -165,16 +154,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--bytes", action="store_true", help="count bytes instead of taking times")
-    parser.add_argument("--exchange", type=int, metavar="N", help="time N exchanges instead of iterations")
     options = parser.parse_args()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     depths = [int(depth) for depth in options.depths.split(",")]
     subject = SUBJECTS[options.subject]()
-    found: list[Any]
-    if options.exchange:
-        found = Replica(subject).exchange(options.exchange)
-    elif options.bytes:
+    if options.bytes:
         found = count_bytes(subject, depths)
     else:
         found = measure(subject, depths, options.rounds, options.iterations)
