@@ -11,17 +11,14 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import egeria
 from egeria import attach, events
-from egeria.cli import digits, doctor, main
-from egeria.layers.modules import parse_modules
-from egeria.layers.pretrained import count_pretrained, find_trained_norms
+from egeria.cli import doctor, main
 from egeria.testing import ScriptedController
 from resnet import cifar_resnet
 
-VERBS = ("demo", "advise", "modules", "report", "replay", "cache", "doctor")
+VERBS = ("advise", "modules", "report", "replay", "cache", "doctor")
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +96,7 @@ def test_the_help_names_every_verb(capsys):
     assert end.value.code == 0 and all(verb in printed for verb in VERBS)
 
 
-@pytest.mark.parametrize("arguments", [[], ["thaw"], ["report"], ["modules"], ["demo", "--seeds", "three"]])
+@pytest.mark.parametrize("arguments", [[], ["thaw"], ["report"], ["modules"], ["advise", "a:b", "--rounds", "three"]])
 def test_a_command_that_is_not_understood_ends_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -383,65 +380,3 @@ def test_doctor_ends_with_status_1_where_it_cannot_write(kind, command, tmp_path
     status, output, _ = command("doctor", "--directory", directory)
     assert status == 1 and "cannot be written" in output
     assert "torch" in output, "the rest is shown all the same"
-
-
-@pytest.fixture
-def few_digits(monkeypatch):
-    """Made-up digits in place of scikit-learn's: the demo runs in seconds."""
-    generator = torch.Generator().manual_seed(0)
-
-    def some(count):
-        images = torch.randn(count, 1, 16, 16, generator=generator)
-        return TensorDataset(images, torch.randint(0, 5, (count,), generator=generator))
-
-    given = [digits.Digits(train=some(128), test=some(32)) for _ in range(2)]
-    monkeypatch.setattr(digits, "load_digits", lambda: tuple(given))
-    monkeypatch.setattr(digits.pretrain, "__kwdefaults__", {"epochs": 1})
-
-
-def test_the_demo_compares_plain_training_with_egeria(few_digits, command, tmp_path):
-    stale = tmp_path / "out" / "seed0" / "journal.jsonl"
-    stale.parent.mkdir(parents=True)
-    stale.write_text("of an earlier demo\n", encoding="utf-8")
-    status, output, _ = command("demo", "--seeds", 1, "--epochs", 4, "--directory", tmp_path / "out")
-    assert status == 0
-    rows = {row[0]: row[1:] for row in table(output)}
-    assert {"plain", "egeria"} <= set(rows)
-    assert rows["plain"][3:] == ["", ""] and all("±" in cell for cell in rows["egeria"])
-    assert "What froze, by epoch:" in output and "seed 0: " in output
-    assert str(tmp_path / "out" / "seed0" / "report.html") in output
-    journal = egeria.read_journal(tmp_path / "out" / "seed0")
-    assert journal.num_damaged == 0
-    assert [event.step for event in journal.of(events.MetricLogged)] == [2, 4, 6, 8]
-    assert (tmp_path / "out" / "seed0" / "report.html").is_file()
-
-
-@pytest.mark.parametrize("arguments", [("--seeds", 0), ("--epochs", 3), ("--epochs", 0)])
-def test_a_demo_that_shows_nothing_is_refused(arguments, command):
-    status, output, errors = command("demo", *arguments)
-    assert (status, output) == (2, "") and "at least 1 seed and 4 epochs" in errors
-
-
-def test_the_demo_without_scikit_learn_says_what_to_install(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    status, _, errors = command("demo", "--seeds", 1)
-    assert status == 2 and "pip install 'egeria[demo]'" in errors
-
-
-def test_the_digits_are_split_the_same_way_each_time():
-    pytest.importorskip("sklearn")
-    first, again = digits.load_digits(), digits.load_digits()
-    assert [(len(half.train), len(half.test)) for half in first] == [(676, 225), (672, 224)]
-    for half, other in zip(first, again, strict=True):
-        images, labels = half.train.tensors
-        assert images.shape[1:] == (1, 16, 16)
-        assert set(labels.tolist()) == set(range(5))
-        assert all(torch.equal(a, b) for a, b in zip(half.train.tensors, other.train.tensors, strict=True))
-
-
-def test_the_network_of_the_demo_counts_as_trained_once_it_is_and_its_front_can_freeze():
-    images, labels = torch.randn(128, 1, 16, 16), torch.randint(0, 5, (128,))
-    data = TensorDataset(images, labels)
-    model = digits.pretrain(digits.Digits(train=data, test=data), seed=0, epochs=1)
-    modules = parse_modules(model, target_share=0.1)
-    assert count_pretrained(find_trained_norms(model), modules) >= len(modules) - 1 >= 4

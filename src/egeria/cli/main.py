@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import egeria
-from egeria.cli import advise, cache, demo, doctor, modules, runs
+from egeria.cli import advise, cache, doctor, modules, runs
 from egeria.errors import EgeriaError
 
 VERBS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
-    "demo": demo.run,
     "advise": advise.run,
     "modules": modules.run,
     "report": runs.report,
@@ -43,18 +42,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="egeria", description=about)
     parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    verb = verbs.add_parser(
-        "demo", help="fine-tune on handwritten digits, plainly and with egeria, and compare"
-    )
-    verb.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
-    verb.add_argument("--epochs", type=int, help="epochs of a run (default 34)")
-    verb.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("egeria_runs/demo"),
-        help="where journals and reports go",
-    )
 
     verb = verbs.add_parser(
         "advise", help="measure what freezing could save in a training, on a copy of it"
