@@ -101,7 +101,7 @@ def test_the_store_has_what_the_local_journal_has_and_the_report_reads_it_there(
     found = egeria.report("away://bucket/run")
     assert found.path.is_file() and "away://bucket/run/report.html" in found.message
     assert store.read_bytes("away://bucket/run/report.html") == found.path.read_bytes()
-    assert main(["report", "away://bucket/run"]) == 0 and main(["replay", "away://bucket/run"]) == 0
+    assert main(["report", "away://bucket/run"]) == 0
     assert "away://bucket/run/report.html" in capsys.readouterr().out.replace("\n", "")
 
 

@@ -1,6 +1,6 @@
 """What the journal of a run holds: one frozen record per kind of event.
 
-The journal writes them, the report and the replay read them; nothing else passes between the
+The journal writes them, the report reads them; nothing else passes between the
 parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
 Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process, unless the
 name says that they are those of the controller process. In order: the run, intervals and readings,
@@ -33,7 +33,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted(Event, kind="run_started"):
-    """A run was attached; everything a replay or a report needs to know of it."""
+    """A run was attached; everything a report needs to know of it."""
 
     config: dict[str, Any]
     modules: list[dict[str, Any]]

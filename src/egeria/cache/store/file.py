@@ -98,11 +98,11 @@ def create_file(
     return descriptor
 
 
-def open_file(path: Path, *, read_only: bool) -> tuple[int, dict[str, Any]]:
+def open_file(path: Path) -> tuple[int, dict[str, Any]]:
     """Open the file of a store; return it and the arguments that describe the store. Raises
     `OSError` if it is none.
     """
-    descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | _SAFELY)
+    descriptor = os.open(path, os.O_RDWR | _SAFELY)
     try:
         return descriptor, _read_header(descriptor)
     except BaseException:
