@@ -68,7 +68,7 @@ def train(directory, *, window=2, steps=40, names="0123"):
     }
     with attach(model, optimizer, config=config, directory=directory, controller=ScriptedController()) as run:
         for _ in range(steps):
-            loss = run.model(torch.randn(8, 4)).square().mean()
+            loss = model(torch.randn(8, 4)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -88,7 +88,7 @@ def train(
 
 def train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[int, float, bool]]:
     """Train one epoch; halt where it is to be evaluated: steps of the epoch so far, their mean loss, is it the end."""
-    network: Any = run.model if run else training.model
+    network: Any = training.model
     halts = training.evaluation_steps
     total: Tensor | float = 0.0
     num_steps = 0

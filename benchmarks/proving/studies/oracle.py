@@ -174,7 +174,7 @@ def survey(training: Training, settings: Sequence[str] = ()) -> Survey:
     with tempfile.TemporaryDirectory() as directory:
         parts = training.model, training.optimizer, training.loader
         with egeria.attach(*parts, directory=directory, total_steps=COUNTED_STEPS, **arguments) as run:
-            network = run.model
+            network = training.model
             network.train()
             for batch, _ in zip(training.loader, range(COUNTED_STEPS), strict=False):
                 loss = training.loss(network, batch)

@@ -48,9 +48,9 @@ from egeria.session.checks import (
 )
 from egeria.session.cutting import Cut, first_cut
 from egeria.session.following import ModelHooks, Training
-from egeria.session.handle import ModelHandle, Packed
 from egeria.session.loop import Session
 from egeria.session.measuring.timing import Stopwatch
+from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks
 from egeria.session.showing import Showing, as_html, in_a_line
 
@@ -158,7 +158,7 @@ def attach(
         recorder.close()
         raise
     session.timer.add_overhead(*watch.read())
-    run = _OPEN_RUNS[id(model)] = Run(ModelHandle(training.hooks, parallel), session, showing)
+    run = _OPEN_RUNS[id(model)] = Run(session, showing)
     return run
 
 
@@ -166,13 +166,10 @@ class Run:
     """One training run that egeria watches. Made by `egeria.attach`; also a context manager.
 
     Attributes:
-        model: may be called in place of the model; wraps a bare one in `DistributedDataParallel`
-            where several processes train it.
         directory: where the journal and the report live; None if nothing is written.
     """
 
-    def __init__(self, handle: ModelHandle, session: Session, showing: Showing) -> None:
-        self.model = handle
+    def __init__(self, session: Session, showing: Showing) -> None:
         self._session, self._showing = session, showing
         self._recorder = recorder = session.recorder
         self.directory: Path | None = recorder.directory
@@ -375,7 +372,7 @@ def _check_unwatched(model: nn.Module) -> None:
         return [
             run
             for run in open_runs
-            if any(id(parameter) in own for parameter in run.model.parameters())
+            if any(id(entry) in own for entry in run._session.training.model.parameters())
         ]
 
     if others():
