@@ -92,8 +92,8 @@ def attach(
             nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a
-            URL that fsspec knows, such as 's3://bucket/run', it is one there too, and a copy of the
-            journal follows to the URL.
+            URL that fsspec knows, such as 's3://bucket/run', it is one there too, whose files are
+            copied to the URL at `close` and whenever the state is saved.
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your
             own.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
@@ -278,6 +278,7 @@ class Run:
 
         Plain values and tensors; save it beside the states of the model and the optimizer.
         """
+        self._recorder.upload()
         return {"schema": STATE_SCHEMA, **self._session.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
