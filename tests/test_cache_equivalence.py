@@ -86,9 +86,9 @@ def train(specimen, directory, **cache):
             directory=directory,
         )
         for _ in range(EPOCHS):
-            run.model.train()
+            model.train()
             for args, kwargs in loader:
-                loss = specimen.loss(run.model(*args, **kwargs))
+                loss = specimen.loss(model(*args, **kwargs))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -128,9 +128,9 @@ def train(make_model, loader, step, directory, enabled, epochs=8):
         )
     with run:
         for _ in range(epochs):
-            run.model.train()
+            model.train()
             for batch in loader:
-                loss = step(run.model, batch)
+                loss = step(model, batch)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -58,7 +58,7 @@ def train(directory):
     }
     with attach(model, optimizer, config=config, directory=directory, controller=ScriptedController()) as run:
         for _ in range(40):
-            loss = run.model(torch.randn(8, 4)).square().mean()
+            loss = model(torch.randn(8, 4)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

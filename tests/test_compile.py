@@ -96,8 +96,6 @@ class Training:
             self.called = torch.compile(self.model, backend=self.graphs)
         elif way == "in place, after":
             self.model.compile(backend=self.graphs)
-        elif way == "run.model":
-            self.called = torch.compile(self.run.model, backend=self.graphs)
         self.data = torch.Generator().manual_seed(1)
         self.losses = []
 
@@ -114,7 +112,7 @@ class Training:
             self.losses.append(loss.item())
 
 
-WAYS = ["before", "in place", "after", "in place, after", "run.model"]
+WAYS = ["before", "in place", "after", "in place, after"]
 """To compile, before or after `attach`."""
 
 
@@ -252,7 +250,7 @@ def _train_replica(way):
     data = torch.Generator().manual_seed(rank)
     run = egeria.attach(given, optimizer, config=config, controller=ScriptedController(), directory=f"{way}{rank}")
     for _ in range(40):
-        loss = run.model(torch.randn(8, 6, generator=data)).square().mean()
+        loss = given(torch.randn(8, 6, generator=data)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

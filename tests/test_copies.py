@@ -227,7 +227,7 @@ def test_a_model_with_accelerates_mixed_precision_has_a_reference(tmp_path, kind
     end = time.monotonic() + 60
     while not readings and not declined and time.monotonic() < end:
         for inputs, targets in loader:
-            loss = nn.functional.cross_entropy(run.model(inputs), targets)
+            loss = nn.functional.cross_entropy(model(inputs), targets)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ from egeria import StateError, read_journal
 from egeria.events import FaultCaught, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS
-from ranks import run_ranks
+from ranks import replica, run_ranks
 from test_shards import sharded, whole
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -27,7 +27,9 @@ STEPS = 24
 def begin(name, folder, *, in_parts=False, seed=0):
     specimen = SPECIMENS[name]
     attach = {"config": CONFIG, "controller": "inline", "directory": Path(folder)}
-    return Loop(sharded(specimen) if in_parts else specimen, attach, seed=seed)
+    if in_parts:
+        return Loop(sharded(specimen), attach, seed=seed)
+    return Loop(specimen, attach, seed=seed, wrap=replica)
 
 
 def save(loop, path, **options):

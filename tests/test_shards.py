@@ -186,8 +186,8 @@ def measured(policy, folder):
         frozen = []
         for _ in range(MEASURED_STEPS):
             x = torch.randn(16, 8, generator=data)
-            run.model.train()
-            loss = (run.model(x) - x).square().mean()
+            model.train()
+            loss = (model(x) - x).square().mean()
             loss.backward()
             optimizer.step()
             scheduler.step()
@@ -263,9 +263,9 @@ def fail(where, folder):
                 model.eval()
                 with torch.no_grad():
                     model(torch.zeros(2, 8))
-            run.model.train()
+            model.train()
             x = torch.full((4, 8), float(step + distributed.get_rank()))
-            loss = run.model(x).square().mean()
+            loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

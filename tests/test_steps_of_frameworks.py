@@ -57,7 +57,7 @@ def train(directory, wrap=lambda entry: entry, wrap_scheduler=lambda entry: entr
     scheduler = wrap_scheduler(schedulers.CosineAnnealingLR(inner, STEPS))
     with attach(model, optimizer, directory, scheduler=scheduler) as run:
         for batch in batches(steps):
-            loss = (step or plain_step)(run.model, optimizer, batch)
+            loss = (step or plain_step)(model, optimizer, batch)
             scheduler.step()
             run.step(loss)
     intervals = read_journal(directory).of(IntervalMeasured)
@@ -160,7 +160,7 @@ def test_lightnings_own_optimizer_is_measured(tmp_path):
     optimizer = SGD(model.parameters(), lr=0.1)
     with attach(model, wrap(optimizer), tmp_path) as run:
         for batch in batches(STEPS):
-            run.step(plain_step(run.model, optimizer, batch))
+            run.step(plain_step(model, optimizer, batch))
     assert all(event.noise for event in read_journal(tmp_path).of(IntervalMeasured))
 
 
@@ -278,7 +278,7 @@ def course_with(scheduler, optimizer, model, directory, act=lambda step: None):
     with warnings.catch_warnings(record=True) as later, run:
         warnings.simplefilter("always", egeria.EgeriaWarning)
         for step, batch in enumerate(batches(STEPS)):
-            loss = plain_step(run.model, optimizer, batch)
+            loss = plain_step(model, optimizer, batch)
             act(step)
             scheduler.step(*([loss.item()] if isinstance(scheduler, schedulers.ReduceLROnPlateau) else []))
             run.step(loss)
@@ -476,7 +476,7 @@ def test_gradients_are_those_of_the_closure(tmp_path):
         optimizer = SGD(model.parameters(), lr=0.1)
         with attach(model, optimizer, tmp_path / step.__name__, config=config) as run:
             for batch in batches(4):
-                run.step(step(run.model, optimizer, batch))
+                run.step(step(model, optimizer, batch))
         found[step] = [event.gradients for event in read_journal(tmp_path / step.__name__).of(IntervalMeasured)]
     assert found[plain_step] == found[by_position] and found[plain_step][0][0] > 0
 
@@ -546,7 +546,7 @@ def accumulate(directory, num_batches=STEPS, *, watch="micro", before=False, res
     run = attach(model, optimizer, directory, total_steps=100)
     losses = []
     for index, batch in enumerate(batches(num_batches)):
-        loss = loss_of(run.model, batch)
+        loss = loss_of(model, batch)
         (loss / MICRO).backward()
         losses.append(loss)
         if before:
@@ -574,7 +574,7 @@ def test_a_step_that_is_called_at_some_steps_only_is_told(tmp_path):
     run = attach(model, optimizer, tmp_path, total_steps=400)
     with pytest.warns(egeria.EgeriaWarning, match="called 19 times while 76 steps of the optimizer") as found:
         for index, batch in enumerate(batches(100)):
-            loss = loss_of(run.model, batch)
+            loss = loss_of(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -623,29 +623,29 @@ def test_a_run_resumed_after_its_first_micro_batch_goes_on_with_the_gradients(tm
 
 
 def ordinary(model, optimizer, batch, run):
-    run.step(plain_step(run.model, optimizer, batch))
+    run.step(plain_step(model, optimizer, batch))
 
 
 def ahead_of_the_step(model, optimizer, batch, run):
     optimizer.zero_grad()
-    loss = loss_of(run.model, batch)
+    loss = loss_of(model, batch)
     loss.backward()
     run.step(loss)
     optimizer.step()
 
 
 def between_two_backward_passes(model, optimizer, batch, run):
-    loss = loss_of(run.model, batch)
+    loss = loss_of(model, batch)
     loss.backward()
     run.step(loss)
-    loss_of(run.model, -batch).backward()
+    loss_of(model, -batch).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def by_hand(model, optimizer, batch, run, set_to_none=True):
     optimizer.zero_grad(set_to_none=set_to_none)
-    loss = loss_of(run.model, batch)
+    loss = loss_of(model, batch)
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -654,7 +654,7 @@ def by_hand(model, optimizer, batch, run, set_to_none=True):
 
 
 def by_another(model, optimizer, batch, run):
-    run.step(plain_step(run.model, SGD(model.parameters(), lr=0.1), batch))
+    run.step(plain_step(model, SGD(model.parameters(), lr=0.1), batch))
 
 
 def without_training(model, optimizer, batch, run):
@@ -700,8 +700,8 @@ def test_an_optimizer_without_hooks_is_counted_by_calls(tmp_path):
     optimizer = WithoutHooks(SGD(model.parameters(), lr=0.1))
     with attach(model, optimizer, tmp_path) as run:
         for batch in batches(STEPS):
-            run.model.zero_grad(set_to_none=False)
-            loss = loss_of(run.model, batch)
+            model.zero_grad(set_to_none=False)
+            loss = loss_of(model, batch)
             loss.backward()
             optimizer.step()
             run.step(loss)
@@ -713,7 +713,7 @@ def test_optimizers_that_take_turns_count_at_each_call(tmp_path):
     halves = [SGD(model[:2].parameters(), lr=0.1), SGD(model[2:].parameters(), lr=0.1)]
     with attach(model, halves, tmp_path) as run:
         for index, batch in enumerate(batches(STEPS)):
-            loss = loss_of(run.model, batch)
+            loss = loss_of(model, batch)
             loss.backward()
             halves[index % 2].step()
             run.step(loss)  # the gradients of the other one go on adding up
@@ -729,7 +729,7 @@ def test_steps_that_a_scaler_skips_are_no_micro_batches(set_to_none, tmp_path):
     with attach(model, optimizer, tmp_path) as run:
         for index, batch in enumerate(batches(STEPS)):
             optimizer.zero_grad(set_to_none=set_to_none)
-            loss = loss_of(run.model, batch) * (torch.inf if index in skipped else 1.0)
+            loss = loss_of(model, batch) * (torch.inf if index in skipped else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -748,11 +748,11 @@ def test_detaching_leaves_the_optimizer_without_hooks(tmp_path):
 def accumulate_on_ranks(directory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", egeria.EgeriaWarning)
-        model = network()
+        model = nn.parallel.DistributedDataParallel(network())
         optimizer = SGD(model.parameters(), lr=0.01)
         run = attach(model, optimizer, directory, total_steps=100)
         for index, batch in enumerate(batches(STEPS)):
-            loss = loss_of(run.model, batch)
+            loss = loss_of(model, batch)
             loss.backward()
             if (index + 1) % MICRO == 0:
                 optimizer.step()
@@ -833,7 +833,7 @@ def test_more_steps_than_the_run_was_to_have_are_told_of_once(has_scheduler, tmp
         attach(model, optimizer, tmp_path, **more) as run,
     ):
         for batch in batches(2 * STEPS):
-            loss = plain_step(run.model, optimizer, batch)
+            loss = plain_step(model, optimizer, batch)
             scheduler.step()
             run.step(loss)
     assert len(found) == 1

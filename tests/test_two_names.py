@@ -145,7 +145,7 @@ def test_a_submodule_with_two_names_is_frozen_where_it_is_called_frozen(build, t
 def test_the_wrapper_of_fabric_is_what_the_handle_calls(tmp_path):
     model = _FabricModule().double()
     run = next(training(model, tmp_path, x=torch.randn(4, 3, 6, 6).double()))
-    assert run.model(torch.randn(2, 3, 6, 6).double()).dtype == torch.float32
+    assert model(torch.randn(2, 3, 6, 6).double()).dtype == torch.float32
     assert run.modules[0].tap == "0"
     run.close()
 

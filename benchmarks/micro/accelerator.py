@@ -158,7 +158,7 @@ class Trainer:
 
     def train(self, steps: int) -> None:
         """Make so many steps, and wait for the accelerator."""
-        network: Any = self.run.model if self.run else self.model
+        network: Any = self.model
         network.train()
         for _ in range(steps):
             self._next = (self._next + 1) % NUM_BATCHES

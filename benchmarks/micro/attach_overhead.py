@@ -75,7 +75,7 @@ class Overhead:
 
 def iterations(training: Training, run: egeria.Run | None) -> Iterator[None]:
     """Train, one iteration for each value asked for."""
-    network: Any = run.model if run else training.model
+    network: Any = training.model
     while True:
         network.train()
         for batch in training.loader:

@@ -26,6 +26,7 @@ import torch
 from sklearn import datasets
 from torch import Tensor, distributed, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import egeria
@@ -89,8 +90,8 @@ class Job:
         return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return what the loop calls; egeria wraps a bare model in DistributedDataParallel itself."""
-        return model
+        """Return what the loop calls: the model, wrapped where there are other processes."""
+        return DistributedDataParallel(model) if distributed.is_initialized() else model
 
     def attach(self, *parts: Any, **settings: Any) -> Any:
         """Attach egeria."""
@@ -167,7 +168,7 @@ def train(options: argparse.Namespace, job: Job) -> float:
     with run:
         for epoch in range(job.load(parts, run), options.epochs):
             sampler.epoch = epoch
-            losses = train_epoch(run, loader, optimizer, scheduler, device)
+            losses = train_epoch(network, run, loader, optimizer, scheduler)
             accuracy = evaluate(model, held_out, device)
             metrics = {"loss": losses, "accuracy": accuracy, "epoch": epoch + 1, "processes": num_ranks}
             job.save(parts, run, epoch + 1, metrics)
@@ -182,17 +183,18 @@ def warmup_and_decay(step: int, num_warm: int, num_steps: int) -> float:
     return min((step + 1) / num_warm, max(0.0, 1 - step / num_steps))
 
 
-def train_epoch(run: Any, loader: Any, optimizer: Any, scheduler: Any, device: torch.device) -> float:
+def train_epoch(network: nn.Module, run: Any, loader: Any, optimizer: Any, scheduler: Any) -> float:
     """Train an epoch; return the mean loss over all processes, added up in the order of the shards."""
     rank, num_ranks = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    device = next(network.parameters()).device
     sums = torch.zeros(SHARDS, dtype=torch.float64, device=device)
     own = SHARDS // num_ranks
-    run.model.train()
+    network.train()
     for images, labels in loader:
         losses: list[Tensor] = []
         shards = zip(images.to(device).chunk(own), labels.to(device).chunk(own), strict=True)
         for shard in reversed(list(shards)):  # the first comes last: what egeria looks at is the first process's then
-            loss = functional.cross_entropy(run.model(shard[0]), shard[1])
+            loss = functional.cross_entropy(network(shard[0]), shard[1])
             (loss / own).backward()
             losses.insert(0, loss.detach())
         optimizer.step()

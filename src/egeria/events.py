@@ -363,15 +363,6 @@ class FaultCaught(Event, kind="fault"):
     count: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JournalCopied(Event, kind="journal_copied"):
-    """The store that gets a copy of the journal can be reached again, and has all of it."""
-
-    url: str
-    behind_s: float
-    """Seconds for which it could not be reached."""
-
-
 EVENT_TYPES: dict[str, type[Event]] = {
     entry.kind: entry
     for entry in list(globals().values())

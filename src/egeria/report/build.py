@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from egeria.journal import is_url, without_login, write_bytes
+from egeria.journal import is_url, upload, without_login
 from egeria.report.history import read_history
 from egeria.report.summary import Clock, Summary, summarize
 from egeria.report.wording import (
@@ -105,7 +105,7 @@ def report(directory: str | Path) -> Report:
     if is_url(directory):
         url = f"{str(directory).rstrip('/')}/{PAGE_NAME}"
         try:
-            write_bytes(url, page)
+            upload([path], str(directory))
             message += f", and {without_login(url)}"
         except Exception as error:  # of the store's own kind
             message += without_login(f"; {url} cannot be written: {error}")

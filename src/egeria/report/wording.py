@@ -273,13 +273,6 @@ def _doubts(history: History) -> list[str]:
             f"{plural(history.num_overridden, 'event')} after the points it went back to are left "
             "out."
         )
-    if history.num_missing_steps > 0:
-        found.append(
-            f"The journal has a gap of {plural(history.num_missing_steps, 'step')}: a process "
-            "that ended before it was "
-            "written, or could not reach where the journal is kept. What was saved in them is not "
-            "counted."
-        )
     if history.num_earlier_runs > 0:
         found.append(
             f"The directory also holds {plural(history.num_earlier_runs, 'earlier run')}, left "

@@ -49,9 +49,9 @@ from egeria.session.checks import (
 )
 from egeria.session.cutting import Cut, first_cut
 from egeria.session.following import ModelHooks, Training
-from egeria.session.handle import ModelHandle, Packed
 from egeria.session.loop import Session
 from egeria.session.measuring.timing import Stopwatch
+from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks
 from egeria.session.showing import Showing, as_html, in_a_line
 
@@ -93,8 +93,8 @@ def attach(
             nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a
-            URL that fsspec knows, such as 's3://bucket/run', it is one there too, and a copy of the
-            journal follows to the URL.
+            URL that fsspec knows, such as 's3://bucket/run', it is one there too, whose files are
+            copied to the URL at `close` and whenever the state is saved.
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your
             own.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
@@ -158,7 +158,7 @@ def attach(
         recorder.close()
         raise
     session.timer.add_overhead(*watch.read())
-    run = _OPEN_RUNS[id(model)] = Run(ModelHandle(training.hooks, parallel), session, showing)
+    run = _OPEN_RUNS[id(model)] = Run(session, showing)
     return run
 
 
@@ -166,13 +166,10 @@ class Run:
     """One training run that egeria watches. Made by `egeria.attach`; also a context manager.
 
     Attributes:
-        model: may be called in place of the model; wraps a bare one in `DistributedDataParallel`
-            where several processes train it.
         directory: where the journal and the report live; None if nothing is written.
     """
 
-    def __init__(self, handle: ModelHandle, session: Session, showing: Showing) -> None:
-        self.model = handle
+    def __init__(self, session: Session, showing: Showing) -> None:
         self._session, self._showing = session, showing
         self._recorder = recorder = session.recorder
         self.directory: Path | None = recorder.directory
@@ -281,6 +278,7 @@ class Run:
 
         Plain values and tensors; save it beside the states of the model and the optimizer.
         """
+        self._recorder.upload()
         return {"schema": STATE_SCHEMA, **self._session.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -367,7 +365,7 @@ def _check_unwatched(model: nn.Module) -> None:
         return [
             run
             for run in open_runs
-            if any(id(parameter) in own for parameter in run.model.parameters())
+            if any(id(entry) in own for entry in run._session.training.model.parameters())
         ]
 
     if others():

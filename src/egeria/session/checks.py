@@ -90,11 +90,9 @@ def check_training(
             f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the "
             "model itself."
         )
-    inner, given = _unwrap(model, INNER_MODELS), model
+    inner = _unwrap(model, INNER_MODELS)
     parallel = parallel or choose_parallel(inner)
     model = parallel.take(inner)
-    if given is not inner and not parallel.is_compiled:
-        parallel.called = given
     if is_sharded(model):
         # Plasticity is read in the training pass, the only one that all processes make. The
         # reference has all of the weights, for which an accelerator may have no room.

@@ -76,10 +76,10 @@ class ModelHooks:
         """Put the hook on the model, ahead of those of others."""
         if self._handles:
             return
-        called = self._parallel.called if self._parallel.is_compiled else None
+        given = self._parallel.given if self._parallel.is_compiled else None
         module_name = type(self.model).forward.__module__ or ""  # None where torch.fx made it
         is_of_torch = module_name.startswith("torch.")  # which compiles its hooks too
-        for module in (self.model, called) if called is not None and is_of_torch else (self.model,):
+        for module in (self.model, given) if given is not None and is_of_torch else (self.model,):
             hook = module.register_forward_pre_hook(
                 self._before_forward, prepend=True, with_kwargs=True
             )
