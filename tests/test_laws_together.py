@@ -14,7 +14,6 @@ import torch
 from egeria import read_journal
 from egeria.events import CacheUsed, FaultCaught, LandingEnded, ModuleFrozen, PeriodsChanged
 from egeria.policy import shares, worth
-from egeria.report.replay import replay
 from egeria.session.measuring.measures import Measures
 from loops import Loop, differences, outside
 from menagerie import each_stateless, each_supported
@@ -88,14 +87,3 @@ def test_law_5_a_resumed_run_decides_and_trains_like_one_that_never_stopped(spec
         loop.run.close()
     assert outside(resumed.model) == outside(whole.model)
     assert not any(read_journal(tmp_path / name).of(FaultCaught) for name in ("whole", "parts"))
-    assert replay(tmp_path / "parts").agrees
-
-
-@each_supported
-def test_law_7_a_replayed_journal_decides_alike(specimen, tmp_path):
-    loop = Loop(repeating(specimen), attached(tmp_path))
-    loop.step(NUM_STEPS)
-    loop.run.close()
-    journal = read_journal(tmp_path)
-    assert replay(tmp_path).agrees and not journal.of(FaultCaught)
-    assert journal.of(PeriodsChanged) or journal.of(ModuleFrozen)

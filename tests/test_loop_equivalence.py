@@ -7,7 +7,6 @@ from torch import nn
 
 from egeria import read_journal, tree
 from egeria.events import Declined, ModuleFrozen, PlasticityRead, StageChanged
-from egeria.report.replay import replay
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
 from menagerie import MENAGERIE, SUPPORTED, each_supported
@@ -119,19 +118,6 @@ def test_law_4_close_in_inference_mode_leaves_the_model_there(specimen):
     loop.model.eval()
     loop.run.close()
     assert not any(module.training for module in loop.model.modules())
-
-
-@each_supported
-def test_law_7_replaying_a_journal_gives_its_decisions(specimen, tmp_path):
-    loop = Loop(specimen, {"config": settings(freezing={"tolerance_share": 3.0}), "directory": tmp_path})
-    loop.step(60)
-    for group in loop.optimizer.param_groups:
-        group["lr"] /= 20
-    loop.step(60)
-    loop.run.close()
-    result = replay(tmp_path)
-    assert result.agrees
-    assert {entry.kind for entry in result.recorded} == {"knowledge-guided", "freeze", "thaw"}, "too little to replay"
 
 
 @each_unsupported

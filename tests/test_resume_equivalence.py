@@ -24,7 +24,6 @@ from egeria.events import (
     RunStarted,
 )
 from egeria.report.history import read_history
-from egeria.report.replay import replay
 from egeria.report.summary import summarize
 from loops import FAST, Loop, differences
 from menagerie import MENAGERIE, SPECIMENS
@@ -108,8 +107,6 @@ def test_a_resumed_run_names_the_layers_in_the_order_that_the_first_one_saw(plac
     second.run.close()
     summary = summarize(read_history(folder))
     assert [module.name for module in summary.modules] == names and summary.deepest_freeze == deepest
-    if place == "the same directory":
-        assert replay(folder).agrees and list(replay(folder).module_names) == names
 
 
 def test_other_settings_of_the_cut_than_those_of_the_saved_run_are_declined(tmp_path):
