@@ -8,11 +8,8 @@ import torch
 
 import test_cache_ranks
 import test_distributed_checkpoint as checkpoints
-import test_duty_cycle_ranks
-import test_landing_ranks
 import test_rank_faults as faults
 import test_ranks_equivalence as equivalence
-import test_worth_ranks
 from egeria import read_journal
 from egeria.events import FaultCaught, ModuleFrozen, Resumed, Rewrapped, Thawed
 from loops import differences
@@ -79,34 +76,6 @@ def test_law_6_three_ranks_agree_at_every_step_on_data_of_their_own(name, tmp_pa
         for ours, theirs in zip(course.frozen_tensors, courses[0].frozen_tensors, strict=True):
             assert differences(ours, theirs) == []
     assert len(read_journal(tmp_path / name).of(Rewrapped)) >= 2
-
-
-@pytest.mark.parametrize("work", [test_landing_ranks.course_of, test_duty_cycle_ranks.train])
-@pytest.mark.parametrize("name", SUPPORTED_NAMES)
-def test_three_ranks_land_and_rest_like_one(work, name, tmp_path):
-    (course, end), three = one_and_three(work, name, tmp_path)
-    for also, found in three:
-        assert also == course
-        assert differences(found, three[0][1]) == [] and far(found, end) == []
-
-
-@pytest.mark.parametrize("work", [test_landing_ranks.in_parts, test_duty_cycle_ranks.train_in_parts])
-@pytest.mark.parametrize("name", sorted(test_landing_ranks.AS_ONE))
-def test_three_ranks_that_share_the_parameters_land_and_rest_like_one(work, name, tmp_path):
-    (course, end), three = one_and_three(work, name, tmp_path)
-    for also, found in three:
-        assert also == course
-        assert differences(found, three[0][1]) == [] and far(found, end) == []
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_three_ranks_measure_worth_and_freeze_as_one(tmp_path, is_sharded):
-    [alone] = run_ranks(test_worth_ranks.fine_tune, str(tmp_path / "one"), num_ranks=1)
-    assert run_three(test_worth_ranks.fine_tune, str(tmp_path / "three"), is_sharded) == [alone] * 3
-    measured, also = (test_worth_ranks.worths(tmp_path / name) for name in ("one", "three"))
-    assert measured.keys() == also.keys() and alone[-1] > 0
-    for step, worth in measured.items():
-        assert worth == pytest.approx(also[step], rel=2e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("disturb", faults.DISTURBANCES, ids=lambda disturb: disturb.__name__)

@@ -231,7 +231,11 @@ def choose_rule(
     maker = find_policy(config.policy.name)
     if isinstance(config.policy.name, str):  # one of the user's own is not made just to be checked
         maker(
-            config, trainable=(True, True), rule=found, total_steps=total_steps, deepest_freeze=None
+            config,
+            trainable=(True,) * 3,  # the fewest of which a plan drawn up freezes one
+            rule=found,
+            total_steps=total_steps,
+            deepest_freeze=None,
         )
     return name, found
 

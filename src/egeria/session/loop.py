@@ -5,7 +5,7 @@ ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from egeria.policy import (
     Decision,
     EndBootstrapping,
     Freeze,
+    PlanPolicy,
     Policy,
     Thaw,
 )
@@ -216,6 +217,7 @@ class Session:
             cut.announce(self.training, clock.step, self.modules, saved["cut_by"])
             self.parts, self.modules = parts, modules
             parts.restore(saved)
+            self._keep_plan(parts.policy)
             self._is_cut_to_order = clock.step > 0
             self._order = watch_order(self.training, self.modules, again=self._is_cut_to_order)
         self.budget.load_state_dict(budget)
@@ -225,6 +227,12 @@ class Session:
         self.meter.load_state_dict(measured)
         self.steps.load_state_dict(counted)
         self._prepare_step()
+
+    def _keep_plan(self, policy: Policy) -> None:
+        """Show the plan of a resumed policy, which goes on with that of its beginning."""
+        if isinstance(policy, PlanPolicy) and str(policy.plan) != str(self.plan):
+            names = tuple(module.name for module in self.modules)
+            self.plan = replace(policy.plan, modules=names, reason="the run began with it")
 
     @property
     def _may_have_readings(self) -> bool:
