@@ -127,9 +127,8 @@ def test_law_2_inline_and_process_read_and_decide_alike(specimen, tmp_path, lent
 
 
 @pytest.mark.parametrize("metric", ["l2", "cka", lambda first, second: (first - second).abs().max()])
-@pytest.mark.parametrize("mode", ["eval", "train"])
-def test_law_2_for_metrics_that_need_the_activation_itself(metric, mode, tmp_path, lent):
-    config = settings(plasticity={**FAST["plasticity"], "metric": metric, "mode": mode})
+def test_law_2_for_metrics_that_need_the_activation_itself(metric, tmp_path, lent):
+    config = settings(plasticity={**FAST["plasticity"], "metric": metric})
     for kind in ("inline", "process"):
         loop = Loop(SPECIMENS["residual"], {"config": config, "directory": tmp_path / kind, "controller": kind})
         loop.step(16)

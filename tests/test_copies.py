@@ -17,7 +17,6 @@ import egeria
 from egeria.layers.copies import PlainCopies, without_ours
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
-from egeria.layers.taps import TrainingTap
 from egeria.skipping.replay import _answer
 
 
@@ -158,16 +157,6 @@ def test_hooks_of_the_user_are_copied_and_stay():
 
 def notice(_module, _args):
     return None
-
-
-def test_a_tap_is_in_no_copy():
-    model = Net()
-    tap = TrainingTap(model, "blocks.1", 2)
-    made = copy.deepcopy(model)
-    pickle.dumps(model)
-    assert not made.blocks[1]._forward_hooks and model.blocks[1]._forward_hooks
-    tap.close()
-    assert looks(model) == looks(Net())
 
 
 def test_what_a_user_has_put_on_the_instance_copies_it_as_ever():

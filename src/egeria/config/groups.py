@@ -92,9 +92,6 @@ class PlasticityConfig(SettingsGroup):
     num_samples: int = setting(32, count(2))
     """Samples of the mini-batch that an evaluation looks at. 32 of 128 correlate at 0.996 with all
     of them."""
-    mode: str = setting("eval", choice("eval", "train"))
-    """'eval' runs the prefix again in inference mode; 'train' takes the training activations (the
-    paper's way)."""
     largest_map: int = setting(16, count())
     """Side in pixels above which feature maps are average-pooled by powers of two before they are
     compared."""

@@ -24,7 +24,7 @@ from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClo
 from egeria.journal import Recorder, is_url, run_directory
 from egeria.layers.modules import LayerModule
 from egeria.layers.pretrained import find_trained_norms
-from egeria.parallel import ParallelStrategy
+from egeria.parallel import ParallelStrategy, refuse_plasticity
 from egeria.policy import (
     PLASTICITY,
     Plan,
@@ -116,9 +116,7 @@ def attach(
     """
     watch, settings = Stopwatch(), read_config(config, controller, policy, plan)
     loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
-    model, optimizers, settings, parallel = check_training(
-        model, optimizer, total_steps, settings, parallel
-    )
+    model, optimizers, parallel = check_training(model, optimizer, total_steps, parallel)
     _check_unwatched(model)
     rule_name, rule = choose_rule(settings, scheduler, total_steps)
     choice, make_controller = choose_controller(settings, model, controller, loader)
@@ -419,7 +417,9 @@ def _begin(
     """
     cut, refusal = first_cut(training)
     needs = make_policy(cut).needs if cut else frozenset()
-    if cut and PLASTICITY not in needs:
+    if PLASTICITY in needs:
+        refusal = refuse_plasticity(training.model) or refusal
+    elif cut:
         reason = f"the policy {training.policy_name!r} reads no plasticity"
         choice = ControllerChoice(kind="none", device="", reason=reason)
     interval_steps, interval_reason = choose_interval(

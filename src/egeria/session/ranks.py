@@ -30,9 +30,7 @@ class Subject(IntEnum):
     READINGS = 4
     GATE = 5
     CLOSING = 6
-    REFRESH = 7
-    LANDING = 8
-    MICRO_BATCHES = 9
+    MICRO_BATCHES = 7
 
 
 class OutOfStepError(Exception):
