@@ -14,11 +14,11 @@ from benchmarks.micro import accelerator
 from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.comparing.results import read_results
 from benchmarks.proving.errors import RefusedError
+from egeria.report.price import freezes, worth_shares
 
 from egeria.config import Config
 from egeria.events import IntervalMeasured
 from egeria.report.history import read_history
-from egeria.report.price import freezes, worth_shares
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from egeria.session.measuring.foresight import play
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedulers
@@ -19,7 +20,6 @@ from torch.utils.data import DataLoader
 import egeria
 from egeria import ConfigError, read_journal
 from egeria.events import Declined, IntervalMeasured, RunClosed, RunStarted
-from egeria.session.measuring.foresight import play
 from loops import FAST
 from ranks import run_ranks
 
