@@ -272,7 +272,7 @@ def test_replay_of_a_run_that_decided_otherwise_ends_with_status_1(run, command)
 def test_replay_decides_nothing_after_the_run_stopped_freezing(tmp_path, command):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"policy": {"schedule": "0.2:1 0.6:2"}, "plasticity": {"interval_steps": 2}}
+    config = {"policy": {"plan": "0.2:1 0.6:2"}, "plasticity": {"interval_steps": 2}}
     run = attach(model, optimizer, config=config, policy="static", total_steps=20, directory=tmp_path / "run")
     for step in range(20):
         if step == 8:

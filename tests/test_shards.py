@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 from egeria import attach, read_journal
-from egeria.events import FaultCaught, IntervalMeasured, ModuleFrozen, PlasticityRead, StageChanged, Thawed
+from egeria.events import FaultCaught, ModuleFrozen, PlasticityRead, StageChanged, Thawed
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
@@ -156,81 +156,35 @@ def test_copies_are_plain_and_the_model_stays_as_it_is():
         assert all(found)
 
 
-# --- what is measured, in parts -----------------------------------------------------------------
-
-
-def measured(policy, folder):
-    """Train an encoder by a policy; in parts where there are several processes."""
+def train_by_plan(folder):
+    """Train an encoder by a plan; in parts where there are several processes."""
     model = encoder()
     model = shard(model) if distributed.get_world_size() > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, MEASURED_STEPS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = {
-            "plasticity": {"interval_steps": 40 if policy == "smartfrz" else 2, "mode": "train"},
-            "controller": FAST["controller"],
-            "policy": {"watched_share": 1.0, "freeze_score": 1e-9},
-        }
-        run = attach(
-            model,
-            optimizer,
-            scheduler=scheduler,
-            total_steps=MEASURED_STEPS,
-            config=config,
-            policy=policy,
-            controller="inline",
-            directory=Path(folder, policy),
-        )
-        data = torch.Generator().manual_seed(0)
-        frozen = []
-        for _ in range(MEASURED_STEPS):
-            x = torch.randn(16, 8, generator=data)
-            run.model.train()
-            loss = (run.model(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            run.step(loss)
-            frozen.append(run.frozen)
-        run.close()
+    data, frozen = torch.Generator().manual_seed(0), []
+    config = {"policy": {"plan": "0.3:1 0.5:3 0.8:2"}, "plasticity": {"interval_steps": 2}}
+    run = attach(model, optimizer, total_steps=40, config=config, directory=Path(folder, "plan"))
+    for _ in range(40):
+        x = torch.randn(16, 8, generator=data)
+        model.train()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss)
+        frozen.append(run.frozen)
+    run.close()
     return frozen, whole({name: entry.detach() for name, entry in model.named_parameters()})
 
 
-MEASURED_STEPS = 80
-MEASURING = ("forecast", "autofreeze", "weight_change", "freezeout")
-
-
-@pytest.mark.parametrize("policy", MEASURING)
-def test_measures_of_parts_add_up_to_those_of_the_whole(policy, tmp_path):
-    [(frozen, weights)] = run_ranks(measured, policy, str(tmp_path / "one"), num_ranks=1)
-    two = run_ranks(measured, policy, str(tmp_path / "two"))
-    alone, parts = (read_journal(tmp_path / side / policy).of(IntervalMeasured) for side in ("one", "two"))
-    for name in ("gradients", "weight_changes", "noise", "way_ahead"):
-        values = [[getattr(event, name) for event in events] for events in (alone, parts)]
-        assert _flat(values[1]) == pytest.approx(_flat(values[0]), rel=1e-3, abs=1e-9, nan_ok=True)
-    assert any(getattr(event, name) for event in parts for name in ("gradients", "weight_changes", "noise")) or (
-        policy == "freezeout"
-    )
-    for also, parts_weights in two:
+def test_a_plan_is_followed_in_parts_as_in_one(tmp_path):
+    [(frozen, weights)] = run_ranks(train_by_plan, str(tmp_path / "one"), num_ranks=1)
+    assert set(frozen) == {0, 1, 2, 3}
+    for also, parts_weights in run_ranks(train_by_plan, str(tmp_path / "two")):
         assert also == frozen
         for name, weight in weights.items():
             assert torch.allclose(parts_weights[name], weight, rtol=1e-4, atol=1e-6)
-    assert max(frozen) > 0 or policy == "weight_change"  # whose threshold is for longer runs
-
-
-def test_the_predictor_looks_at_a_part_and_all_processes_freeze_by_what_the_first_one_says(tmp_path):
-    found = run_ranks(measured, "smartfrz", str(tmp_path))
-    first, second = read_journal(tmp_path / "smartfrz").of(IntervalMeasured)
-    assert all(0 < score < 1 for score in first.freeze_scores) and first.frozen == 0 < second.frozen
-    assert found[0][0] == found[1][0] and max(found[0][0]) == second.frozen
-    assert not read_journal(tmp_path / "smartfrz").of(FaultCaught)
-
-
-def _flat(values):
-    numbers = [number for value in values for number in (value if isinstance(value, (list, tuple)) else [value])]
-    return [float("nan") if number is None else number for number in numbers]
+    assert not read_journal(tmp_path / "two" / "plan").of(FaultCaught)
 
 
 # --- when something goes wrong ------------------------------------------------------------------
