@@ -24,7 +24,7 @@ from egeria.report import report
 from egeria.session import EgeriaWarning
 
 STEPS, ROWS, WIDTH = 40, 16, 24
-FROZEN_AT = {"policy": {"name": "static", "schedule": "0.5:2"}, "plasticity": {"interval_steps": 4}}
+FROZEN_AT = {"policy": {"plan": "0.5:2"}, "plasticity": {"interval_steps": 4}}
 
 
 def network():
@@ -211,7 +211,7 @@ class TestReleasedState:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         front = [*model[0].parameters(), *model[1].parameters()]
         settings = {
-            "policy": {"name": "static", "schedule": "0.3:2 0.6:0"},
+            "policy": {"plan": "0.3:2 0.6:0"},
             "freezing": {"release_optimizer_state": "drop"},
         }
         train(
@@ -431,7 +431,7 @@ class TestPeakMemory:
         model = nn.Sequential(*blocks, nn.Linear(8, 1))
         inputs = torch.randn(1_200_000, 8)  # 38 MB: given back to the system as soon as nobody holds it
         settings = {"accounts": {"peak_memory": True}, "plasticity": {"interval_steps": 2}}
-        settings["policy"] = {"name": "static", "schedule": "0.5:5"}
+        settings["policy"] = {"plan": "0.5:5"}
         train(tmp_path, model, inputs=inputs, steps=20, cache={"enabled": False}, **settings)
         peak = report(tmp_path).summary.beside.peak
         (profile,) = events_of(tmp_path, events.MemoryProfiled)

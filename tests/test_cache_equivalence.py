@@ -17,6 +17,7 @@ from egeria.testing import ScriptedController
 from loops import differences
 from menagerie import each_supported
 
+pytestmark = pytest.mark.slow  # tests/laws has the law over eight models
 REFUSED = {
     "Noisy": "random",
     "Replacing": "",

@@ -98,20 +98,8 @@ EXAMPLES = [
         thread_cpu_s=0.2,
     ),
     events.Resumed(step=44, frozen=1, stage="knowledge-guided"),
-    events.LandingBegan(step=44, module=0, name="stem", mode="both", num_steps=6, reason="stationary", decided_at=40),
-    events.LandingEnded(
-        step=44,
-        module=0,
-        name="stem",
-        outcome="landed",
-        reason="averaged",
-        num_pairs=3,
-        raw_loss=0.5,
-        landed_loss=0.4,
-        error=0.1,
-    ),
-    events.PeriodsChanged(step=44, periods=[4, 2, 1], reason="by the timetable"),
     events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
+    events.PlanMade(step=1, plan="0.5:1", reason="given by the user", skipped_share=0.1),
     events.MemoryProfiled(step=1, activations=[64, 32], gradients=[8, 4], optimizer_state=[16, 8]),
 ]
 FROZEN = EXAMPLES[7]

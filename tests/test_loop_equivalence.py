@@ -11,6 +11,7 @@ from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
 from menagerie import MENAGERIE, SUPPORTED, each_supported
 
+pytestmark = pytest.mark.slow  # tests/laws has the laws over eight models
 UNSUPPORTED = [specimen for specimen in MENAGERIE if specimen.unsupported]
 DOZEN = SUPPORTED[:: max(1, len(SUPPORTED) // 12)]
 each = pytest.mark.parametrize("specimen", MENAGERIE, ids=lambda specimen: specimen.name)

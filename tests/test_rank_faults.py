@@ -199,9 +199,7 @@ def gather_in_forward(policy):
     return job.answer()
 
 
-@pytest.mark.parametrize(
-    "policy", [{"name": "egeria"}, {"name": "worth", "pretrained": True}, {"name": "static", "schedule": "0.2:2"}]
-)
+@pytest.mark.parametrize("policy", [{"name": "egeria"}, {"plan": "0.2:2"}])
 def test_a_model_that_talks_to_the_others_in_forward_trains_on_unfrozen(policy):
     (first, weights, trained, told), (second, others, *_) = run_ranks(gather_in_forward, policy)
     assert first == second and first[-1] == 0 and all(trained)

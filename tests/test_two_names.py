@@ -12,7 +12,7 @@ from egeria.errors import UncacheableError
 from egeria.events import Declined, ModuleFrozen
 from skipping import Frozen
 
-STATIC = {"policy": {"name": "static", "schedule": "0.3:2 0.8:3"}}
+STATIC = {"policy": {"plan": "0.3:2 0.8:3"}}
 
 
 def block(width_in, width):
