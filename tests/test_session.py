@@ -543,7 +543,8 @@ def test_grad_scaler_with_one_or_several_optimizers(split, tmp_path, device):
     run.close()
 
 
-    loop = Loop(SPECIMENS["residual"], {"config": config, "directory": tmp_path})
+def test_plasticity_is_read(tmp_path):
+    loop = Loop(SPECIMENS["residual"], {"config": FAST, "directory": tmp_path})
     loop.step(16)
     values = [event.value for event in read_journal(tmp_path) if event.kind == "plasticity"]
     assert len(values) == 6
