@@ -16,8 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from egeria.layers.freezing import Freezer
-from egeria.layers.modules import parse_modules
+from benchmarks.rivals.layers import Layers
 from egeria.parallel import Replicas
 
 WARM_UP = 2
@@ -74,8 +73,8 @@ class Replica:
         self._subject = subject
         self._strategy, self._network = Replicas(), DistributedDataParallel(subject.build())
         self.model = self._strategy.take(self._network)
-        self.modules = parse_modules(self.model)
-        self._freezer = Freezer(self.model, self.modules)
+        self._layers = Layers(self.model)
+        self.modules = self._layers.modules
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         if sizes is not None:
             self._network.register_comm_hook(sizes, _count)
@@ -87,8 +86,7 @@ class Replica:
 
     def freeze_to(self, depth: int) -> float:
         """Freeze so many front modules and no others; return the seconds that laying out the buckets took."""
-        self._freezer.thaw()
-        self._freezer.freeze_to(depth)
+        self._layers.freeze_to(depth)
         names = [name for module in self.modules[:depth] for name in module.submodules]
         began = time.perf_counter()
         self._strategy.update(names)
