@@ -1,6 +1,6 @@
 """What reading a batch of stored activations costs: time, CPU time, bytes from the disk, memory.
 
-    python -m benchmarks.micro.cache_store [--directory DIR] [--rows 16384] [--rounds 30] [--storage native]
+    python -m benchmarks.micro.cache_store [--directory DIR] [--rows 16384] [--rounds 30]
 
 Random rows of a store on the disk, in turn by several readers: the store's own from a cold page cache, the same
 a moment after it was advised, the same warm, and for comparison `np.take` from a memory-mapped file as numpy makes
@@ -66,8 +66,8 @@ class Reader:
 class Bench:
     """A full store, and the ways to read it."""
 
-    def __init__(self, directory: Path, num_rows: int, row_bytes: int, batch: int, storage: str) -> None:
-        layout = RowLayout(shape=(row_bytes // 4 // DIM, DIM), dtype=torch.float32, storage=storage)
+    def __init__(self, directory: Path, num_rows: int, row_bytes: int, batch: int) -> None:
+        layout = RowLayout(shape=(row_bytes // 4 // DIM, DIM), dtype=torch.float32)
         self.path = directory / "rows"
         self.store = DiskStore.create(self.path, [layout], num_rows)
         self.batch = batch
@@ -180,16 +180,13 @@ def main() -> None:
     parser.add_argument("--row-bytes", type=int, default=32768, help="of a row as float32")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--storage", choices=["native", "fp16", "int8"], default="native")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        bench = Bench(Path(directory), options.rows, options.row_bytes, options.batch, options.storage)
+        bench = Bench(Path(directory), options.rows, options.row_bytes, options.batch)
         readers = measure(bench, options.rounds)
         size = bench.store.size_bytes / 1e6
-        facts = (
-            f"{options.batch} random rows of {bench.store.row_bytes} bytes ({options.storage}), store of {size:.0f} MB"
-        )
+        facts = f"{options.batch} random rows of {bench.store.row_bytes} bytes, store of {size:.0f} MB"
         Console(width=120).print(table(bench, readers, facts))
         bench.store.close()
 

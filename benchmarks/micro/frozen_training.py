@@ -106,7 +106,7 @@ class Arm:
         self._cache: ActivationCache | None = None
         if settings is not None:
             place = partial(_Place, directory / name.replace(" ", "-"), self, slow_bytes_per_s)
-            feed = SampleFeed(self.loader, id_column=None, base_seed=0)
+            feed = SampleFeed(self.loader, id_column=None)
             self._cache = ActivationCache(
                 model=self.model,
                 feed=feed,
