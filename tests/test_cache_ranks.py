@@ -56,7 +56,7 @@ CASES = {
     "cannot join": {"fault": "join"},
     "cannot enter": {"fault": "enter"},
     "cannot write": {"fault": "write"},
-    "the first does not store": {"settings": {"views": 0}},
+    "the first does not store": {"settings": {"gate": "auto", "minimum_epochs": 1e6}},
     "the first fails": {"fault": "open"},
     "not in all": {"settings_of_second": {"enabled": False}},
 }

@@ -62,11 +62,9 @@ DEFAULTS = {
     "cache": {
         "enabled": "auto",
         "memory_share": 0.25,
-        "views": None,
         "directory": None,
         "limit_bytes": None,
         "limit_share": 0.5,
-        "storage": "native",
         "id_column": None,
         "minimum_epochs": 2.0,
         "gate": "auto",
@@ -118,12 +116,10 @@ CONTRACTS = [
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
     ("unfreezing.minimum_window", "a whole number of at least 2", (*no_count(2), None)),
     ("cache.enabled", "true, false or 'auto'", ("false", 0, None)),
-    ("cache.views", "a whole number of at least 0", no_count(0)),
     ("cache.directory", "a name", ("", 3, True)),
     ("cache.limit_bytes", "a whole number of at least 1", no_count()),
     ("cache.limit_share", "a number above 0 and at most 1", (0, -0.5, 1.5, math.nan, "0.5", None, True)),
     ("cache.memory_share", SHARE, NO_SHARE),
-    ("cache.storage", "one of 'fp16', 'int8', 'native'", ("fp8", None, 16)),
     ("cache.id_column", "a name", ("", 3, True)),
     ("cache.minimum_epochs", "a finite number, 0 or above", (-1, math.nan, math.inf, "2", None, True)),
     ("cache.gate", "one of 'auto', 'open'", ("closed", None, True)),
@@ -203,14 +199,6 @@ def test_unknown_groups_and_fields_are_refused_beside_the_known_ones(table, said
     with pytest.raises(ConfigError) as refusal:
         Config.from_dict(table)
     assert all(part in str(refusal.value) for part in said), str(refusal.value)
-
-
-def test_settings_of_earlier_versions_are_ignored_with_one_warning():
-    text = "[cache]\ninference = false\ncompile = true\nviews = 2\n"
-    with pytest.warns(UserWarning, match=r"^cache\.compile and cache\.inference .*remove") as warned:
-        assert Config.from_toml(text) == Config(cache=CacheConfig(views=2))
-    assert len(warned) == 1
-    assert Config.from_dict({"cache": {"inference": True, "compile": False}}, warns=False) == Config()
 
 
 def test_what_a_dictionary_leaves_out_keeps_its_default():
@@ -312,10 +300,8 @@ configs = st.builds(
     cache=st.builds(
         CacheConfig,
         enabled=st.booleans(),
-        views=st.none() | st.integers(0, 10**6),
         directory=st.none() | texts.filter(bool),
         limit_bytes=st.none() | counts,
-        storage=st.sampled_from(["native", "fp16", "int8"]),
         minimum_epochs=st.floats(0, allow_nan=False, allow_infinity=False),
         gate=st.sampled_from(["auto", "open"]),
         verify_batches=counts,

@@ -185,16 +185,11 @@ class CacheConfig(SettingsGroup):
 
     enabled: bool | str = setting("auto", flag_or("auto"))
     """What the frozen front puts out is stored and the front skipped, where that pays: 'auto' in
-    memory, for inputs that come again just as they were; true on the disk (and 'auto' where
-    `directory` is set), with the augmentation of samples fixed, for which `attach` needs the
-    loader; false never."""
+    memory; true on the disk (and 'auto' where `directory` is set), for which `attach` needs the
+    loader; false never. Where inputs are augmented at random nothing is stored."""
     memory_share: float = setting(0.25, SHARE)
     """'auto': share of the memory free at a freeze that may be used, by all processes of a host.
     Our choice."""
-    views: int | None = setting(None, optional(count(0)))
-    """Augmentation variants of a sample that are stored: 1 is the paper's fixed augmentation, 0
-    leaves augmentation free and stores nothing. None: 1 where inputs repeat, 2 where they are
-    random, 4 where there is room and time."""
     directory: str | None = setting(None, optional(NAME))
     """Where activations are stored, best on a fast local disk. None: in the directory of the
     run."""
@@ -202,9 +197,6 @@ class CacheConfig(SettingsGroup):
     """Largest size on disk. None: `limit_share` of what is free."""
     limit_share: float = setting(0.5, SHARE)
     """Share of the free disk space that may be used. Our choice: leave as much again to others."""
-    storage: str = setting("native", choice("native", "fp16", "int8"))
-    """'native' keeps the number format, exactly; 'fp16' halves float32; 'int8', one scale a
-    channel, quarters it."""
     id_column: str | None = setting(None, optional(NAME))
     """Key of the batch that names its samples, where the loader cannot. None looks for the usual
     names."""

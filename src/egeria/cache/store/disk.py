@@ -66,10 +66,6 @@ class DiskStore:
     _: KW_ONLY
     boundary: str
     """Name of the last frozen layer module."""
-    num_views: int
-    """Augmentation variants of a sample, side by side."""
-    is_viewed: bool
-    """Whether augmentation is fixed: what is stored for other inputs is of no use."""
     front: int
     """Checksum of the weights and statistics of the frozen layers."""
     ignores_padding: bool
@@ -238,7 +234,8 @@ class DiskStore:
             )
             sizes = np.broadcast_to(given, places.shape)
             fits = (places >= 0) & (places < self.capacity) & self._codec.fits(sizes, rows)
-            chosen, blocks = self._codec.encode(rows, sizes, _last_of_each(places, fits))
+            chosen = _last_of_each(places, fits)
+            blocks = self._codec.encode(rows, sizes, chosen)
             order = np.argsort(places[chosen])
             chosen = chosen[order]
             entries = np.zeros(len(chosen), dtype=ENTRY)
