@@ -55,7 +55,6 @@ DEFAULTS = {
         "enabled": True,
         "tolerance_share": 0.2,
         "tolerance_readings": 3,
-        "tied": "keep",
         "release_optimizer_state": "keep",
     },
     "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
@@ -110,7 +109,6 @@ CONTRACTS = [
     ("freezing.enabled", "true or false", ("true", 1, None)),
     ("freezing.tolerance_share", POSITIVE, NOT_POSITIVE),
     ("freezing.tolerance_readings", "a whole number of at least 1", (*no_count(), None)),
-    ("freezing.tied", "one of 'freeze', 'keep'", ("thaw", None, True)),
     ("freezing.release_optimizer_state", "one of 'cpu', 'drop', 'keep'", ("gpu", None, True)),
     ("unfreezing.rule", "the name of a rule or an object with a `judge` method", (3, None, object)),
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
@@ -165,7 +163,7 @@ def test_edges_of_the_contracts_are_allowed():
         plasticity=PlasticityConfig(interval_steps=1, window=2, num_samples=2, largest_map=1),
         reference=ReferenceConfig(refresh_evaluations=1, fidelity_share=1),
         controller=ControllerConfig(budget_share=1000, load_limit=1, restarts=0, queue_length=1, timeout_s=1e-3),
-        freezing=FreezingConfig(enabled=False, tolerance_share=50, tolerance_readings=1, tied="freeze"),
+        freezing=FreezingConfig(enabled=False, tolerance_share=50, tolerance_readings=1),
         unfreezing=UnfreezingConfig(drop_factor=1.0001, minimum_window=2),
         cache=CacheConfig(enabled=True),
     )
@@ -289,7 +287,6 @@ configs = st.builds(
         enabled=st.booleans(),
         tolerance_share=st.floats(0, exclude_min=True, allow_infinity=False),
         tolerance_readings=counts,
-        tied=st.sampled_from(["keep", "freeze"]),
     ),
     unfreezing=st.builds(
         UnfreezingConfig,

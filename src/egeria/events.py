@@ -162,9 +162,6 @@ class PlasticityRead(Event, kind="plasticity"):
     """CPU seconds of the controller process."""
     age: int | None = None
     """Evaluations since the reference was taken from the training weights."""
-    work_share: float | None = None
-    """Share of the model's forward operations that the module makes; None where they could not be
-    counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

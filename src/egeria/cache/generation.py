@@ -111,7 +111,7 @@ class Generation:
         fits = bool(hits.any()) and self._can_replay(batch, held, hits)
         self.payback.note(fits and bool(hits.all()))
         if not fits:
-            return self._record(call, batch, keys)
+            return self._record(call, keys)
         self._prepare(batch, held, hits, keys)
         self.use.hits += int(hits.sum())
         self.use.misses += int((~hits).sum())
@@ -190,7 +190,7 @@ class Generation:
         found = self.prefix.compute(batch, torch.from_numpy(padded))
         return self.layouts.to_store([leaf[: len(missing)] for leaf in found])
 
-    def _record(self, call: UserForward, batch: Batch, keys: BatchKeys) -> Any:
+    def _record(self, call: UserForward, keys: BatchKeys) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
         self.use.misses += len(keys.positions)
         with self.prefix.recording() as trial:

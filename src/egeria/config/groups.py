@@ -149,9 +149,6 @@ class FreezingConfig(SettingsGroup):
     """`T` of a module as a share of its largest early slope. Paper: 20 %."""
     tolerance_readings: int = setting(3, count())
     """Slopes of a module that count as early. Paper: 3."""
-    tied: str = setting("keep", choice("keep", "freeze"))
-    """Weights shared with an active module: 'keep' trains them on through that module, 'freeze'
-    freezes them too."""
     release_optimizer_state: str = setting("keep", choice("keep", "cpu", "drop"))
     """What becomes of the optimizer's state of frozen parameters: 'keep' leaves it; 'cpu' moves it
     to main memory and back at a thaw; 'drop' throws it away, so that after a thaw the optimizer

@@ -70,15 +70,14 @@ class Freezer:
     A frozen layer module has parameters that need no gradient and hold none, and stays in inference
     mode whoever calls `model.train()`: normalisation keeps its statistics, dropout is off. A
     submodule that active modules use too, such as one dropout in all blocks, keeps its mode until
-    everything that it serves is frozen. Optimizer state and groups are never touched, so thawing
+    everything that it serves is frozen. A weight that an active module uses too trains on through
+    that module; what it contributes at the front is detached, so that no backward pass enters the
+    prefix. Optimizer state and groups are never touched, so thawing
     resumes where freezing stopped.
 
     Args:
         model: the model the modules were cut from.
         modules: its layer modules, front to back.
-        freeze_tied: what to do with a weight that an active module uses too. True freezes it. False
-            trains it on through that module; what it contributes at the front is then detached, so
-            that no backward pass enters the prefix.
         trainable: for each layer module whether it had anything to train in the beginning; by
             default all may.
     """
@@ -88,12 +87,10 @@ class Freezer:
         model: nn.Module,
         modules: Sequence[LayerModule],
         *,
-        freeze_tied: bool = False,
         trainable: Sequence[bool] | None = None,
     ) -> None:
         self._model = model
         self._modules = tuple(modules)
-        self._freeze_tied = freeze_tied
         self._trainable = (True,) * len(self._modules) if trainable is None else tuple(trainable)
         self._records: list[_Record] = []
         self._held: list[nn.Parameter] = []
@@ -147,9 +144,7 @@ class Freezer:
             input_needs_grad: something in front of the model is in training, so nothing is
                 detached.
         """
-        keeps_tied = not self._freeze_tied and any(
-            module.shared_parameters for module in self._modules[:depth]
-        )
+        keeps_tied = any(module.shared_parameters for module in self._modules[:depth])
         in_use = self._used_outside(depth)
         for index in range(self.depth, depth):
             self._records.append(
@@ -208,7 +203,7 @@ class Freezer:
 
     def _freeze(self, index: int, in_use: set[nn.Module], *, detaches: bool) -> _Record:
         module = self._modules[index]
-        kept = set() if self._freeze_tied else set(module.shared_parameters)
+        kept = set(module.shared_parameters)
         own = [self._model.get_parameter(name) for name in module.parameters if name not in kept]
         parameters = tuple(
             parameter for parameter in own if parameter.requires_grad and self._trainable[index]

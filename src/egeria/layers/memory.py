@@ -107,21 +107,18 @@ def kept_bytes(
     modules: Sequence[LayerModule],
     optimizers: Sequence[Optimizer],
     batch: Batch,
-    *,
-    ties: bool,
 ) -> dict[str, list[int]]:
     """Return what an iteration keeps for each layer module, by the names of the fields of
-    `MemoryProfiled`.
+    `MemoryProfiled`; without weights that modules behind it use too, which train on.
 
     Args:
         model: in training.
         modules: front to back.
         optimizers: of the loop.
         batch: a whole mini-batch.
-        ties: whether weights that an active module uses too freeze with the front.
     """
     named = [
-        [name for name in module.parameters if ties or name not in module.shared_parameters]
+        [name for name in module.parameters if name not in module.shared_parameters]
         for module in modules
     ]
     parts = [[model.get_parameter(name) for name in names] for names in named]

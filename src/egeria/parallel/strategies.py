@@ -293,18 +293,6 @@ def _rebuild(
     del held.reducer, held.logger
     for _, state in held._comm_hooks:
         _forget_buckets(state)
-    _make_reducer(wrapper)
-
-
-_REDUCING = ("reducer", "logger", "_has_rebuilt_buckets")
-"""Attributes of a wrapper that change with what it reduces."""
-
-
-def _make_reducer(wrapper: DistributedDataParallel) -> None:
-    """Give a wrapper what reduces the gradients that are needed now, beside what it may have had
-    for others.
-    """
-    held: Any = wrapper
     hooks, held._comm_hooks = list(held._comm_hooks), []
     parameters, expects_sparse = held._build_params_for_reducer()
     names = held._build_debug_param_to_name_mapping(parameters)

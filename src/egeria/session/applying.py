@@ -50,12 +50,7 @@ class Applier:
 
     def __post_init__(self) -> None:
         self.recorder, self.parallel = self.training.recorder, self.training.parallel
-        self._freezer = Freezer(
-            self.training.model,
-            self.modules,
-            freeze_tied=self.training.config.freezing.tied == "freeze",
-            trainable=tuple(self.trainable),
-        )
+        self._freezer = Freezer(self.training.model, self.modules, trainable=tuple(self.trainable))
         self._num_trainable = sum(
             map(count_trainable, parameters_of(self.training.model, self.modules))
         )

@@ -127,7 +127,7 @@ class Evaluation:
         """Request the plasticity of a layer module on the batch kept for it; what prevents that is
         journaled.
         """
-        if self._is_stale(evaluation):
+        if self._evaluations_since_refresh is None:  # no reference to read by
             return
         self.profile()
         if not self._is_armed:  # it is monitored since this very step: nothing was kept for it
@@ -158,10 +158,6 @@ class Evaluation:
         if not self.has_given_up:
             self._take_in(self.controller.poll())
             own, self._finished = self._finished, []
-        if self._work_shares is not None:
-            own = [
-                replace(reading, work_share=self._work_shares[reading.module]) for reading in own
-            ]
         shared = own if self.ranks.is_alone else self.ranks.readings(own)
         for reading in own or shared:
             if reading.module != self.policy.monitored:
@@ -180,8 +176,9 @@ class Evaluation:
         """
         config, watch = self.training.config, Stopwatch()
         period = 0 if is_forced else config.reference.refresh_evaluations or self.policy.window
-        is_old = self._is_stale(evaluation) or (self._evaluations_since_refresh or 0) >= period
-        if not (self.ranks.leads and is_old) or self.has_given_up:
+        since = self._evaluations_since_refresh
+        is_due = since is None or since >= period
+        if not (self.ranks.leads and is_due) or self.has_given_up:
             return
         calibration = None if self.batch is None else self._rows(self.batch)
         if not self.controller.refresh(evaluation, self.training.model, calibration):
@@ -190,10 +187,9 @@ class Evaluation:
         self._refresh_cost = watch.read()
         self._take_in(self.controller.poll())
         if period and self.timer.iteration_s > 0:
-            # A policy may ask for several in a row; what counts is how often they come in the long
-            # run.
+            # After a thaw the window is shorter for a while; what counts is the long run.
             usual = config.reference.refresh_evaluations or config.plasticity.window
-            self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, max(period, usual))
+            self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, usual)
 
     def fit_interval(self, interval_steps: int, index: int | None) -> int:
         """Return the `n` that keeps evaluations of a layer module within their budget, and journal
@@ -302,13 +298,6 @@ class Evaluation:
     def _rows(self, batch: Batch) -> Batch:
         """Return what is read: the first rows, or all where the model does not run on those."""
         return batch.first_rows(None if self._needs_whole_batch else self._num_samples)
-
-    def _is_stale(self, evaluation: int) -> bool:
-        """Return whether there is no reference, or none as new as the policy wants it just now:
-        nothing to read by.
-        """
-        age = evaluation - (self._refreshed_at or 0)
-        return self._evaluations_since_refresh is None or (self.policy.window == 1 and age > 1)
 
     def _note_rows(self, batch: Batch) -> None:
         self.evaluated = self._rows(batch)

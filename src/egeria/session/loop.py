@@ -381,7 +381,7 @@ class Session:
             return
         cut = Cut.in_order(self.training, seen)
         if cut != Cut.of(self.training, self.modules):
-            batch = self.parts.evaluation.batch if self.parts else None
+            batch = self.parts.evaluation.batch if self.parts and self.plan else None
             self.parts, self.modules = self._maker.make(cut), cut.modules
             self.parts.evaluation.batch = batch  # by which the plan tells what it skips
             self.plan = self.training.plan(self.modules)

@@ -113,9 +113,8 @@ def count_memory(
     # a collective.
     if not training.ranks.is_alone or training.hooks.is_compiled:
         return
-    ties = training.config.freezing.tied == "freeze"
     try:
-        found = kept_bytes(training.model, modules, training.optimizers, batch, ties=ties)
+        found = kept_bytes(training.model, modules, training.optimizers, batch)
         found["activations"] = [round(scale * size) for size in found["activations"]]
         training.recorder.write(MemoryProfiled(step=training.recorder.step, **found))
     except Exception as error:

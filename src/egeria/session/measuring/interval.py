@@ -39,13 +39,10 @@ class IntervalMeter:
         self._held: list[float | Tensor] = []
         """Of the micro-batches of a step that is still to come."""
 
-    def add(self, loss: float | Tensor) -> float | Tensor:
-        """Take in the loss of one step, as `read` returned it; return the mean of it and of those
-        held for it.
-        """
+    def add(self, loss: float | Tensor) -> None:
+        """Take in the loss of one step, as `read` returned it, with those held for it."""
         losses, self._held = [*self._held, loss], []
         self._losses.append(_mean(losses))
-        return self._losses[-1]
 
     def hold(self, loss: float | Tensor) -> None:
         """Keep the loss of a micro-batch, as `read` returned it, for the step it is part of."""
@@ -98,7 +95,7 @@ class IntervalMeter:
         if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
-            rate = self.ranks.from_leader(Subject.MEASURES, rate)
+            rate = self.ranks.from_leader(Subject.RATE, rate)
         event = IntervalMeasured(
             step=clock.step,
             evaluation=clock.evaluation,
