@@ -73,7 +73,6 @@ DEFAULTS = {
         "tied": "keep",
         "landing": "none",
         "landing_share": 0.06,
-        "release_optimizer_state": "keep",
     },
     "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
     "cache": {
@@ -89,7 +88,6 @@ DEFAULTS = {
         "gate": "auto",
         "verify_batches": 200,
     },
-    "accounts": {"peak_memory": False, "energy": False, "price_per_hour": None, "currency": ""},
 }
 NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
 SHARE = "a number above 0 and at most 1"
@@ -151,7 +149,6 @@ CONTRACTS = [
     ("freezing.tied", "one of 'freeze', 'keep'", ("thaw", None, True)),
     ("freezing.landing", "one of 'anneal', 'average', 'both', 'none'", ("mean", None, True)),
     ("freezing.landing_share", SHARE, NO_SHARE),
-    ("freezing.release_optimizer_state", "one of 'cpu', 'drop', 'keep'", ("gpu", None, True)),
     ("unfreezing.rule", "the name of a rule or an object with a `judge` method", (3, None, object)),
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
     ("unfreezing.minimum_window", "a whole number of at least 2", (*no_count(2), None)),
@@ -166,10 +163,6 @@ CONTRACTS = [
     ("cache.minimum_epochs", "a finite number, 0 or above", (-1, math.nan, math.inf, "2", None, True)),
     ("cache.gate", "one of 'auto', 'open'", ("closed", None, True)),
     ("cache.verify_batches", "a whole number of at least 1", (*no_count(), None)),
-    ("accounts.peak_memory", "true or false", ("true", 1, None)),
-    ("accounts.energy", "true or false", ("true", 1, None)),
-    ("accounts.price_per_hour", POSITIVE, NOT_POSITIVE[:-1]),
-    ("accounts.currency", "text, such as EUR", (3, None)),
 ]
 REFUSED = [(setting, contract, value) for setting, contract, values in CONTRACTS for value in values]
 

@@ -112,7 +112,6 @@ EXAMPLES = [
     ),
     events.PeriodsChanged(step=44, periods=[4, 2, 1], reason="by the timetable"),
     events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
-    events.MemoryProfiled(step=1, activations=[64, 32], gradients=[8, 4], optimizer_state=[16, 8]),
 ]
 FROZEN = EXAMPLES[7]
 OPENED = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION, "time": 1.0}

@@ -42,7 +42,6 @@ def render_page(summary: Summary) -> str:
         front=wording.front,
         ordinal=ordinal,
         frozen_when=wording.frozen_when(summary),
-        beside_time=wording.beside_time(summary) + wording.not_measured(summary),
         pictures=draw_pictures(summary),
         events=[
             (wording.count(event.step), *line(event))

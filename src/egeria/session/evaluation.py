@@ -34,7 +34,6 @@ from egeria.layers.undisturbed import CommunicationError, undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading, Unhurried
 from egeria.session.applying import BACKWARD_SHARE
 from egeria.session.following import Training
-from egeria.session.measuring.accounts import count_memory
 from egeria.session.measuring.timing import Budget, IterationTimer, Stopwatch, count_iterations
 from egeria.session.ranks import Subject
 
@@ -70,8 +69,8 @@ class Evaluation:
         cannot be counted."""
         self._num_samples = self.training.config.plasticity.num_samples
         self._reads_training = self.training.config.plasticity.mode == "train"
-        self._is_profiled = self._is_counted = self._needs_whole_batch = self._has_read = False
-        self._samples, self._most_samples, self._num_failures, self._largest_call = 0, [0, 0], 0, 0
+        self._is_profiled = self._needs_whole_batch = self._has_read = False
+        self._samples, self._most_samples, self._num_failures = 0, [0, 0], 0
         self._armed: int | None = None
         self._tap: TrainingTap | None = None
         self._evaluations_since_refresh: int | None = None
@@ -289,18 +288,6 @@ class Evaluation:
             )
         return self._work_shares
 
-    def count_memory(self, batch: Batch | None, *, is_first: bool) -> None:
-        """Count, once, what an iteration keeps: before the first freeze, with a training batch or
-        its first rows.
-        """
-        whole = self.batch or batch
-        if whole is not None and is_first and not self._is_counted:
-            self._is_counted = True
-            scale = (
-                1.0 if whole is self.batch else max(1.0, self._largest_call / (whole.num_rows or 1))
-            )
-            count_memory(self.training, self.modules, whole, scale)
-
     def close(self, *, keeps_controller: bool = False) -> None:
         """Release everything held, but for a controller that is used on."""
         self.disarm()
@@ -338,7 +325,6 @@ class Evaluation:
     def _keep(self, batch: Batch) -> None:
         self.batch = batch
         self._samples += batch.num_rows or 1
-        self._largest_call = max(self._largest_call, batch.num_rows or 1)
 
     def _rows(self, batch: Batch) -> Batch:
         """Return what the reference reads: all of it where the training activation comes from the

@@ -334,7 +334,6 @@ class Session:
             if self.parts is not parts:  # a callback for events has closed the run
                 return
             if freezes:
-                parts.evaluation.count_memory(batch, is_first=not parts.applier.depth)
                 modules = [*parts.applier.waiting, *(freeze.module for freeze in freezes)]
                 parts.applier.freeze(
                     freezes, batch, parts.evaluation.saved_s(dict.fromkeys(modules, 1.0))

@@ -16,7 +16,6 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.report.wording import plural
 from egeria.session.following import Training
-from egeria.session.measuring.accounts import Accounts
 from egeria.session.measuring.measures import Measures
 from egeria.session.measuring.optimizer_steps import to_numbers
 from egeria.session.measuring.timing import IntervalClock, IterationTimer
@@ -36,7 +35,6 @@ class IntervalMeter:
 
     def __post_init__(self) -> None:
         self.ranks, self.recorder = self.training.ranks, self.training.recorder
-        self.accounts = Accounts(self.training)
         self._losses: list[float | Tensor] = []
         """One for each step, on its device: that is asked once, when the interval ends."""
         self._held: list[float | Tensor] = []
@@ -130,7 +128,6 @@ class IntervalMeter:
             iteration_cpu_s=cpu_s,
             periods=list(periods) if max(periods, default=1) > 1 else None,
             **measured,
-            **self.accounts.take(),
             **self.timer.spent(),
         )
         self.recorder.write(event)
@@ -150,7 +147,6 @@ class IntervalMeter:
     def close(self) -> None:
         """Measure nothing more, and leave the optimizers as they were found."""
         self.measures.close()
-        self.accounts.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
@@ -166,7 +162,6 @@ class IntervalMeter:
         self.timer.iteration_s = float(state["iteration_s"])
         self._losses, self._held = list(state["losses"]), list(state["held_losses"])
         self.measures.load_state_dict(state["measures"])
-        self.accounts.begin_anew()
 
 
 def to_floats(losses: Sequence[float | Tensor]) -> list[float]:
