@@ -55,7 +55,6 @@ DEFAULTS = {
         "enabled": True,
         "tolerance_share": 0.2,
         "tolerance_readings": 3,
-        "release_optimizer_state": "keep",
     },
     "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
     "cache": {
@@ -69,7 +68,6 @@ DEFAULTS = {
         "gate": "auto",
         "verify_batches": 200,
     },
-    "accounts": {"peak_memory": False, "energy": False, "price_per_hour": None, "currency": ""},
 }
 NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
 SHARE = "a number above 0 and at most 1"
@@ -109,7 +107,6 @@ CONTRACTS = [
     ("freezing.enabled", "true or false", ("true", 1, None)),
     ("freezing.tolerance_share", POSITIVE, NOT_POSITIVE),
     ("freezing.tolerance_readings", "a whole number of at least 1", (*no_count(), None)),
-    ("freezing.release_optimizer_state", "one of 'cpu', 'drop', 'keep'", ("gpu", None, True)),
     ("unfreezing.rule", "the name of a rule or an object with a `judge` method", (3, None, object)),
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
     ("unfreezing.minimum_window", "a whole number of at least 2", (*no_count(2), None)),
@@ -122,10 +119,6 @@ CONTRACTS = [
     ("cache.minimum_epochs", "a finite number, 0 or above", (-1, math.nan, math.inf, "2", None, True)),
     ("cache.gate", "one of 'auto', 'open'", ("closed", None, True)),
     ("cache.verify_batches", "a whole number of at least 1", (*no_count(), None)),
-    ("accounts.peak_memory", "true or false", ("true", 1, None)),
-    ("accounts.energy", "true or false", ("true", 1, None)),
-    ("accounts.price_per_hour", POSITIVE, NOT_POSITIVE[:-1]),
-    ("accounts.currency", "text, such as EUR", (3, None)),
 ]
 
 

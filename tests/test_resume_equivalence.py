@@ -17,7 +17,6 @@ from egeria.events import (
     ComputeProfiled,
     ControllerChosen,
     Declined,
-    MemoryProfiled,
     PlasticityRead,
     Resumed,
     RunStarted,
@@ -29,7 +28,7 @@ from menagerie import MENAGERIE, SPECIMENS
 from ranks import replica, run_ranks
 
 STEPS = 60
-ONCE_A_PROCESS = (RunStarted, ControllerChosen, ComputeProfiled, MemoryProfiled, Resumed)
+ONCE_A_PROCESS = (RunStarted, ControllerChosen, ComputeProfiled, Resumed)
 """Told by each process that trains, and no decision."""
 BY_THE_CLOCK = (CacheDecided, CacheUsed)
 """Whether storing pays is measured anew by each process; what training comes to does not depend on it."""

@@ -25,7 +25,7 @@ from menagerie import SPECIMENS
 
 PARTS = SPECIMENS["PartsByName"]
 KEYS = {f"egeria/{name}" for name in ("frozen", "params_frozen", "time_saved_s", "plasticity", "overhead")}
-ALL_KEYS = KEYS | {"egeria/compute_skipped", "egeria/memory_freed_bytes"}
+ALL_KEYS = KEYS | {"egeria/compute_skipped"}
 
 
 def trained(tmp_path, log_to, num_steps=20, **attach):

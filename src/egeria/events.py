@@ -79,19 +79,6 @@ class ComputeProfiled(Event, kind="compute_profiled"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryProfiled(Event, kind="memory_profiled"):
-    """Bytes that an iteration keeps for each layer module beside its weights, while it is in
-    training.
-    """
-
-    activations: list[int]
-    """For the backward pass, of one call of the model with a whole mini-batch."""
-    gradients: list[int]
-    optimizer_state: list[int]
-    """On the device of the weights."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLogged(Event, kind="metric"):
     """Numbers the user logged, such as the validation accuracy."""
 
@@ -131,12 +118,6 @@ class IntervalMeasured(Event, kind="interval"):
     iteration_wall_s: float
     """Median seconds from one step to the next, overhead of egeria excluded."""
     iteration_cpu_s: float
-    peak_bytes: int | None = None
-    """Most memory in use in the interval, with `accounts.peak_memory`."""
-    energy_j: float | None = None
-    """Joules that the interval took, with `accounts.energy`; our own work is in them."""
-    energy_window_s: float | None = None
-    """Seconds in which it took them."""
     overhead_wall_s: float | None = None
     """What egeria itself cost in this process so far, as in `RunClosed`; None in journals of
     earlier versions."""

@@ -49,8 +49,7 @@ class DepthCost:
     gradient_bytes: int
     """Of the parameters that still train."""
     optimizer_bytes: int
-    """Of all parameters; of those that still train where `freezing.release_optimizer_state`
-    releases the others."""
+    """Of all parameters."""
     peak_bytes: int | None
     """Most memory in use on the accelerator during an iteration, parameters as well, less what was
     in use before the copy was made. None on the CPU."""

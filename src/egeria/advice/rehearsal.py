@@ -60,7 +60,6 @@ class CopyInTraining:
         self._seen: dict[int, list[Iteration]] = {}
         self._memory: dict[int, tuple[int | None, int, int]] = {}
         """By depth, the bytes of activations, gradients and optimizer state."""
-        self._keeps_state = True
         self._came_trained = is_mostly_trained(find_trained_norms(self.model))
         """Whether the original is cut as a model that is fine-tuned; the copy soon looks like
         one."""
@@ -70,7 +69,6 @@ class CopyInTraining:
         self, settings: Config, folder: Path, rounds: int
     ) -> tuple[tuple[str, ...], tuple[DepthCost, ...], tuple[str, ...]]:
         """Return the layer modules, what each depth costs, and what stood in the way."""
-        self._keeps_state = settings.freezing.release_optimizer_state == "keep"
         each = SETTLING + TIMED
         with self._attached(settings, folder / "cut", {"name": "none"}, each) as run:
             for place in range(
@@ -111,7 +109,6 @@ class CopyInTraining:
             plasticity=replace(settings.plasticity, interval_steps=SETTLING + TIMED),
             freezing=replace(settings.freezing, enabled=True),
             cache=replace(settings.cache, enabled=False),
-            accounts=replace(settings.accounts, peak_memory=False, energy=False),
         )
         with attach(
             self.model, self.optimizers, directory=folder, total_steps=total_steps, config=settings
@@ -178,7 +175,7 @@ class CopyInTraining:
             laps, kept = Laps(self._clock, self._devices), None  # some bear no such hooks
             loss = self.loss(self.model, again)
         laps.lap()
-        return laps, loss, sum(kept.by_place(1)) if kept is not None else None
+        return laps, loss, kept.size_bytes() if kept is not None else None
 
     def _check_untouched(self) -> None:
         if self.witness.is_touched:
@@ -193,13 +190,11 @@ class CopyInTraining:
 
     def _trained_bytes(self) -> tuple[int, int]:
         """Return the bytes of gradients of what trains now, and of the optimizer
-        state that stays.
+        state.
         """
         parameters = list(self.model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        return gradient_bytes(trained), optimizer_bytes(
-            self.optimizers, parameters if self._keeps_state else trained
-        )
+        return gradient_bytes(trained), optimizer_bytes(self.optimizers, parameters)
 
     def _cost(self, depth: int) -> DepthCost:
         seen, seconds = self._seen[depth], self._clock.seconds

@@ -41,7 +41,6 @@ class Config:
     freezing: groups.FreezingConfig = field(default_factory=groups.FreezingConfig)
     unfreezing: groups.UnfreezingConfig = field(default_factory=groups.UnfreezingConfig)
     cache: groups.CacheConfig = field(default_factory=groups.CacheConfig)
-    accounts: groups.AccountsConfig = field(default_factory=groups.AccountsConfig)
 
     def __post_init__(self) -> None:
         for name, group in _GROUPS.items():

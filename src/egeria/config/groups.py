@@ -19,7 +19,6 @@ from egeria.config.checks import (
     optional,
     regular_expression,
     require,
-    satisfies,
     setting,
 )
 from egeria.config.plan_text import PLAN_TEXT, wrong_plan
@@ -149,10 +148,6 @@ class FreezingConfig(SettingsGroup):
     """`T` of a module as a share of its largest early slope. Paper: 20 %."""
     tolerance_readings: int = setting(3, count())
     """Slopes of a module that count as early. Paper: 3."""
-    release_optimizer_state: str = setting("keep", choice("keep", "cpu", "drop"))
-    """What becomes of the optimizer's state of frozen parameters: 'keep' leaves it; 'cpu' moves it
-    to main memory and back at a thaw; 'drop' throws it away, so that after a thaw the optimizer
-    begins anew for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,26 +205,3 @@ class CacheConfig(SettingsGroup):
     def is_on_disk(self) -> bool:
         """Whether activations are stored on the disk."""
         return self.enabled is True or (self.enabled == "auto" and self.directory is not None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AccountsConfig(SettingsGroup):
-    """What is measured beside time, for the report. Memory that a freeze gives back is counted in
-    any case.
-    """
-
-    peak_memory: bool = setting(False, FLAG)
-    """Measures the most memory in use in each interval: of CUDA's allocator, or resident in main
-    memory (Linux). Both counters are set back for that, `torch.cuda.max_memory_allocated` among
-    them, so that nobody else may use them."""
-    energy: bool = setting(False, FLAG)
-    """Measures energy by Zeus (`pip install "egeria[energy]"`): of the GPUs that the model is on,
-    and of the CPU and its memory, all processes on them included, where RAPL can be read. Zeus
-    starts a process for RAPL: keep the script under `if __name__ == "__main__":`, or it runs a
-    second time."""
-    price_per_hour: float | None = setting(None, optional(POSITIVE))
-    """What an hour of the machine costs, so that the report can tell what was saved."""
-    currency: str = setting(
-        "", satisfies(lambda value: isinstance(value, str), "text, such as EUR")
-    )
-    """What that is in."""

@@ -10,7 +10,6 @@ from egeria.journal import is_url, upload, without_login
 from egeria.report.history import read_history
 from egeria.report.summary import Clock, Summary, summarize
 from egeria.report.wording import (
-    beside_time,
     cautions,
     duration,
     frozen_when,
@@ -143,7 +142,6 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("progress", f"{progress(summary)}, {summary.stage}"),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
-        *beside_time(summary),
         ("egeria's overhead", f"{at_least}{percent(summary.wall.overhead_share)} of training time"),
         (
             f"frozen {frozen_when(summary)}",

@@ -33,7 +33,6 @@ from egeria.layers.taps import capture, forward_shares
 from egeria.layers.undisturbed import CommunicationError, undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
 from egeria.session.following import Training
-from egeria.session.measuring.accounts import count_memory
 from egeria.session.measuring.timing import Budget, IterationTimer, Stopwatch, count_iterations
 
 FAILURES_BEFORE_GIVING_UP = 3
@@ -69,8 +68,8 @@ class Evaluation:
         """Share of the forward pass' operations that each layer module takes; None where they
         cannot be counted."""
         self._num_samples = self.training.config.plasticity.num_samples
-        self._is_profiled = self._is_counted = self._needs_whole_batch = self._has_read = False
-        self._samples, self._most_samples, self._num_failures, self._largest_call = 0, [0, 0], 0, 0
+        self._is_profiled = self._needs_whole_batch = self._has_read = False
+        self._samples, self._most_samples, self._num_failures = 0, [0, 0], 0
         self._is_armed = False
         """Whether the batch is kept for an evaluation."""
         self._evaluations_since_refresh: int | None = None
@@ -245,18 +244,6 @@ class Evaluation:
             )
         return self._work_shares
 
-    def count_memory(self, batch: Batch | None, *, is_first: bool) -> None:
-        """Count, once, what an iteration keeps: before the first freeze, with a training batch or
-        its first rows.
-        """
-        whole = self.batch or batch
-        if whole is not None and is_first and not self._is_counted:
-            self._is_counted = True
-            scale = (
-                1.0 if whole is self.batch else max(1.0, self._largest_call / (whole.num_rows or 1))
-            )
-            count_memory(self.training, self.modules, whole, scale)
-
     def close(self, *, keeps_controller: bool = False) -> None:
         """Release everything held, but for a controller that is used on."""
         self.disarm()
@@ -293,7 +280,6 @@ class Evaluation:
     def _keep(self, batch: Batch) -> None:
         self.batch = batch
         self._samples += batch.num_rows or 1
-        self._largest_call = max(self._largest_call, batch.num_rows or 1)
 
     def _rows(self, batch: Batch) -> Batch:
         """Return what is read: the first rows, or all where the model does not run on those."""

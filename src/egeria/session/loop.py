@@ -299,7 +299,6 @@ class Session:
             if self.parts is not parts:  # a callback for events has closed the run
                 return
             if freezes:
-                parts.evaluation.count_memory(batch, is_first=not parts.applier.depth)
                 modules = [*parts.applier.waiting, *(freeze.module for freeze in freezes)]
                 parts.applier.freeze(freezes, batch, parts.evaluation.saved_s(modules))
             elif isinstance(decision, Thaw):
@@ -412,7 +411,6 @@ class Session:
 
     def _release(self) -> None:
         """Leave the model as it was found, for good."""
-        self.meter.close()
         self.compiling.close()
         self.ranks.part()
         self._release_parts()

@@ -17,7 +17,6 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.report.wording import plural
 from egeria.session.following import Training
-from egeria.session.measuring.accounts import Accounts
 from egeria.session.measuring.timing import IntervalClock, IterationTimer
 from egeria.session.ranks import Subject, fingerprint
 
@@ -33,7 +32,6 @@ class IntervalMeter:
 
     def __post_init__(self) -> None:
         self.ranks, self.recorder = self.training.ranks, self.training.recorder
-        self.accounts = Accounts(self.training)
         self._losses: list[float | Tensor] = []
         """One for each step, on its device: that is asked once, when the interval ends."""
         self._held: list[float | Tensor] = []
@@ -106,7 +104,6 @@ class IntervalMeter:
             frozen=num_frozen,
             iteration_wall_s=wall_s,
             iteration_cpu_s=cpu_s,
-            **self.accounts.take(),
             **self.timer.spent(),
         )
         self.recorder.write(event)
@@ -123,10 +120,6 @@ class IntervalMeter:
         self._losses = []
         self.timer.end_interval()
 
-    def close(self) -> None:
-        """Measure nothing more."""
-        self.accounts.close()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
         return {
@@ -139,7 +132,6 @@ class IntervalMeter:
         """Restore a saved state."""
         self.timer.iteration_s = float(state["iteration_s"])
         self._losses, self._held = list(state["losses"]), list(state["held_losses"])
-        self.accounts.begin_anew()
 
 
 def to_floats(losses: Sequence[float | Tensor]) -> list[float]:
