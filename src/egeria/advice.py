@@ -346,9 +346,12 @@ def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Ca
     gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *held)}
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
 
-    def check_unchanged() -> None:
+    def is_changed() -> bool:
         trained = [parameter for parameter in gradients if parameter.grad is not None]
-        if trained or any(buffer._version != version for buffer, version, _ in buffers):
+        return bool(trained) or any(buffer._version != version for buffer, version, _ in buffers)
+
+    def check_unchanged() -> None:
+        if is_changed():
             raise ConfigError(
                 "loss must train the model that it is given and nothing else, found gradients or "
                 "buffers of the original, or of a criterion, that changed; they were restored. "
@@ -366,12 +369,10 @@ def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Ca
             yield check_unchanged
     finally:
         logger.setLevel(level)
+        for buffer, _, values in buffers if is_changed() else ():
+            buffer.data.copy_(values)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, version, values in buffers:
-                if buffer._version != version:
-                    buffer.copy_(values)
         gc.collect()  # a run has reference cycles, which hold the copy
 
 
@@ -431,6 +432,8 @@ def _read(loader: Any) -> tuple[list[Any], float]:
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return the loss that a Hugging Face model computes by itself."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch that is a {type(batch).__name__} and no dictionary")
     device = next(model.parameters()).device
     moved = tree.map_tensors(lambda part: part.to(device), batch)
     return cast(Tensor, model(**moved).loss)
