@@ -14,7 +14,7 @@ from egeria import read_journal
 from egeria.events import ModuleFrozen, PlasticityRead, Rewrapped, StageChanged, Thawed
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS, SUPPORTED_NAMES
-from ranks import each_third, replica, run_ranks
+from ranks import replica, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]  # tests/laws has the law over eight models
 CONFIG = {**FAST, "freezing": {"tolerance_share": 3.0}}

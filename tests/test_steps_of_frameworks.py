@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from egeria.session.measuring.foresight import play
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedulers

@@ -72,8 +72,6 @@ def progress(summary: Summary) -> str:
     return f"{count(summary.steps_done)} {'' if total is None else f'of {count(total)} '}steps"
 
 
-
-
 def frozen_when(summary: Summary) -> str:
     """Return when what is frozen at the end of the journal is, or was."""
     return "at the end" if summary.history.closed else "now"
