@@ -412,9 +412,7 @@ def _begin(
     rule_name: str,
     loader: Any,
 ) -> tuple[Cut | None, int]:
-    """Return the cut of the model, None where nothing can be frozen, and `n`; journal how the run
-    begins.
-    """
+    """Return the cut (None where nothing can freeze) and `n`; journal how the run begins."""
     cut, refusal = first_cut(training)
     needs = make_policy(cut).needs if cut else frozenset()
     if PLASTICITY in needs:
