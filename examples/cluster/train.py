@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 import egeria
 
 SHARDS, SHARD_SIZE = 2, 32
-CONTROLLER = {"kind": "inline", "budget_share": 0.9}  # a minute is short: whatever time an evaluation takes
 
 
 class Transformer(nn.Module):
@@ -152,15 +151,13 @@ def train(options: argparse.Namespace, job: Job) -> float:
     total_steps = len(loader) * options.epochs
     shape = partial(warmup_and_decay, num_warm=len(loader), num_steps=total_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
-    policy = {"name": "static", "schedule": options.freeze} if options.freeze else {}
     run = job.attach(
         network,
         optimizer,
         loader,
         scheduler=scheduler,
         total_steps=total_steps,
-        # By itself egeria asks as often as its share of the time allows, which is another in each run.
-        config={"policy": policy, "plasticity": {"interval_steps": 5}, "controller": CONTROLLER},
+        plan=options.freeze,
         directory=options.directory,
     )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -193,10 +190,10 @@ def train_epoch(network: nn.Module, run: Any, loader: Any, optimizer: Any, sched
     for images, labels in loader:
         losses: list[Tensor] = []
         shards = zip(images.to(device).chunk(own), labels.to(device).chunk(own), strict=True)
-        for shard in reversed(list(shards)):  # the first comes last: what egeria looks at is the first process's then
+        for shard in shards:
             loss = functional.cross_entropy(network(shard[0]), shard[1])
             (loss / own).backward()
-            losses.insert(0, loss.detach())
+            losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -222,8 +219,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="written after each epoch, and gone on from")
     parser.add_argument("--directory", help="where the journal and the report go")
-    told = "by a schedule, such as '0.3:2 0.6:4', and not as egeria decides"
-    parser.add_argument("--freeze", metavar="SCHEDULE", help=told)
+    plan = "share of the training done : front layer modules frozen from then on (default: '0.5:2 0.75:4')"
+    parser.add_argument("--freeze", metavar="PLAN", default="0.5:2 0.75:4", help=plan)
     return parser.parse_args(arguments)
 
 
