@@ -1,4 +1,4 @@
-"""A record: a folder with README.md, results.json, pictures, and the journals that they were made from."""
+"""A record: a folder with README.md, pictures, and an archive of the journals they are made from and of the numbers."""
 
 from __future__ import annotations
 
@@ -20,27 +20,17 @@ from benchmarks.proving.running import runfile
 
 
 def write_record(comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
-    """Write a record, journals packed; what an earlier comparison left in the same files is replaced."""
+    """Write a record, journals and numbers packed; what an earlier comparison left in the same files is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {(comparison.workload.name, comparison.tier): draw_all(comparison, folder) for comparison in comparisons}
-    keep_journals(comparisons, folder)
-    write_results([to_dict(found) for found in comparisons], folder)
-    (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
-
-
-def keep_journals(comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
-    """Put the journal and the `run.json` of each run into the archive of a record."""
     with archive.unpacked(folder) as journals:
         for comparison in comparisons:
             for policy in comparison.policies:
                 for outcome in policy.outcomes:
                     _keep(outcome, journals / outcome.run.place)
-
-
-def write_results(results: Any, folder: Path) -> None:
-    """Write the numbers of a record."""
-    text = json.dumps(_plain(results), indent=1, allow_nan=False)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(_plain([to_dict(found) for found in comparisons]), indent=1, allow_nan=False)
+        (journals / "results.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
 
 
 def to_dict(comparison: WorkloadComparison) -> dict[str, Any]:
