@@ -21,8 +21,8 @@ from egeria.layers.taps import forward_shares
 from egeria.parallel import Sharded, choose_parallel
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
-from menagerie import SPECIMENS, SUPPORTED_NAMES
-from ranks import each_third, run_ranks
+from menagerie import SPECIMENS, SUPPORTED_NAMES, of_menagerie
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 CONFIG = {
@@ -99,7 +99,7 @@ def decisions(folder):
     ]
 
 
-@pytest.mark.parametrize("name", each_third(SUPPORTED_NAMES, always=AS_ONE | NOT_SHARDED.keys() | ROUNDED))
+@pytest.mark.parametrize("name", of_menagerie(SUPPORTED_NAMES))
 def test_two_ranks_that_share_the_parameters_decide_and_train_like_one(name, tmp_path):
     two = run_ranks(train, name, str(tmp_path / "two"))
     if name in NOT_SHARDED:
