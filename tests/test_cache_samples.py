@@ -159,7 +159,7 @@ def check_epoch(loader, feed, count=None):
 
 
 @every_configuration
-@pytest.mark.parametrize("workers", ["alone", "persistent"])
+@pytest.mark.parametrize("workers", ["alone", pytest.param("persistent", marks=pytest.mark.slow)])
 def test_samples_are_those_of_the_batch(configuration, workers):
     loader = build(configuration, workers)
     feed = feed_of(loader)
@@ -172,7 +172,7 @@ def test_samples_are_those_of_the_batch(configuration, workers):
 
 
 @every_configuration
-@pytest.mark.parametrize("workers", ["alone", "workers"])
+@pytest.mark.parametrize("workers", ["alone", pytest.param("workers", marks=pytest.mark.slow)])
 def test_a_watched_loader_draws_as_an_untouched_one(configuration, workers):
     results = []
     for watched in (False, True):
@@ -416,22 +416,18 @@ def test_attributes_put_before_ours_come_back():
     assert vars(loader)["_get_iterator"] is mine and made == [1]
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))],
-    ids=["copy", "deep", "pickle"],
-)
-def test_copies_of_a_loader_are_plain(copied):
-    loader = build()
-    feed = feed_of(loader)
-    check_epoch(loader, feed, count=1)
-    other = copied(loader)
-    assert vars(other).keys() == vars(build()).keys()
-    assert type(other.dataset) is Numbers and type(other.batch_sampler) is BatchSampler
-    current = feed.current
-    assert len(list(other)) == len(loader)
-    assert feed.current is current
-    check_epoch(loader, feed)
+def test_copies_of_a_loader_are_plain():
+    for copied in [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]:
+        loader = build()
+        feed = feed_of(loader)
+        check_epoch(loader, feed, count=1)
+        other = copied(loader)
+        assert vars(other).keys() == vars(build()).keys()
+        assert type(other.dataset) is Numbers and type(other.batch_sampler) is BatchSampler
+        current = feed.current
+        assert len(list(other)) == len(loader)
+        assert feed.current is current
+        check_epoch(loader, feed)
 
 
 def test_a_loader_read_by_a_thread():
@@ -447,10 +443,10 @@ def test_a_loader_read_by_a_thread():
     assert sorted(seen) == list(range(150))
 
 
-@pytest.mark.parametrize("loader", [[1, 2], DataLoader, iter([])], ids=["list", "class", "iterator"])
-def test_only_loaders_of_torch(loader):
-    with pytest.raises(NoSamplesError, match="pass the DataLoader"):
-        feed_of(loader)
+def test_only_loaders_of_torch():
+    for loader in [[1, 2], DataLoader, iter([])]:
+        with pytest.raises(NoSamplesError, match="pass the DataLoader"):
+            feed_of(loader)
 
 
 class Words(Dataset):
@@ -486,16 +482,16 @@ def test_refused_once_the_first_batch_has_no_numbers(reason, monkeypatch):
     assert feed.current is None and vars(loader) == before
 
 
-@pytest.mark.parametrize("key, asked", [("sample_id", None), ("idx", None), ("row", "row")])
-def test_numbers_from_a_column(key, asked):
-    feed = feed_of(loader := DataLoader(Stream(key), batch_size=3), asked)
-    assert feed.num_samples is None and feed.num_batches is None
-    for _ in range(2):
-        seen = []
-        for _ in loader:
-            seen += feed.current.samples.tolist()
-            assert feed.upcoming(2) == []
-        assert seen == [0, 1, 2, 1, 3, 0, 4, 5]
+def test_numbers_from_a_column():
+    for key, asked in [("sample_id", None), ("idx", None), ("row", "row")]:
+        feed = feed_of(loader := DataLoader(Stream(key), batch_size=3), asked)
+        assert feed.num_samples is None and feed.num_batches is None
+        for _ in range(2):
+            seen = []
+            for _ in loader:
+                seen += feed.current.samples.tolist()
+                assert feed.upcoming(2) == []
+            assert seen == [0, 1, 2, 1, 3, 0, 4, 5]
 
 
 def test_a_column_by_name_goes_before_the_sampler():

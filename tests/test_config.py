@@ -168,15 +168,16 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         Config().plasticity.window = 0
 
 
-@pytest.mark.parametrize("value", [{"window": 3}, None, FreezingConfig()])
-def test_a_group_must_be_of_its_own_kind(value):
-    with pytest.raises(ConfigError, match=r"plasticity must be an egeria\.config\.PlasticityConfig, found .*from_dict"):
-        Config(plasticity=value)
+def test_a_group_must_be_of_its_own_kind():
+    for value in [{"window": 3}, None, FreezingConfig()]:
+        with pytest.raises(
+            ConfigError, match=r"plasticity must be an egeria\.config\.PlasticityConfig, found .*from_dict"
+        ):
+            Config(plasticity=value)
 
 
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
+def test_unknown_groups_and_fields_are_refused_beside_the_known_ones():
+    for table, said in [
         ({"plasticty": {}}, ["the configuration knows", "'plasticty'", "plasticity", "Check the spelling"]),
         ({"plasticity": {"windw": 3}}, ["[plasticity] knows", "'windw'", "window", "Check the spelling"]),
         ({"cache": {"a": 1, "b": 2}}, ["[cache] knows directory", "'a', 'b'"]),
@@ -184,12 +185,10 @@ def test_a_group_must_be_of_its_own_kind(value):
         ({"freezing": False}, ["freezing must be a table", "found False", "below [freezing]"]),
         ({"freezing": None}, ["freezing must be a table", "found None"]),
         ({"policy": "static"}, ["found 'static'", "Write {'policy': {'name': 'static'}}", "below [policy]"]),
-    ],
-)
-def test_unknown_groups_and_fields_are_refused_beside_the_known_ones(table, said):
-    with pytest.raises(ConfigError) as refusal:
-        Config.from_dict(table)
-    assert all(part in str(refusal.value) for part in said), str(refusal.value)
+    ]:
+        with pytest.raises(ConfigError) as refusal:
+            Config.from_dict(table)
+        assert all(part in str(refusal.value) for part in said), str(refusal.value)
 
 
 def test_what_a_dictionary_leaves_out_keeps_its_default():
@@ -206,10 +205,10 @@ def test_toml_reads_like_the_dictionary():
     assert Config.from_toml("") == Config()
 
 
-@pytest.mark.parametrize("text", ["[plasticity", "window = ", "[cache]\nenabled = True\n", "[cache]\n[cache]\n"])
-def test_malformed_toml_is_refused_with_its_place(text):
-    with pytest.raises(ConfigError, match=r"must be TOML; .*(line \d+|end of document).*Correct that line"):
-        Config.from_toml(text)
+def test_malformed_toml_is_refused_with_its_place():
+    for text in ["[plasticity", "window = ", "[cache]\nenabled = True\n", "[cache]\n[cache]\n"]:
+        with pytest.raises(ConfigError, match=r"must be TOML; .*(line \d+|end of document).*Correct that line"):
+            Config.from_toml(text)
 
 
 def test_an_error_in_a_file_names_the_file(tmp_path):

@@ -137,12 +137,6 @@ def test_there_is_an_example_of_every_kind_of_event():
     assert {type(event) for event in EXAMPLES} == set(events.EVENT_TYPES.values())
 
 
-@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
-def test_every_kind_of_event_is_read_back_equal(event, tmp_path):
-    write(tmp_path, event)
-    assert read_journal(tmp_path).events == (event,)
-
-
 def test_a_journal_gives_its_events_in_order_by_kind_and_with_their_times(tmp_path):
     before = time.time()
     write(tmp_path / "made" / "on the way", *EXAMPLES)
@@ -198,28 +192,14 @@ def test_a_line_torn_only_of_its_end_is_whole(tmp_path):
     assert ([event.values["a"] for event in journal], journal.num_damaged) == ([1.0, 2.0], 0)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "no json",
-        "\x00\x00\x00",
-        "[" * 100_000,
-        "1" * 5000,
-        "3",
-        "[]",
-        "null",
-        {"step": 3},
-        {"event": "of another program", "step": 3},
-        {"event": [], "step": 3},
-        {"event": None, "step": 3},
-        {"event": "frozen"},
-    ],
-    ids=lambda line: str(line)[:20],
-)
-def test_foreign_lines_are_counted_and_left_out(line, tmp_path):
-    write_lines(tmp_path, OPENED, line, logged(a=1.0).to_dict(), "", "  ")
+FOREIGN = ["no json", "\x00\x00\x00", "[" * 100_000, "1" * 5000, "3", "[]", "null", {"step": 3}, {"event": "frozen"}]
+FOREIGN += [{"event": kind, "step": 3} for kind in ("of another program", [], None)]
+
+
+def test_foreign_lines_are_counted_and_left_out(tmp_path):
+    write_lines(tmp_path, OPENED, *FOREIGN, logged(a=1.0).to_dict(), "", "  ")
     journal = read_journal(tmp_path)
-    assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], 1)
+    assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], len(FOREIGN))
 
 
 def test_bytes_that_are_no_text_damage_their_line_alone(tmp_path):

@@ -39,19 +39,16 @@ def pair(*shape, distance=0.1, seed=0, dtype=torch.float32):
 #   A = (1 0)   G = (1 0 1) /√2   R = (1 0)   G = (1 0 0)   rows 1 and 2: (1 - 1/√2)² + 1/2 = 2 - √2
 #       (0 1)       (0 1 1) /√2       (0 1)       (0 1 0)   row 3:        (1 + 1 + 4) / 6 = 1
 #       (1 1)       (1 1 2) /√6       (0 0)       (0 0 0)   P = (2 (2 - √2) + 1) / 9
-@pytest.mark.parametrize(
-    ("training", "reference", "by_hand"),
-    [
+def test_sp_loss_is_the_hand_worked_number():
+    for rows, others, by_hand in [
         ([[1, 0], [0, 1]], [[1, 0], [1, 0]], 1 - 1 / math.sqrt(2)),
         ([[1, 0], [0, 1], [1, 1]], [[1, 0], [0, 1], [0, 0]], (5 - 2 * math.sqrt(2)) / 9),
         ([[1, 0], [0, 1]], [[3, 0], [0, -0.5]], 0),
         ([[1, 0], [1, 0]], [[1, 0], [-1, 0]], 1),
-    ],
-)
-def test_sp_loss_is_the_hand_worked_number(training, reference, by_hand):
-    training, reference = torch.tensor(training).float(), torch.tensor(reference).float()
-    assert float(sp_loss(training, reference)) == pytest.approx(by_hand, rel=1e-6, abs=1e-12)
-    assert float(sp_loss(reference, training)) == pytest.approx(by_hand, rel=1e-6, abs=1e-12)
+    ]:
+        training, reference = torch.tensor(rows).float(), torch.tensor(others).float()
+        assert float(sp_loss(training, reference)) == pytest.approx(by_hand, rel=1e-6, abs=1e-12)
+        assert float(sp_loss(reference, training)) == pytest.approx(by_hand, rel=1e-6, abs=1e-12)
 
 
 @given(st.integers(2, 33), st.integers(1, 200), st.floats(-3, 1), st.integers(0, 2**31))
@@ -61,13 +58,13 @@ def test_sp_loss_is_the_formula_in_double_precision(samples, features, decade, s
     assert float(sp_loss(training, reference)) == pytest.approx(sp_in_double(training, reference), rel=1e-3, abs=1e-11)
 
 
-@pytest.mark.parametrize("distance", [1e-2, 1e-3, 3e-4])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_sp_loss_keeps_two_digits_far_below_a_billionth(distance, offset):
-    training, reference = (side.relu() + offset for side in pair(32, 4096, distance=distance))
-    truth = sp_in_double(training, reference)
-    assert 1e-13 < truth < 2e-8
-    assert float(sp_loss(training, reference)) == pytest.approx(truth, rel=2e-2, abs=0)
+def test_sp_loss_keeps_two_digits_far_below_a_billionth():
+    for distance in [1e-2, 1e-3, 3e-4]:
+        for offset in [0.0, 1.0]:
+            training, reference = (side.relu() + offset for side in pair(32, 4096, distance=distance))
+            truth = sp_in_double(training, reference)
+            assert 1e-13 < truth < 2e-8
+            assert float(sp_loss(training, reference)) == pytest.approx(truth, rel=2e-2, abs=0)
 
 
 @given(st.integers(-15, 15))
@@ -97,19 +94,19 @@ def test_samples_without_any_activation_count_as_unlike_all_others():
     assert float(sp_loss(torch.zeros(4, 6), torch.zeros(4, 6))) == 0
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_an_activation_that_is_not_finite_gives_no_finite_reading(broken):
-    training, reference = pair(4, 6)
-    training[2, 3] = broken
-    assert not math.isfinite(sp_loss(training, reference))
+def test_an_activation_that_is_not_finite_gives_no_finite_reading():
+    for broken in [math.nan, math.inf]:
+        training, reference = pair(4, 6)
+        training[2, 3] = broken
+        assert not math.isfinite(sp_loss(training, reference))
 
 
-@pytest.mark.parametrize("shape", [(4, 7), (4, 5, 7), (4, 3, 6, 6)])
-def test_metrics_are_zero_for_equal_activations_and_grow_with_the_difference(shape):
-    training, _ = pair(*shape)
-    assert float(sp_loss(training, training.clone())) == 0
-    measured = [float(sp_loss(*pair(*shape, distance=distance))) for distance in (1e-3, 1e-2, 1e-1)]
-    assert 0 < measured[0] < measured[1] < measured[2]
+def test_metrics_are_zero_for_equal_activations_and_grow_with_the_difference():
+    for shape in [(4, 7), (4, 5, 7), (4, 3, 6, 6)]:
+        training, _ = pair(*shape)
+        assert float(sp_loss(training, training.clone())) == 0
+        measured = [float(sp_loss(*pair(*shape, distance=distance))) for distance in (1e-3, 1e-2, 1e-1)]
+        assert 0 < measured[0] < measured[1] < measured[2]
 
 
 def test_metrics_return_a_single_number_in_float32():
@@ -131,22 +128,22 @@ def test_autocast_around_the_call_costs_no_precision():
         assert float(sp_loss(training, reference)) == expected
 
 
-@pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
-def test_the_memory_format_of_a_map_does_not_matter(sides):
-    contiguous = pair(4, 3, 5, 6)
-    formatted = [
-        side.to(memory_format=torch.channels_last) if last else side
-        for side, last in zip(contiguous, sides, strict=True)
-    ]
-    assert float(sp_loss(*formatted)) == pytest.approx(float(sp_loss(*contiguous)), rel=1e-4)
+def test_the_memory_format_of_a_map_does_not_matter():
+    for sides in [(True, True), (True, False), (False, True)]:
+        contiguous = pair(4, 3, 5, 6)
+        formatted = [
+            side.to(memory_format=torch.channels_last) if last else side
+            for side, last in zip(contiguous, sides, strict=True)
+        ]
+        assert float(sp_loss(*formatted)) == pytest.approx(float(sp_loss(*contiguous)), rel=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 1, 1), (4, 1, 5, 6), (4, 1, 1, 1), (4, 3, 1, 6)])
-def test_maps_that_are_contiguous_in_both_formats_pair_the_same_features(shape):
-    training, _ = pair(*shape)
-    last = training.to(memory_format=torch.channels_last)
-    assert float(sp_loss(training, last)) == 0
-    assert float(sp_loss(last, training)) == 0
+def test_maps_that_are_contiguous_in_both_formats_pair_the_same_features():
+    for shape in [(4, 3, 1, 1), (4, 1, 5, 6), (4, 1, 1, 1), (4, 3, 1, 6)]:
+        training, _ = pair(*shape)
+        last = training.to(memory_format=torch.channels_last)
+        assert float(sp_loss(training, last)) == 0
+        assert float(sp_loss(last, training)) == 0
 
 
 def test_sequence_first_views_are_compared_by_sample():
@@ -166,9 +163,8 @@ def test_unequal_batches_are_refused():
         sp_loss(training[:0], reference[:0])
 
 
-@pytest.mark.parametrize(
-    ("size", "largest", "pooled"),
-    [
+def test_maps_are_pooled_by_powers_of_two():
+    for size, largest, pooled in [
         ((8, 8), 16, (8, 8)),
         ((16, 16), 16, (16, 16)),
         ((31, 31), 16, (31, 31)),
@@ -181,10 +177,8 @@ def test_unequal_batches_are_refused():
         ((64, 2), 16, (32, 1)),
         ((64, 1), 16, (64, 1)),
         ((32, 32), 1, (1, 1)),
-    ],
-)
-def test_maps_are_pooled_by_powers_of_two(size, largest, pooled):
-    assert pool_map(torch.zeros(2, 3, *size), largest).shape == (2, 3, *pooled)
+    ]:
+        assert pool_map(torch.zeros(2, 3, *size), largest).shape == (2, 3, *pooled)
 
 
 def test_pooling_averages():
@@ -192,10 +186,10 @@ def test_pooling_averages():
     assert pool_map(a, 2).tolist() == [[[[2.5, 4.5], [10.5, 12.5]]]]
 
 
-@pytest.mark.parametrize("shape", [(2, 64), (2, 64, 64), (2, 3, 64, 64, 64)])
-def test_what_is_no_map_is_not_pooled(shape):
-    a = torch.zeros(shape)
-    assert pool_map(a, 16) is a
+def test_what_is_no_map_is_not_pooled():
+    for shape in [(2, 64), (2, 64, 64), (2, 3, 64, 64, 64)]:
+        a = torch.zeros(shape)
+        assert pool_map(a, 16) is a
 
 
 def test_pooling_keeps_the_memory_format_and_sixteen_bits():
@@ -205,13 +199,13 @@ def test_pooling_keeps_the_memory_format_and_sixteen_bits():
     assert pooled.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_flattening_float32_copies_nothing(layout):
-    a = torch.randn(4, 3, 5, 6).to(memory_format=layout)
-    rows = flatten_rows(a)
-    assert rows.shape == (4, 90)
-    assert rows.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
-    assert rows.sum(dim=1).tolist() == pytest.approx(a.sum(dim=(1, 2, 3)).tolist(), rel=1e-4)
+def test_flattening_float32_copies_nothing():
+    for layout in [torch.contiguous_format, torch.channels_last]:
+        a = torch.randn(4, 3, 5, 6).to(memory_format=layout)
+        rows = flatten_rows(a)
+        assert rows.shape == (4, 90)
+        assert rows.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+        assert rows.sum(dim=1).tolist() == pytest.approx(a.sum(dim=(1, 2, 3)).tolist(), rel=1e-4)
 
 
 def test_flattening_keeps_samples_apart():

@@ -296,16 +296,16 @@ def test_no_handler_in_a_model_keeps_a_capture_from_stopping():
     assert model.back.calls == 0
 
 
-@pytest.mark.parametrize("tap", ["0", "1", "2"])
-def test_a_capture_leaves_no_hook_behind_even_when_the_model_breaks(tap):
-    model = nn.Sequential(nn.Linear(4, 4), Breaking(), nn.Linear(4, 4))
-    before = outside(model)
-    if tap == "0":
-        assert capture(model, tap, batch_of(torch.ones(2, 4))) is not None
-    else:
-        with pytest.raises(RuntimeError, match="broken on purpose"):
-            capture(model, tap, batch_of(torch.ones(2, 4)))
-    assert outside(model) == before
+def test_a_capture_leaves_no_hook_behind_even_when_the_model_breaks():
+    for tap in ["0", "1", "2"]:
+        model = nn.Sequential(nn.Linear(4, 4), Breaking(), nn.Linear(4, 4))
+        before = outside(model)
+        if tap == "0":
+            assert capture(model, tap, batch_of(torch.ones(2, 4))) is not None
+        else:
+            with pytest.raises(RuntimeError, match="broken on purpose"):
+                capture(model, tap, batch_of(torch.ones(2, 4)))
+        assert outside(model) == before
 
 
 class Choosy(nn.Module):
