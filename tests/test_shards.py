@@ -20,7 +20,7 @@ from egeria.layers.taps import forward_shares
 from egeria.parallel import Sharded, choose_parallel
 from loops import Loop, differences
 from menagerie import SPECIMENS, SUPPORTED_NAMES, of_menagerie
-from ranks import each_third, run_ranks
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 CONFIG = {"plasticity": {"interval_steps": 2}}
@@ -89,13 +89,8 @@ def decisions(folder):
     return [(event.kind, event.step, event.reason) for kind in (ModuleFrozen, Thawed) for event in journal.of(kind)]
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", each_third(SUPPORTED_NAMES, always=AS_ONE | NOT_SHARDED.keys() | ROUNDED))
-def test_two_ranks_that_share_the_parameters_freeze_and_train_like_one(name, tmp_path):
-=======
 @pytest.mark.parametrize("name", of_menagerie(SUPPORTED_NAMES))
-def test_two_ranks_that_share_the_parameters_decide_and_train_like_one(name, tmp_path):
->>>>>>> tests
+def test_two_ranks_that_share_the_parameters_freeze_and_train_like_one(name, tmp_path):
     two = run_ranks(train, name, str(tmp_path / "two"))
     if name in NOT_SHARDED:
         assert all(NOT_SHARDED[name] in found for found in two), "this model can be sharded now"
