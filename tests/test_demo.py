@@ -9,8 +9,6 @@ from torch.utils.data import TensorDataset
 import demo
 import egeria
 from egeria import events
-from egeria.layers.modules import parse_modules
-from egeria.layers.pretrained import count_pretrained, find_trained_norms
 
 
 def run_demo(monkeypatch, *arguments):
@@ -72,8 +70,9 @@ def test_the_digits_are_split_the_same_way_each_time():
         assert all(torch.equal(a, b) for a, b in zip(train.tensors, other.tensors, strict=True))
 
 
-def test_the_network_of_the_demo_counts_as_trained_once_it_is_and_its_front_can_freeze():
+def test_the_network_of_the_demo_is_recognised_as_pretrained(tmp_path):
     data = TensorDataset(torch.randn(128, 1, 16, 16), torch.randint(0, 5, (128,)))
     model = demo.pretrain((data, data), epochs=1)
-    modules = parse_modules(model, target_share=0.1)
-    assert count_pretrained(find_trained_norms(model), modules) >= len(modules) - 1 >= 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with egeria.attach(model, optimizer, total_steps=100, directory=tmp_path) as run:
+        assert run.plan.freezes and len(run.modules) >= 5
