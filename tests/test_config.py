@@ -198,9 +198,9 @@ def test_what_a_dictionary_leaves_out_keeps_its_default():
 
 
 def test_toml_reads_like_the_dictionary():
-    text = '[plasticity]\nwindow = 4\nmode = "train"\n[freezing]\nenabled = false\n'
+    text = "[plasticity]\nwindow = 4\n[freezing]\nenabled = false\n"
     assert Config.from_toml(text) == Config(
-        plasticity=PlasticityConfig(window=4, mode="train"), freezing=FreezingConfig(enabled=False)
+        plasticity=PlasticityConfig(window=4), freezing=FreezingConfig(enabled=False)
     )
     assert Config.from_toml("") == Config()
 
