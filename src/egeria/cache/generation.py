@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria.cache.fetcher import DEPTH, Fetcher, PrefetchedBatch
 from egeria.cache.fingerprint import agree
 from egeria.cache.forward_modes import PaybackCheck, StaleError, Unchanged, UserForward
 from egeria.cache.layout import BatchKeys, Layouts
 from egeria.cache.loader import SampleFeed
-from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, PrefetchedBatch
-from egeria.cache.prefetch.writer import RowsInMemory, Writer
 from egeria.cache.samples import BatchIndices
 from egeria.cache.store.disk import DiskStore
 from egeria.cache.store.rows import Integers, Mask
+from egeria.cache.writer import RowsInMemory, Writer
 from egeria.errors import EgeriaError
 from egeria.events import CacheUsed
 from egeria.layers.batch import Batch

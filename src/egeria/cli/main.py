@@ -10,13 +10,20 @@ from rich.console import Console
 from rich.markup import escape
 
 import egeria
-from egeria.cli import advise, doctor, modules, report
+from egeria.cli import advise, doctor, modules
 from egeria.errors import EgeriaError
+
+
+def report(arguments: argparse.Namespace, console: Console) -> int:
+    """Print the summary of a run and write its page."""
+    console.print(egeria.report(arguments.directory))
+    return 0
+
 
 VERBS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "advise": advise.run,
     "modules": modules.run,
-    "report": report.run,
+    "report": report,
     "doctor": doctor.run,
 }
 
