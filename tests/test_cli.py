@@ -105,9 +105,9 @@ def test_the_package_runs_as_a_module(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("made", ["training", "training_by_name"])
-def test_advise_measures_a_training_and_tells_what_a_schedule_would_save(made, command, tmp_path):
+def test_advise_measures_a_training_and_tells_what_a_plan_would_save(made, command, tmp_path):
     out = tmp_path / "advice.json"
-    status, output, errors = command("advise", f"cli_models:{made}", "--schedule", "0.5:1", "--json", str(out))
+    status, output, errors = command("advise", f"cli_models:{made}", "--plan", "0.5:1", "--json", str(out))
     assert status == 0 and not errors
     assert "stem" in output and "orth" in output and "'0.5:1' would save" in output
     assert len(json.loads(out.read_text(encoding="utf8"))["costs"]) == 2
@@ -130,7 +130,7 @@ def test_advise_refuses_what_is_no_training_with_status_2(path, said, command):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(("--schedule", "half:2"), "schedule must be"), (("--json", "no/such/folder/a.json"), "a folder that exists")],
+    [(("--plan", "half:2"), "plan must be"), (("--json", "no/such/folder/a.json"), "a folder that exists")],
 )
 def test_advise_refuses_wrong_options_before_it_measures(options, said, command):
     status, output, errors = command("advise", "cli_models:nothing_here", *options)
