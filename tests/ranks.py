@@ -21,12 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 TIMEOUT_S = 60.0
 LONGEST_S = 240.0
 Answer = tuple[bool, Any]
 """Whether the function returned, and what; else the traceback."""
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """Return the model in `DistributedDataParallel`; as it is in a process of its own."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return model
+    return DistributedDataParallel(model, find_unused_parameters=True)
 
 
 class Pool:

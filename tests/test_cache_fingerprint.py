@@ -160,8 +160,8 @@ def known_by(ignores_padding=False, **kwargs):
     """Return the fingerprints by which the store knows the samples of a call."""
     batch = Batch.of_call((), kwargs, "cpu")
     count = len(next(iter(kwargs.values())))
-    indices = BatchIndices(number=0, samples=np.arange(count), views=np.zeros(count, dtype=np.int64))
-    keys = BatchKeys.of(batch, indices, indices.samples, has_length=False, ignores_padding=ignores_padding)
+    indices = BatchIndices(number=0, samples=np.arange(count))
+    keys = BatchKeys.of(batch, indices, has_length=False, ignores_padding=ignores_padding)
     return keys.prints
 
 

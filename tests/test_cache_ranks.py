@@ -22,7 +22,6 @@ from egeria.cache import CacheDirectory, Outlook, ShardSampler, StoreError, deci
 from egeria.cache.store.disk import DiskStore
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 from egeria.layers.shards import is_sharded
-from egeria.parallel import Replicas
 from egeria.session import skipping
 from egeria.testing import ScriptedController
 from loops import FAST, differences
@@ -57,7 +56,7 @@ CASES = {
     "cannot join": {"fault": "join"},
     "cannot enter": {"fault": "enter"},
     "cannot write": {"fault": "write"},
-    "the first does not store": {"settings": {"views": 0}},
+    "the first does not store": {"settings": {"gate": "auto", "minimum_epochs": 1e6}},
     "the first fails": {"fault": "open"},
     "not in all": {"settings_of_second": {"enabled": False}},
 }
@@ -65,7 +64,7 @@ if not find_spec("accelerate"):
     CASES = {name: case for name, case in CASES.items() if "Accelerate" not in name}
 OTHERS = {
     "a sampler of its own": {"sampler": "its own"},
-    "statistics of its own": {"parallel": lambda: Replicas(**without_equal_buffers())},
+    "statistics of its own": {"equal_buffers": False},
 }
 """Cases that train otherwise."""
 
@@ -104,6 +103,7 @@ def train(name, folder):
     machine = f"host {rank % case.get('num_hosts', 1)}"
     torch.manual_seed(0)
     model = small_resnet()
+    called = DistributedDataParallel(model, **({} if case.get("equal_buffers", True) else without_equal_buffers()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     dataset = Pictures(NUM_SAMPLES)
     loader = loader_of(case.get("sampler", "dealt anew"), dataset)
@@ -113,20 +113,19 @@ def train(name, folder):
     with mock.patch.object(skipping, "_machine", lambda: machine), faulty(case.get("fault")), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = egeria.attach(
-            model,
+            called,
             optimizer,
             loader,
             total_steps=len(loader) * EPOCHS,
             controller=ScriptedController(freezes_up_to(1)),
             directory=Path(folder, name),
             config={**FAST, "cache": settings},
-            parallel=case["parallel"]() if "parallel" in case else None,
         )
         for epoch in range(EPOCHS):
             getattr(loader, "set_epoch", getattr(loader.sampler, "set_epoch", None))(epoch)
             for images, labels in loader:
-                run.model.train()
-                loss = nn.functional.cross_entropy(run.model(images), labels)
+                called.train()
+                loss = nn.functional.cross_entropy(called(images), labels)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

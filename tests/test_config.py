@@ -39,7 +39,6 @@ DEFAULTS = {
         "interval_steps": None,
         "window": 10,
         "num_samples": 32,
-        "mode": "eval",
         "largest_map": 16,
     },
     "reference": {"precision": "auto", "device": "auto", "refresh_evaluations": None, "fidelity_share": 0.1},
@@ -56,24 +55,19 @@ DEFAULTS = {
         "enabled": True,
         "tolerance_share": 0.2,
         "tolerance_readings": 3,
-        "tied": "keep",
-        "release_optimizer_state": "keep",
     },
     "unfreezing": {"rule": "auto", "drop_factor": None, "minimum_window": 2},
     "cache": {
         "enabled": "auto",
         "memory_share": 0.25,
-        "views": None,
         "directory": None,
         "limit_bytes": None,
         "limit_share": 0.5,
-        "storage": "native",
         "id_column": None,
         "minimum_epochs": 2.0,
         "gate": "auto",
         "verify_batches": 200,
     },
-    "accounts": {"peak_memory": False, "energy": False, "price_per_hour": None, "currency": ""},
 }
 NO_SHARE = (0, -0.1, 1.5, math.nan, math.inf, "0.2", True, None)
 SHARE = "a number above 0 and at most 1"
@@ -98,7 +92,6 @@ CONTRACTS = [
     ("plasticity.interval_steps", "a whole number of at least 1", no_count()),
     ("plasticity.window", "a whole number of at least 2", (*no_count(2), None)),
     ("plasticity.num_samples", "a whole number of at least 2", (*no_count(2), None)),
-    ("plasticity.mode", "one of 'eval', 'train'", ("test", "", None, 1, ["eval"])),
     ("plasticity.largest_map", "a whole number of at least 1", (*no_count(), None)),
     ("reference.precision", "one of 'auto', 'bf16', 'fp32', 'int8', 'int8-dynamic'", ("int7", None, 32)),
     ("reference.device", "one of 'auto', 'cpu', 'cuda'", ("gpu", None, 0)),
@@ -114,26 +107,18 @@ CONTRACTS = [
     ("freezing.enabled", "true or false", ("true", 1, None)),
     ("freezing.tolerance_share", POSITIVE, NOT_POSITIVE),
     ("freezing.tolerance_readings", "a whole number of at least 1", (*no_count(), None)),
-    ("freezing.tied", "one of 'freeze', 'keep'", ("thaw", None, True)),
-    ("freezing.release_optimizer_state", "one of 'cpu', 'drop', 'keep'", ("gpu", None, True)),
     ("unfreezing.rule", "the name of a rule or an object with a `judge` method", (3, None, object)),
     ("unfreezing.drop_factor", "a finite number above 1", (1, 0.5, math.nan, math.inf, "10", True)),
     ("unfreezing.minimum_window", "a whole number of at least 2", (*no_count(2), None)),
     ("cache.enabled", "true, false or 'auto'", ("false", 0, None)),
-    ("cache.views", "a whole number of at least 0", no_count(0)),
     ("cache.directory", "a name", ("", 3, True)),
     ("cache.limit_bytes", "a whole number of at least 1", no_count()),
     ("cache.limit_share", "a number above 0 and at most 1", (0, -0.5, 1.5, math.nan, "0.5", None, True)),
     ("cache.memory_share", SHARE, NO_SHARE),
-    ("cache.storage", "one of 'fp16', 'int8', 'native'", ("fp8", None, 16)),
     ("cache.id_column", "a name", ("", 3, True)),
     ("cache.minimum_epochs", "a finite number, 0 or above", (-1, math.nan, math.inf, "2", None, True)),
     ("cache.gate", "one of 'auto', 'open'", ("closed", None, True)),
     ("cache.verify_batches", "a whole number of at least 1", (*no_count(), None)),
-    ("accounts.peak_memory", "true or false", ("true", 1, None)),
-    ("accounts.energy", "true or false", ("true", 1, None)),
-    ("accounts.price_per_hour", POSITIVE, NOT_POSITIVE[:-1]),
-    ("accounts.currency", "text, such as EUR", (3, None)),
 ]
 
 
@@ -169,10 +154,10 @@ def test_edges_of_the_contracts_are_allowed():
         policy=PolicyConfig(name=dict, plan="0:1 .5:0", start=0),
         modules=ModulesConfig(pattern=r"layer[0-9]+", target_share=1, minimum_share=1e-9),
         bootstrapping=BootstrappingConfig(change_threshold=1.0),
-        plasticity=PlasticityConfig(interval_steps=1, window=2, num_samples=2, mode="train", largest_map=1),
+        plasticity=PlasticityConfig(interval_steps=1, window=2, num_samples=2, largest_map=1),
         reference=ReferenceConfig(refresh_evaluations=1, fidelity_share=1),
         controller=ControllerConfig(budget_share=1000, load_limit=1, restarts=0, queue_length=1, timeout_s=1e-3),
-        freezing=FreezingConfig(enabled=False, tolerance_share=50, tolerance_readings=1, tied="freeze"),
+        freezing=FreezingConfig(enabled=False, tolerance_share=50, tolerance_readings=1),
         unfreezing=UnfreezingConfig(drop_factor=1.0001, minimum_window=2),
         cache=CacheConfig(enabled=True),
     )
@@ -207,14 +192,6 @@ def test_unknown_groups_and_fields_are_refused_beside_the_known_ones():
         assert all(part in str(refusal.value) for part in said), str(refusal.value)
 
 
-def test_settings_of_earlier_versions_are_ignored_with_one_warning():
-    text = "[cache]\ninference = false\ncompile = true\nviews = 2\n"
-    with pytest.warns(UserWarning, match=r"^cache\.compile and cache\.inference .*remove") as warned:
-        assert Config.from_toml(text) == Config(cache=CacheConfig(views=2))
-    assert len(warned) == 1
-    assert Config.from_dict({"cache": {"inference": True, "compile": False}}, warns=False) == Config()
-
-
 def test_what_a_dictionary_leaves_out_keeps_its_default():
     settings = Config.from_dict({"plasticity": {"window": 4}, "cache": {}})
     assert settings == Config(plasticity=PlasticityConfig(window=4))
@@ -222,9 +199,9 @@ def test_what_a_dictionary_leaves_out_keeps_its_default():
 
 
 def test_toml_reads_like_the_dictionary():
-    text = '[plasticity]\nwindow = 4\nmode = "train"\n[freezing]\nenabled = false\n'
+    text = "[plasticity]\nwindow = 4\n[freezing]\nenabled = false\n"
     assert Config.from_toml(text) == Config(
-        plasticity=PlasticityConfig(window=4, mode="train"), freezing=FreezingConfig(enabled=False)
+        plasticity=PlasticityConfig(window=4), freezing=FreezingConfig(enabled=False)
     )
     assert Config.from_toml("") == Config()
 
@@ -280,7 +257,6 @@ configs = st.builds(
         interval_steps=st.none() | counts,
         window=st.integers(2, 10**6),
         num_samples=st.integers(2, 10**6),
-        mode=st.sampled_from(["eval", "train"]),
         largest_map=counts,
     ),
     reference=st.builds(
@@ -304,7 +280,6 @@ configs = st.builds(
         enabled=st.booleans(),
         tolerance_share=st.floats(0, exclude_min=True, allow_infinity=False),
         tolerance_readings=counts,
-        tied=st.sampled_from(["keep", "freeze"]),
     ),
     unfreezing=st.builds(
         UnfreezingConfig,
@@ -315,10 +290,8 @@ configs = st.builds(
     cache=st.builds(
         CacheConfig,
         enabled=st.booleans(),
-        views=st.none() | st.integers(0, 10**6),
         directory=st.none() | texts.filter(bool),
         limit_bytes=st.none() | counts,
-        storage=st.sampled_from(["native", "fp16", "int8"]),
         minimum_epochs=st.floats(0, allow_nan=False, allow_infinity=False),
         gate=st.sampled_from(["auto", "open"]),
         verify_batches=counts,

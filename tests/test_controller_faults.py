@@ -353,7 +353,7 @@ def test_forked_data_workers_neither_hold_nor_end_the_controller(tmp_path):
     pids, deadline = set(), time.monotonic() + LONGEST_WAIT_S
     while len(read_journal(tmp_path).of(PlasticityRead)) < 12 and time.monotonic() < deadline:
         for (batch,) in loader:
-            run.model(batch).square().mean().backward()
+            model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             run.step(0.0)
@@ -386,7 +386,7 @@ config = {
 run = egeria.attach(model, optimizer, config=config, directory=sys.argv[1])
 from egeria.events import PlasticityRead
 def step():
-    loss = run.model(torch.randn(16, 8)).square().mean()
+    loss = model(torch.randn(16, 8)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -371,7 +371,7 @@ run = egeria.attach(model, optimizer, config=config, directory=sys.argv[1])
 import time
 begin = time.monotonic()
 while run.frozen < 1 and time.monotonic() - begin < 60:
-    loss = run.model(torch.randn(16, 8)).square().mean()
+    loss = model(torch.randn(16, 8)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -45,7 +45,7 @@ def train(model, directory, plan, steps=40, on_event=None):
     if on_event is not None:
         run.on_event(lambda event: on_event(run, event))
     for _ in range(steps):
-        output = run.model(torch.randn(4, 8))
+        output = model(torch.randn(4, 8))
         loss = (output["logits"] if isinstance(output, dict) else output).square().mean()
         optimizer.zero_grad()
         loss.backward()

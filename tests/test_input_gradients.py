@@ -88,7 +88,7 @@ class Training:
         for _ in range(count):
             self.model.train()
             torch.manual_seed(len(self.gradients))  # dropout of the two loops that are compared
-            outputs = self.run.model(**self.example(self.data))
+            outputs = self.model(**self.example(self.data))
             loss = outputs.loss
             loss.backward()
             self.gradients.append(

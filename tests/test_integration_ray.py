@@ -55,7 +55,7 @@ class Loop:
 
     def go(self, count):
         for _ in range(count):
-            loss = self.run.model(torch.randn(4, 8)).square().mean()
+            loss = self.model(torch.randn(4, 8)).square().mean()
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()

@@ -100,8 +100,6 @@ EXAMPLES = [
     events.Resumed(step=44, frozen=1, stage="knowledge-guided"),
     events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
     events.PlanMade(step=1, plan="0.5:1", reason="given by the user", skipped_share=0.1),
-    events.MemoryProfiled(step=1, activations=[64, 32], gradients=[8, 4], optimizer_state=[16, 8]),
-    events.JournalCopied(step=50, url="s3://bucket/run/journal.jsonl", behind_s=12.5),
 ]
 FROZEN = EXAMPLES[7]
 OPENED = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION, "time": 1.0}

@@ -36,17 +36,8 @@ def test_the_menagerie_is_large_and_described():
 
 @each
 def test_law_1_attached_but_never_freezing_is_the_plain_loop(specimen, tmp_path):
-    check_plain_loop(specimen, "eval", tmp_path)
-
-
-@each_of_a_dozen
-def test_law_1_holds_where_the_training_pass_is_read(specimen, tmp_path):
-    check_plain_loop(specimen, "train", tmp_path)
-
-
-def check_plain_loop(specimen, mode, tmp_path):
     plain = Loop(specimen)
-    config = settings(freezing={"enabled": False}, plasticity={"mode": mode})
+    config = settings(freezing={"enabled": False})
     watched = Loop(specimen, {"config": config, "directory": tmp_path})
     for loop in (plain, watched):
         loop.step(24)

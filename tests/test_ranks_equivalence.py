@@ -12,10 +12,9 @@ from torch import distributed
 
 from egeria import read_journal
 from egeria.events import ModuleFrozen, PlasticityRead, Rewrapped, StageChanged, Thawed
-from egeria.parallel import Replicas
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS, SUPPORTED_NAMES
-from ranks import run_ranks
+from ranks import replica, run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]  # tests/laws has the law over eight models
 CONFIG = {**FAST, "freezing": {"tolerance_share": 3.0}}
@@ -35,9 +34,8 @@ class Course:
 
 def train(name: str, folder: str, data_seed: int | None = None) -> Course:
     """Train for some steps, lower the rate, and go on; on other data in each process if there is a seed."""
-    several = {"parallel": Replicas(find_unused_parameters=True)} if distributed.get_world_size() > 1 else {}
-    attach = {"config": CONFIG, "controller": "inline", "directory": Path(folder, name), **several}
-    loop = Loop(SPECIMENS[name], attach)
+    attach = {"config": CONFIG, "controller": "inline", "directory": Path(folder, name)}
+    loop = Loop(SPECIMENS[name], attach, wrap=replica)
     if data_seed is not None:
         loop.data.manual_seed(data_seed + distributed.get_rank())
     course = Course(frozen=[], end={}, frozen_tensors=[])

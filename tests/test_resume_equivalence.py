@@ -17,7 +17,6 @@ from egeria.events import (
     ComputeProfiled,
     ControllerChosen,
     Declined,
-    MemoryProfiled,
     PlasticityRead,
     Resumed,
     RunStarted,
@@ -26,10 +25,10 @@ from egeria.report.history import read_history
 from egeria.report.summary import summarize
 from loops import FAST, Loop, differences
 from menagerie import MENAGERIE, SPECIMENS
-from ranks import run_ranks
+from ranks import replica, run_ranks
 
 STEPS = 60
-ONCE_A_PROCESS = (RunStarted, ControllerChosen, ComputeProfiled, MemoryProfiled, Resumed)
+ONCE_A_PROCESS = (RunStarted, ControllerChosen, ComputeProfiled, Resumed)
 """Told by each process that trains, and no decision."""
 BY_THE_CLOCK = (CacheDecided, CacheUsed)
 """Whether storing pays is measured anew by each process; what training comes to does not depend on it."""
@@ -152,7 +151,12 @@ def train_parts(names, folder, checkpoints, steps):
     """Train each for some steps from its checkpoint, on as many ranks as there are; return the next ones."""
     found = {}
     for name in names:
-        loop = Loop(SPECIMENS[name], {**INLINE, "directory": Path(folder, name)}, seed=9 if name in checkpoints else 0)
+        loop = Loop(
+            SPECIMENS[name],
+            {**INLINE, "directory": Path(folder, name)},
+            seed=9 if name in checkpoints else 0,
+            wrap=replica,
+        )
         if name in checkpoints:
             loop.load(checkpoints[name])
         loop.step(steps)

@@ -31,7 +31,7 @@ REFUSED = {
     "Noisy": "is random",
     "Replacing": "carries state",
     "CarryingState": "carries state|parts.0 is called 2 times",
-    "Tied": 'freezing.tied = "freeze"',
+    "Tied": "untie it, or set its requires_grad to False",
     "one_dropout": "Dropout in parts.0 is in training mode",
 }
 """Specimens that cannot be skipped at any depth, and why."""

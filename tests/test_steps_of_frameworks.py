@@ -54,7 +54,7 @@ def train(directory, wrap=lambda entry: entry, wrap_scheduler=lambda entry: entr
     scheduler = wrap_scheduler(schedulers.CosineAnnealingLR(inner, STEPS))
     with attach(model, optimizer, directory, scheduler=scheduler, config=FREEZE) as run:
         for batch in batches(steps):
-            loss = (step or plain_step)(run.model, optimizer, batch)
+            loss = (step or plain_step)(model, optimizer, batch)
             scheduler.step()
             run.step(loss)
     return [entry.detach().clone() for entry in model.parameters()], read_journal(directory)
@@ -234,7 +234,7 @@ def accumulate(directory, num_batches=STEPS, *, watch="micro", before=False, res
     run = attach(model, optimizer, directory, total_steps=100)
     losses = []
     for index, batch in enumerate(batches(num_batches)):
-        loss = loss_of(run.model, batch)
+        loss = loss_of(model, batch)
         (loss / MICRO).backward()
         losses.append(loss)
         if before:
@@ -262,7 +262,7 @@ def test_a_step_that_is_called_at_some_steps_only_is_told(tmp_path):
     run = attach(model, optimizer, tmp_path, total_steps=400)
     with pytest.warns(egeria.EgeriaWarning, match="called 19 times while 76 steps of the optimizer") as found:
         for index, batch in enumerate(batches(100)):
-            loss = loss_of(run.model, batch)
+            loss = loss_of(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -311,29 +311,29 @@ def test_a_run_resumed_after_its_first_micro_batch_goes_on_with_the_gradients(tm
 
 
 def ordinary(model, optimizer, batch, run):
-    run.step(plain_step(run.model, optimizer, batch))
+    run.step(plain_step(model, optimizer, batch))
 
 
 def ahead_of_the_step(model, optimizer, batch, run):
     optimizer.zero_grad()
-    loss = loss_of(run.model, batch)
+    loss = loss_of(model, batch)
     loss.backward()
     run.step(loss)
     optimizer.step()
 
 
 def between_two_backward_passes(model, optimizer, batch, run):
-    loss = loss_of(run.model, batch)
+    loss = loss_of(model, batch)
     loss.backward()
     run.step(loss)
-    loss_of(run.model, -batch).backward()
+    loss_of(model, -batch).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def by_hand(model, optimizer, batch, run, set_to_none=True):
     optimizer.zero_grad(set_to_none=set_to_none)
-    loss = loss_of(run.model, batch)
+    loss = loss_of(model, batch)
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -342,7 +342,7 @@ def by_hand(model, optimizer, batch, run, set_to_none=True):
 
 
 def by_another(model, optimizer, batch, run):
-    run.step(plain_step(run.model, SGD(model.parameters(), lr=0.1), batch))
+    run.step(plain_step(model, SGD(model.parameters(), lr=0.1), batch))
 
 
 def without_training(model, optimizer, batch, run):
@@ -387,8 +387,8 @@ def test_an_optimizer_without_hooks_is_counted_by_calls(tmp_path):
     optimizer = WithoutHooks(SGD(model.parameters(), lr=0.1))
     with attach(model, optimizer, tmp_path) as run:
         for batch in batches(STEPS):
-            run.model.zero_grad(set_to_none=False)
-            loss = loss_of(run.model, batch)
+            model.zero_grad(set_to_none=False)
+            loss = loss_of(model, batch)
             loss.backward()
             optimizer.step()
             run.step(loss)
@@ -400,7 +400,7 @@ def test_optimizers_that_take_turns_count_at_each_call(tmp_path):
     halves = [SGD(model[:2].parameters(), lr=0.1), SGD(model[2:].parameters(), lr=0.1)]
     with attach(model, halves, tmp_path) as run:
         for index, batch in enumerate(batches(STEPS)):
-            loss = loss_of(run.model, batch)
+            loss = loss_of(model, batch)
             loss.backward()
             halves[index % 2].step()
             run.step(loss)  # the gradients of the other one go on adding up
@@ -416,7 +416,7 @@ def test_steps_that_a_scaler_skips_are_no_micro_batches(set_to_none, tmp_path):
     with attach(model, optimizer, tmp_path) as run:
         for index, batch in enumerate(batches(STEPS)):
             optimizer.zero_grad(set_to_none=set_to_none)
-            loss = loss_of(run.model, batch) * (torch.inf if index in skipped else 1.0)
+            loss = loss_of(model, batch) * (torch.inf if index in skipped else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -435,11 +435,11 @@ def test_detaching_leaves_the_optimizer_without_hooks(tmp_path):
 def accumulate_on_ranks(directory):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", egeria.EgeriaWarning)
-        model = network()
+        model = nn.parallel.DistributedDataParallel(network())
         optimizer = SGD(model.parameters(), lr=0.01)
         run = attach(model, optimizer, directory, total_steps=100)
         for index, batch in enumerate(batches(STEPS)):
-            loss = loss_of(run.model, batch)
+            loss = loss_of(model, batch)
             loss.backward()
             if (index + 1) % MICRO == 0:
                 optimizer.step()

@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from egeria.advice import Advice, advise
-from egeria.advice.advice import TEXT_COLUMNS
 from egeria.cli.modules import call_named
 from egeria.config.checks import check
 from egeria.config.plan_text import wrong_plan
@@ -68,7 +67,7 @@ def _table(advice: Advice) -> Table:
         title="What freezing could save: an iteration with the front layer modules frozen"
     )
     for name in head:
-        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
+        table.add_column(name, justify="left" if name == "up to" else "right")
     for row in rows:
         table.add_row(*map(escape, row))
     return table

@@ -280,9 +280,8 @@ class Session:
         if requests := self.ranks.leads and not evaluation.has_given_up:
             evaluation.request(clock.evaluation, monitored)
         self._take_in_readings()
-        if requests or self.training.is_sharded:
-            evaluation.refresh(clock.evaluation)
         if requests:
+            evaluation.refresh(clock.evaluation)
             clock.interval_steps = evaluation.fit_interval(
                 clock.interval_steps, parts.policy.monitored
             )
@@ -300,7 +299,6 @@ class Session:
             if self.parts is not parts:  # a callback for events has closed the run
                 return
             if freezes:
-                parts.evaluation.count_memory(batch, is_first=not parts.applier.depth)
                 modules = [*parts.applier.waiting, *(freeze.module for freeze in freezes)]
                 parts.applier.freeze(freezes, batch, parts.evaluation.saved_s(modules))
             elif isinstance(decision, Thaw):
@@ -382,7 +380,9 @@ class Session:
             return
         cut = Cut.in_order(self.training, seen)
         if cut != Cut.of(self.training, self.modules):
+            batch = self.parts.evaluation.batch if self.parts and self.plan else None
             self.parts, self.modules = self._maker.make(cut), cut.modules
+            self.parts.evaluation.batch = batch  # by which the plan tells what it skips
             self.plan = self.training.plan(self.modules)
             self.recorder.write(ModulesOrdered(step=self.clock.step, **cut.to_dict()))
 
@@ -411,7 +411,6 @@ class Session:
 
     def _release(self) -> None:
         """Leave the model as it was found, for good."""
-        self.meter.close()
         self.compiling.close()
         self.ranks.part()
         self._release_parts()
