@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from examples.resnet import cifar_resnet
 from torch import nn
 
@@ -13,6 +14,7 @@ from egeria.cache.generation import Generation
 from egeria.cache.store import disk as store
 from egeria.events import CacheDecided
 
+pytestmark = pytest.mark.slow  # on a busy machine what it times is otherwise
 BATCHES = 4
 NUMBERS = {"iteration_s", "prefix_s", "serve_s", "epochs_ahead"}
 

@@ -161,22 +161,19 @@ def test_the_loader_of_accelerate_is_the_users_own_in_it(tmp_path):
 # --- schedules -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "found"),
-    [
+def test_what_is_no_scheduler_is_refused(tmp_path):
+    for make, found in [
         (lambda optimizer: "cosine", "'cosine'"),
         (lambda optimizer: 0.1, "0.1"),
         (lambda optimizer: lambda step: 0.1, "function"),
         (lambda optimizer: optimizer, "SGD"),
         (lambda optimizer: schedulers.CosineAnnealingLR, "the class CosineAnnealingLR"),
         (lambda optimizer: [schedulers.StepLR(optimizer, 1), optimizer], "SGD"),
-    ],
-)
-def test_what_is_no_scheduler_is_refused(make, found, tmp_path):
-    model = network()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=rf"scheduler is .* found {found}\..*leave it out"):
-        attach(model, optimizer, tmp_path, scheduler=make(optimizer))
+    ]:
+        model = network()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=rf"scheduler is .* found {found}\..*leave it out"):
+            attach(model, optimizer, tmp_path, scheduler=make(optimizer))
 
 
 class Indexed:
@@ -189,9 +186,8 @@ class Indexed:
         return 3
 
 
-@pytest.mark.parametrize(
-    ("make", "found"),
-    [
+def test_what_is_no_loader_is_refused(tmp_path):
+    for make, found in [
         (lambda model, optimizer: schedulers.StepLR(optimizer, 1), "StepLR"),
         (lambda model, optimizer: AcceleratedScheduler(schedulers.StepLR(optimizer, 1)), "AcceleratedScheduler"),
         (lambda model, optimizer: optimizer, "SGD"),
@@ -200,19 +196,17 @@ class Indexed:
         (lambda model, optimizer: STEPS, f"{STEPS}"),
         (lambda model, optimizer: DataLoader, "the class DataLoader"),
         (lambda model, optimizer: model, "Sequential"),
-    ],
-)
-def test_what_is_no_loader_is_refused(make, found, tmp_path):
-    model = network()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=rf"loader is .* found {found}\..* scheduler=\.\.\."):
-        attach(model, optimizer, tmp_path, loader=make(model, optimizer))
+    ]:
+        model = network()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=rf"loader is .* found {found}\..* scheduler=\.\.\."):
+            attach(model, optimizer, tmp_path, loader=make(model, optimizer))
 
 
-@pytest.mark.parametrize("make", [list, iter, lambda found: (entry for entry in found), lambda found: Indexed()])
-def test_whatever_a_loop_can_go_through_is_a_loader(make, tmp_path):
-    model = network()
-    attach(model, SGD(model.parameters(), lr=0.1), tmp_path, loader=make(batches(3))).close()
+def test_whatever_a_loop_can_go_through_is_a_loader(tmp_path):
+    for make in [list, iter, lambda found: (entry for entry in found), lambda found: Indexed()]:
+        model = network()
+        attach(model, SGD(model.parameters(), lr=0.1), tmp_path, loader=make(batches(3))).close()
 
 
 # --- closures ------------------------------------------------------------------------------------
