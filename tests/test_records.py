@@ -1,4 +1,4 @@
-"""The record of an accelerator on small models, and the archives of older records."""
+"""Micro benchmarks on small models, and the archives of older records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.micro import accelerator
+from benchmarks.micro import accelerator, step_cost
 from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.comparing.comparison import compare
 from benchmarks.proving.comparing.results import read_results
@@ -43,3 +43,13 @@ def test_archives_of_versions_that_were_never_released_are_compared_as_then():
     runs = [run for found in comparisons for policy in found.policies for run in policy.outcomes]
     unknown = [run.run.policy.text for run in runs if run.skipped.total is None]
     assert unknown and len(unknown) < len(runs) and all("duty" in text or "/" in text for text in unknown)
+
+
+def test_the_cost_of_a_step_is_told_for_each_policy_with_the_files_that_it_enters(tmp_path, capsys):
+    found = tmp_path / "found.json"
+    step_cost.main(["none", "static:schedule=0.9:1", "--rounds", "4", "--turn", "1", "--files", "--json", str(found)])
+    loops = json.loads(found.read_text())["loops"]
+    assert list(loops) == ["bare", "none", "static:schedule=0.9:1"]
+    bare, none, _ = loops.values()
+    assert bare["step_us"]["median"] > 0 and bare["over_bare_us"]["median"] == 0 and not bare["files"]
+    assert any(name.endswith("attach.py") for name in none["files"]) and len(capsys.readouterr().out.splitlines()) == 3
