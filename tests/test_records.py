@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.comparing.comparison import compare
 from benchmarks.proving.comparing.results import read_results
 
-RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 
 
@@ -53,3 +55,11 @@ def test_the_cost_of_a_step_is_told_for_each_policy_with_the_files_that_it_enter
     bare, none, _ = loops.values()
     assert bare["step_us"]["median"] > 0 and bare["over_bare_us"]["median"] == 0 and not bare["files"]
     assert any(name.endswith("attach.py") for name in none["files"]) and len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_pages_of_records_lead_somewhere_and_each_picture_is_shown_by_the_docs():
+    for page in RECORDS.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            assert "://" in target or (page.parent / target).exists(), f"{page} leads to {target}, which is not there"
+    docs = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+    assert [path.name for path in RECORDS.rglob("*.svg") if path.relative_to(ROOT).as_posix() not in docs] == []

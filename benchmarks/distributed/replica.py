@@ -14,6 +14,7 @@ from examples.resnet import cifar_resnet
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rivals.layers import Layers
 from egeria.parallel import Replicas
@@ -70,14 +71,13 @@ class Replica:
     def __init__(self, subject: Subject, sizes: list[int] | None = None) -> None:
         torch.manual_seed(0)
         self._subject = subject
-        self._strategy = Replicas()
-        self.model = self._strategy.take(subject.build())
-        self._network = self._strategy.wrap()
+        self._strategy, self._network = Replicas(), DistributedDataParallel(subject.build())
+        self.model = self._strategy.take(self._network)
         self._layers = Layers(self.model)
         self.modules = self._layers.modules
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         if sizes is not None:
-            self._network.register_comm_hook(sizes, _count)  # type: ignore[operator]
+            self._network.register_comm_hook(sizes, _count)
 
     @property
     def trainable_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """What the journal of a run holds: one frozen record per kind of event.
 
-The journal writes them, the report and the replay read them; nothing else passes between the
+The journal writes them, the report reads them; nothing else passes between the
 parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
 Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process, unless the
 name says that they are those of the controller process. In order: the run, intervals and readings,
@@ -33,7 +33,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted(Event, kind="run_started"):
-    """A run was attached; everything a replay or a report needs to know of it."""
+    """A run was attached; everything a report needs to know of it."""
 
     config: dict[str, Any]
     modules: list[dict[str, Any]]
@@ -61,23 +61,21 @@ class ModulesOrdered(Event, kind="modules_ordered"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanMade(Event, kind="plan"):
+    """How many layer modules are to be frozen from when on."""
+
+    plan: str
+    """Its text, as `attach` takes it; empty where nothing is to be frozen."""
+    reason: str
+    skipped_share: float | None
+    """Share of the training's compute that it skips; None where operations cannot be counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeProfiled(Event, kind="compute_profiled"):
     """Share of the forward pass' floating-point operations that each layer module takes."""
 
     forward_shares: list[float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryProfiled(Event, kind="memory_profiled"):
-    """Bytes that an iteration keeps for each layer module beside its weights, while it is in
-    training.
-    """
-
-    activations: list[int]
-    """For the backward pass, of one call of the model with a whole mini-batch."""
-    gradients: list[int]
-    optimizer_state: list[int]
-    """On the device of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,11 +91,6 @@ class Resumed(Event, kind="resumed"):
 
     frozen: int
     stage: str
-    periods: list[int] | None = None
-    """For each layer module, how many steps lie between its updates; None where all are updated at
-    every step."""
-    landing: int = 0
-    """How many layer modules land behind the frozen ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,35 +118,6 @@ class IntervalMeasured(Event, kind="interval"):
     iteration_wall_s: float
     """Median seconds from one step to the next, overhead of egeria excluded."""
     iteration_cpu_s: float
-    gradients: list[float | None] | None = None
-    """L1 norm of the gradients of each layer module, summed over the interval, where the policy
-    needs it."""
-    weight_changes: list[float | None] | None = None
-    """Relative change of the weights of each layer module over the interval, where the policy needs
-    it."""
-    noise: list[float | None] | None = None
-    """By how much the noise of the steps of each layer module raises the loss, where the policy
-    needs it."""
-    way_ahead: float | None = None
-    """Sum of the learning rate over the steps still to come, where the policy needs it and it is
-    known."""
-    last_rate: float | None = None
-    """The learning rate of the last step, like `way_ahead`."""
-    periods: list[int] | None = None
-    """For each layer module, how many steps lay between its updates; None where all were updated at
-    every step."""
-    worth: list[float | None] | None = None
-    time_shares: list[float] | None = None
-    num_pretrained: int | None = None
-    freeze_scores: list[float | None] | None = None
-    """As in `egeria.policy.Interval`, where the policy needs them; None where they were not
-    measured."""
-    peak_bytes: int | None = None
-    """Most memory in use in the interval, with `accounts.peak_memory`."""
-    energy_j: float | None = None
-    """Joules that the interval took, with `accounts.energy`; our own work is in them."""
-    energy_window_s: float | None = None
-    """Seconds in which it took them."""
     overhead_wall_s: float | None = None
     """What egeria itself cost in this process so far, as in `RunClosed`; None in journals of
     earlier versions."""
@@ -179,14 +143,6 @@ class PlasticityRead(Event, kind="plasticity"):
     """CPU seconds of the controller process."""
     age: int | None = None
     """Evaluations since the reference was taken from the training weights."""
-    work_share: float | None = None
-    """Share of the model's forward operations that the module makes; None where they could not be
-    counted."""
-    change_ahead: float | None = None
-    """Plasticity against now that the module is predicted to reach by the end of the run, where the
-    policy predicts."""
-    loss_ahead: float | None = None
-    """Share of the fall of the training loss so far that freezing would keep it up by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,61 +185,15 @@ class ModuleFrozen(Event, kind="frozen"):
     parameter_share: float
     """Share of the trainable parameters that is frozen now; in journals of egeria 0.1 of all
     parameters."""
-    decided_at: int | None = None
-    """Step of the decision, where the module landed first; None where it froze at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreezeWaits(Event, kind="freeze_waits"):
-    """A layer module was decided to freeze, and trains on until that repays the compiling, or
-    others have landed.
-    """
+    """A layer module was decided to freeze, and trains on until that repays the compiling."""
 
     module: int
     name: str
     reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LandingBegan(Event, kind="landing"):
-    """A layer module was decided to freeze, and lands first: the noise of its last steps goes out
-    of its weights.
-    """
-
-    module: int
-    name: str
-    mode: str
-    """'average', 'anneal' or 'both', as `freezing.landing`."""
-    num_steps: int
-    """Optimizer steps over which its weights are averaged, or its learning rate falls."""
-    reason: str
-    """Of the freeze."""
-    decided_at: int | None = None
-    """Step of the decision, where others had to land first; None where it was decided just now."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LandingEnded(Event, kind="landed"):
-    """The landing of all layer modules up to `module` is over; unless it was cancelled they freeze
-    now.
-    """
-
-    module: int
-    name: str
-    outcome: str
-    """'landed'; 'undone': frozen as trained, since the average was worse; 'cancelled' by a thaw;
-    'failed': a fault."""
-    reason: str
-    num_pairs: int = 0
-    """Pairs of training steps, one with the weights as trained and one with the average, that were
-    compared."""
-    raw_loss: float | None = None
-    """Mean training loss of the steps with the weights as trained; None where nothing was
-    compared."""
-    landed_loss: float | None = None
-    """The same with the average."""
-    error: float | None = None
-    """Standard error of the difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,19 +203,6 @@ class Thawed(Event, kind="thawed"):
     frozen_before: int
     reason: str
     window: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeriodsChanged(Event, kind="periods"):
-    """Front layer modules are updated at other optimizer steps from here on."""
-
-    periods: list[int]
-    """For each layer module, how many steps lie between its updates; those of frozen ones mean
-    nothing."""
-    reason: str
-    is_in_force: bool = True
-    """Whether that is so; False where all go on to be updated at every step, for a reason that was
-    declined with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -442,15 +339,6 @@ class FaultCaught(Event, kind="fault"):
     where: str
     error: str
     count: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JournalCopied(Event, kind="journal_copied"):
-    """The store that gets a copy of the journal can be reached again, and has all of it."""
-
-    url: str
-    behind_s: float
-    """Seconds for which it could not be reached."""
 
 
 EVENT_TYPES: dict[str, type[Event]] = {

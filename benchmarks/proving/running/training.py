@@ -84,7 +84,8 @@ def train(
 
 def train_epoch(training: Training, course: Course) -> Iterator[tuple[int, float, bool]]:
     """Train one epoch; halt where it is to be evaluated: steps of the epoch so far, their mean loss, is it the end."""
-    network, run, rival = training.model, course.run, course.rival
+    network = training.model
+    run, rival = course.run, course.rival
     halts = training.evaluation_steps
     total: Tensor | float = 0.0
     num_steps = 0

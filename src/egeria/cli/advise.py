@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from egeria.advice import Advice, advise
-from egeria.advice.advice import TEXT_COLUMNS
 from egeria.cli.modules import call_named
-from egeria.config.checks import check, timetable
+from egeria.config.checks import check
+from egeria.config.plan_text import wrong_plan
 from egeria.errors import ConfigError
 from egeria.report.wording import percent
 
@@ -24,8 +24,8 @@ RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Build the training, measure it, print the advice; write it where that is asked for."""
-    if arguments.schedule is not None:
-        check("schedule", arguments.schedule, timetable)
+    if arguments.plan is not None:
+        check("plan", arguments.plan, wrong_plan)
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise ConfigError(
             f"--json takes a file in a folder that exists, found {arguments.json}. Make the "
@@ -36,14 +36,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         advice = advise(
             **{**given, **({} if arguments.rounds is None else {"rounds": arguments.rounds})}
         )
-    saving = None if arguments.schedule is None else advice.saving(arguments.schedule)
+    saving = None if arguments.plan is None else advice.saving(arguments.plan)
     console.print(_table(advice))
     for note in advice.notes():
         console.print(escape(note), highlight=False)
     if saving is not None:
         console.print(
-            f"The schedule {arguments.schedule!r} would save {percent(saving)} of the training "
-            "time."
+            f"The plan {arguments.plan!r} would save {percent(saving)} of the training time."
         )
     if arguments.json is not None:
         arguments.json.write_text(advice.to_json() + "\n", encoding="utf-8")
@@ -68,7 +67,7 @@ def _table(advice: Advice) -> Table:
         title="What freezing could save: an iteration with the front layer modules frozen"
     )
     for name in head:
-        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
+        table.add_column(name, justify="left" if name == "up to" else "right")
     for row in rows:
         table.add_row(*map(escape, row))
     return table

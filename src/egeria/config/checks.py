@@ -5,31 +5,16 @@ step.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from egeria.errors import ConfigError
 
 Rule = Callable[[Any], str]
 """Returns what a value would have to be; empty where it is that."""
 Value = TypeVar("Value")
-TIMETABLE = 'text such as "0.54:2 0.79:3 0.9:0"'
-PERIODS = (2, 4, 8, 16, 32, 64)
-"""Every how many optimizer steps a layer module may be updated, if not at each."""
-_ENTRY = re.compile(r"(\d+\.?\d*|\.\d+):\d+(/\d+)?(,\d+/\d+)*")
-
-
-class Front(NamedTuple):
-    """What becomes of the front layer modules at an entry of a timetable."""
-
-    frozen: int = 0
-    """How many are frozen."""
-    periods: tuple[int, ...] = ()
-    """For each, front to back, how many optimizer steps lie between updates; those of frozen ones
-    mean nothing."""
 
 
 class SettingsGroup:
@@ -120,65 +105,6 @@ def regular_expression(value: Any) -> str:
         return "" if isinstance(value, str) and re.compile(value) else contract
     except (re.error, OverflowError, RecursionError):
         return contract
-
-
-def timetable(text: Any) -> str:
-    """Rule for shares of the training with what is frozen, or updated more rarely, from then on."""
-    if not isinstance(text, str) or not text.split():
-        return f"{TIMETABLE}, share of the training : front layer modules frozen from then on"
-    malformed = [entry for entry in text.split() if not _ENTRY.fullmatch(entry)]
-    if malformed:
-        return (
-            f"{TIMETABLE}, where {malformed[0]!r} is no share of the training : number of "
-            "layer modules"
-        )
-    if wrong := next(filter(None, map(_wrong_parts, text.split())), ""):
-        return f"{TIMETABLE}, {wrong}"
-    shares = [share for share, _ in read_timetable(text)]
-    if max(shares) >= 1:
-        return f"{TIMETABLE}, with shares of the training below 1 and not {max(shares):g}"
-    if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
-        return f"{TIMETABLE}, with shares of the training that rise from entry to entry"
-    return ""
-
-
-def read_timetable(text: str) -> tuple[tuple[float, Front], ...]:
-    """Return the (share of the training done, front layer modules from then on) that a checked text
-    holds.
-    """
-    return tuple((float(entry.split(":")[0]), _read_front(entry)) for entry in text.split())
-
-
-def _parts(entry: str) -> list[tuple[int, int]]:
-    """Return the (front modules, period) of an entry such as "0.1:1,3/4", with 0 as the period of
-    frozen ones.
-    """
-    pairs = (part.partition("/") for part in entry.split(":")[1].split(","))
-    return [(int(depth), int(period or 0)) for depth, _, period in pairs]
-
-
-def _wrong_parts(entry: str) -> str:
-    """Return what the parts of an entry would have to be; empty where they are that."""
-    parts = _parts(entry)
-    depths, periods = [depth for depth, _ in parts], [period for _, period in parts if period]
-    if any(period not in PERIODS for period in periods):
-        return (
-            f"where {entry!r} has a period that is none of {', '.join(map(str, PERIODS))} "
-            "optimizer steps"
-        )
-    if any(behind <= front for front, behind in itertools.pairwise(depths)):
-        return f"where the numbers of layer modules in {entry!r} rise from part to part"
-    if any(behind >= front for front, behind in itertools.pairwise(periods)):
-        return f"where the periods in {entry!r} fall from part to part"
-    return ""
-
-
-def _read_front(entry: str) -> Front:
-    parts, periods = _parts(entry), list[int]()
-    for depth, period in parts:
-        periods += [period] * (depth - len(periods))
-    frozen = parts[0][0] if parts[0][1] == 0 else 0
-    return Front(frozen, (*([max(periods[frozen:], default=1)] * frozen), *periods[frozen:]))
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:

@@ -17,7 +17,7 @@ from egeria.controller.protocol import Controller, ControllerStatus, Report, Req
 from egeria.errors import brief
 from egeria.events import Declined, FidelityChecked, ReferenceRefreshed
 from egeria.layers.batch import Batch
-from egeria.plasticity import GRAM_FORMS, Metric, flatten_rows, gram, pool_map
+from egeria.plasticity import flatten_rows, gram, pool_map, sp_loss, sp_loss_of_grams
 from egeria.reference import QuantizedReference
 
 MOST_UNCHECKED = 3
@@ -37,33 +37,28 @@ class EvaluationPlan:
     """How to evaluate; travels to the controller process."""
 
     taps: tuple[str, ...]
-    metric: Metric
     largest_map: int
     window: int
     precision: str
     device: str
     fidelity_share: float
-    harmless_error: float = 0.0
-    """Error of a reading that no decision turns on, however small plasticity is."""
 
     def reduce(self, activation: Tensor, *, as_gram: bool | None = None) -> ComparedOutput:
-        """Pool an activation [B, ...]; take its gram where the metric allows it and it is smaller,
-        or as told.
-        """
+        """Pool an activation [B, ...]; take its gram where that is smaller, or as told."""
         pooled = pool_map(activation.detach(), self.largest_map)
         rows = pooled.shape[0]
         if as_gram is None:
-            as_gram = self.metric in GRAM_FORMS and pooled.numel() > rows * rows
+            as_gram = pooled.numel() > rows * rows
         return ComparedOutput(
             tensor=gram(flatten_rows(pooled)) if as_gram else pooled, is_gram=as_gram
         )
 
     def compare(self, training: ComparedOutput, activation: Tensor) -> float:
-        """Return the metric between an output and another model's activation [B, ...] for the same
+        """Return the SP loss between an output and another model's activation [B, ...] for the same
         rows.
         """
         reference = self.reduce(activation, as_gram=training.is_gram)
-        metric = GRAM_FORMS[self.metric] if training.is_gram else self.metric
+        metric = sp_loss_of_grams if training.is_gram else sp_loss
         with torch.no_grad():
             return float(metric(training.tensor, reference.tensor.to(training.tensor.device)))
 
@@ -72,8 +67,8 @@ class InlineController(Controller):
     """Runs the reference model inside `submit`; the controller process does so in `evaluate`.
 
     Once in the life of a snapshot, after the first readings of a tap, the error of the reference is
-    measured: the metric between the full-precision snapshot and its quantized form may be at most
-    `fidelity_share` of the mean of those readings, or harmless. Otherwise the activation ranges are
+    measured: the SP loss between the full-precision snapshot and its quantized form may be at most
+    `fidelity_share` of the mean of those readings. Otherwise the activation ranges are
     found again, or the next format is taken.
     """
 
@@ -176,7 +171,7 @@ class InlineController(Controller):
 
     def _improve(self, tap: str, error: float, plasticity: float) -> tuple[str, float]:
         """Return what was made of an error, and the error after it."""
-        largest = max(self._plan.fidelity_share * plasticity, self._plan.harmless_error)
+        largest = self._plan.fidelity_share * plasticity
         if error <= largest:
             return "kept", error
         if self._reference.recalibrate():

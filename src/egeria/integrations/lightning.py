@@ -17,7 +17,7 @@ from egeria.config import Config
 from egeria.controller import Controller
 from egeria.errors import ConfigError, StateError
 from egeria.layers.shards import without_wrapper
-from egeria.policy import FORESIGHT, PolicyMaker, find_policy
+from egeria.policy import PolicyMaker
 from egeria.report.trackers import FOLDER, Tracker
 from egeria.session import EgeriaWarning, Run
 from egeria.session.checks import choose_rule, read_config
@@ -251,18 +251,9 @@ def _reason_to_decline(trainer: Any, pl_module: Any) -> str:
 
 def _reason_of_policy(trainer: Any, config: Config) -> str:
     """Return why the policy cannot be followed in a training; empty where it can."""
-    name, num_schedules = config.policy.name, len(trainer.lr_scheduler_configs)
-    looks_ahead = FORESIGHT in getattr(find_policy(name), "needs", ())
-    if num_schedules > 1 and looks_ahead:
-        return (
-            f"configure_optimizers returns {num_schedules} learning-rate schedulers, and the "
-            "rates that they come to "
-            "together cannot be foreseen. Return one: chain them with ChainedScheduler or "
-            "SequentialLR. Or use "
-            f"EgeriaCallback(policy='egeria'), which does not look ahead"
-        )
+    name, is_default = config.policy.name, config.policy.name == "plan" and not config.policy.plan
     if _total_steps(trainer, trainer.global_step) is None and (
-        looks_ahead or not _takes_any_length(config)
+        is_default or not _takes_any_length(config)
     ):
         way_out = "Give it one: Trainer(max_steps=...) or Trainer(max_epochs=...)"
         if trainer.num_training_batches == math.inf:

@@ -1,21 +1,18 @@
-"""Telling what came trained from what begins at random, by what training never leaves as it was."""
+"""Detect pretrained weights from normalisation layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from egeria.layers.atoms import is_under
-from egeria.layers.modules import LayerModule
 from egeria.layers.shards import own_part
 
 COARSE_SHARE, FINE_SHARE = 0.2, 0.1
 """What `modules.target_share` stands for where it is None: plasticity judges one layer module after
-the other, so that few are better; the worth of many is measured at once, so that more can freeze at
-their own time."""
+the other, so that few are better; a plan for a pretrained model freezes many at their own times."""
 
 
 def find_trained_norms(model: nn.Module) -> dict[str, bool]:
@@ -45,28 +42,6 @@ def settings_of_cut(settings: Mapping[str, Any], *, is_pretrained: bool) -> dict
     is_fine = share is None and is_pretrained
     share = share or (FINE_SHARE if is_fine else COARSE_SHARE)
     return {**settings, "target_share": share, "tables_apart": is_fine}
-
-
-def count_pretrained(norms: Mapping[str, bool], modules: Sequence[LayerModule]) -> int:
-    """Return how many front layer modules came trained.
-
-    Args:
-        norms: of `find_trained_norms`, before the training.
-        modules: front to back. One without normalisation is like the next behind it that has some;
-            where none has, nothing is known to be trained.
-    """
-    found = [
-        [
-            is_trained
-            for name, is_trained in norms.items()
-            if any(name == at or is_under(name, at) for at in m.submodules)
-        ]
-        for m in modules
-    ]
-    count = 0
-    while count < len(found) and any(next((signs for signs in found[count:] if signs), ())):
-        count += 1
-    return count
 
 
 def _numbers(module: nn.Module) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from egeria.parallel.refusals import refuse_model, refuse_options, refuse_shards
 _BARE = (
     "the model is trained by several processes and called without DistributedDataParallel, so "
     "that nothing joins "
-    "their gradients. Call run.model in its place, which wraps it, or wrap it yourself"
+    "their gradients. Wrap it: model = DistributedDataParallel(model), before attach or after it"
 )
 _PART = (
     "DistributedDataParallel joins only some processes of the job. Wrap the model before "
@@ -43,30 +43,24 @@ class ParallelStrategy:
         self.num_ranks = 1
         self._group: Any = None
         """What the processes exchange numbers of the CPU in; None where there is one only."""
-        self.called: nn.Module | None = None
-        """What `run.model` calls; None as long as it is open what wraps the model."""
+        self.given: nn.Module | None = None
+        """What was given to `attach`; None for a bare replica, whose wrapper is not known yet."""
         self._model = nn.Module()
         """The model itself, without any wrapper."""
 
     @property
     def is_compiled(self) -> bool:
         """Whether what was given to `attach` is compiled."""
-        return self.called is not None and without_wrapper(self.called) is not self.called
+        return self.given is not None and without_wrapper(self.given) is not self.given
 
     def take(self, model: nn.Module) -> nn.Module:
         """Take over what was given to `attach`; return the model itself, without any wrapper."""
-        self.called, self._model = model, without_wrapper(model)
+        self.given, self._model = model, without_wrapper(model)
         return self._model
 
     def refusal(self) -> str | None:
         """Return why nothing can be frozen under the strategy, with the way out; None if it can."""
         return self._refused or refuse_model(self._model)
-
-    def periods_refusal(self) -> str | None:
-        """Return why layer modules cannot rest at single steps under the strategy; None if they
-        can.
-        """
-        return None
 
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Return the rows of all processes, by rank; they have the same length.
@@ -84,14 +78,6 @@ class ParallelStrategy:
     def settle(self) -> None:
         """Put parameters into the form in which what trains can be changed."""
 
-    def equalise(self, names: Collection[str]) -> None:
-        """Give parameters the values of the first process in all of them, where each has the whole
-        of them.
-
-        Args:
-            names: those of the parameters.
-        """
-
     def see_call(self) -> bool:
         """See a training call of the model begin, within whatever wraps it.
 
@@ -100,23 +86,11 @@ class ParallelStrategy:
         """
         return False
 
-    def wrap(self) -> nn.Module:
-        """Return what `run.model` calls, made now if it has to be."""
-        assert self.called is not None
-        return self.called
-
-    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
-        """Let what wraps the model follow, now that gradients may have been switched on or off;
-        nothing rests.
+    def update(self, frozen: Collection[str] = ()) -> None:
+        """Let what wraps the model follow, now that gradients may have been switched on or off.
 
         Args:
             frozen: names of the submodules that are frozen now.
-            depths: how many front layer modules may be at rest together from now on.
-        """
-
-    def rest(self, depth: int) -> None:
-        """Let what wraps the model follow, now that the first `depth` layer modules rest; 0 for
-        none.
         """
 
 
@@ -142,20 +116,12 @@ class Replicas(ParallelStrategy):
     reduction of gradients.
 
     The wrapper is the one that was given, or the one that a bare model is found in at its first
-    training call, as frameworks wrap it; else the first call of `run.model` makes one. It stays the
-    same object with its options and communication hooks, and its buckets are rebuilt whenever
-    layers freeze or thaw. Where layers rest at some steps, what reduces (torch's `Reducer`) is kept
-    for each depth of rest, and a step picks one: the others, which are not prepared for its
-    backward pass, let all gradients go by. With `find_unused_parameters` they take note of what is
-    used all the same, so that it is made anew at each such step.
-
-    Args:
-        options: of `DistributedDataParallel`, where it is made here.
+    training call, as frameworks wrap it. It stays the same object with its options and
+    communication hooks, and its buckets are rebuilt whenever layers freeze or thaw.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._options = options
         self._wrapper: Any = None
         self._is_bare = False
         """Whether the last training call was in no wrapper, as far as that is known."""
@@ -165,21 +131,16 @@ class Replicas(ParallelStrategy):
         """Names of the submodules that are frozen."""
         self._idle: frozenset[str] = frozenset()
         """Names of the buffers that are not broadcast any more."""
-        self._depth = 0
-        """How many front layer modules rest."""
-        self._kept: dict[int, tuple[Any, ...]] = {}
-        """What reduces at the other depths of rest, as far as it was needed."""
 
     def take(self, model: nn.Module) -> nn.Module:
         """Return the model itself."""
         wrapper, group = without_wrapper(model), distributed.group.WORLD
         if isinstance(wrapper, DistributedDataParallel):
-            self.called, self._model = model, without_wrapper(wrapper.module)
+            self.given, self._model = model, without_wrapper(wrapper.module)
             self._adopt(wrapper)
             group = wrapper.process_group
         else:
             self._model = wrapper
-            self._given = model
         self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
         self._group = _group_on_the_cpu(group)
         return self._model
@@ -191,29 +152,6 @@ class Replicas(ParallelStrategy):
         if self._wrapper is None:
             return super().refusal() or (_BARE if self._is_bare else None)
         return super().refusal() or refuse_options(self._wrapper)
-
-    def periods_refusal(self) -> str | None:
-        """Refuse hooks that keep something for each bucket, since the buckets are others from step
-        to step.
-        """
-        hooks = self._wrapper._comm_hooks if self._wrapper is not None else ()
-        if any(hasattr(state, "start_powerSGD_iter") for _, state in hooks):
-            return (
-                "PowerSGD keeps errors by bucket, and buckets are others where layer modules rest"
-            )
-        return None
-
-    def equalise(self, names: Collection[str]) -> None:
-        """Send the values of the first process to the others."""
-        group: Any = (
-            distributed.group.WORLD if self._wrapper is None else self._wrapper.process_group
-        )
-        first = distributed.get_global_rank(group, 0)
-        for name in sorted(names):
-            weights = self._model.get_parameter(name).detach()
-            sent = weights.contiguous()
-            distributed.broadcast(sent, first, group=group)
-            weights.copy_(sent)
 
     def see_call(self) -> bool:
         """Find the wrapper of a bare model at the first training call in one."""
@@ -230,70 +168,26 @@ class Replicas(ParallelStrategy):
         if distributed.get_world_size(wrapper.process_group) != self.num_ranks:
             self._refused = _PART
         else:
-            self.called = wrapper
             self._adopt(wrapper)
-            if (
-                self._refused is None
-                and refuse_options(wrapper) is None
-                and (self._frozen or self._depth)
-            ):
-                # A resumed state has layers that are frozen, or rest, before the wrapper was known,
-                # or made.
+            if self._refused is None and refuse_options(wrapper) is None and self._frozen:
+                # A resumed state has frozen layers before the wrapper was known, or made.
                 self._rebuild()
                 wrapper.reducer.prepare_for_forward()
 
-    def wrap(self) -> nn.Module:
-        """Return the wrapper, made now if there is none."""
-        if self.called is None:
-            self.called = DistributedDataParallel(
-                self._given, **{**_device(self._model), **self._options}
-            )
-            self._adopt(self.called)
-            if self._frozen or self._depth:
-                self._rebuild()
-        return self.called
-
-    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
+    def update(self, frozen: Collection[str] = ()) -> None:
         """Rebuild the buckets of the wrapper if other parameters train than before."""
         self._frozen = tuple(frozen)
-        self.rest(0)
-        self._kept = {depth: kept for depth, kept in self._kept.items() if depth in depths}
         if self._wrapper is not None and (self._trainable(), self._idle_buffers()) != (
             self._trained,
             self._idle,
         ):
             self._rebuild()
 
-    def rest(self, depth: int) -> None:
-        """Pick what reduces the gradients that there are while so many layer modules rest; made
-        when first needed.
-        """
-        before, self._depth = self._depth, depth
-        if self._wrapper is None or depth == before:
-            return
-        held = vars(self._wrapper)
-        if self._wrapper.find_unused_parameters:
-            # What reduced at other steps would take what is used at this one for used at its next.
-            kept = {name: held[name] for name in _REDUCING}
-            try:
-                _make_reducer(self._wrapper)
-            except BaseException:
-                held.update(kept)
-                raise
-            return
-        self._kept[before] = tuple(held[name] for name in _REDUCING)
-        if depth in self._kept:
-            held.update(zip(_REDUCING, self._kept.pop(depth), strict=True))
-        else:
-            _make_reducer(self._wrapper)
-
     def _rebuild(self) -> None:
-        """Reduce from now on what needs a gradient now; what rests is known again at the next
-        update.
-        """
-        self._kept, idle = {}, self._idle_buffers()
+        """Reduce from now on what needs a gradient now."""
+        idle = self._idle_buffers()
         _rebuild(self._wrapper, idle_before=self._idle, idle=idle)
-        self._trained, self._idle = self._trainable() if self._depth == 0 else (), idle
+        self._trained, self._idle = self._trainable(), idle
 
     def _idle_buffers(self) -> frozenset[str]:
         return frozenset(_buffers_of(self._wrapper.module, self._model, self._frozen))
@@ -329,7 +223,8 @@ class Sharded(ParallelStrategy):
 
     def refusal(self) -> str | None:
         """Refuse what cannot be watched, and what is in parts of another kind."""
-        return super().refusal() or refuse_shards(self.wrap())
+        given = self._model if self.given is None else self.given
+        return super().refusal() or refuse_shards(given)
 
     def settle(self) -> None:
         """Put parameters in parts, where an evaluation of the loop's own has left whole ones: no
@@ -337,17 +232,10 @@ class Sharded(ParallelStrategy):
         """
         reshard(self._model)
 
-    def update(self, frozen: Collection[str] = (), depths: Collection[int] = ()) -> None:
+    def update(self, frozen: Collection[str] = ()) -> None:
         """Make the parts ready for what trains now."""
         for module in self._model.modules():
             choose_dtypes_again(module)
-
-    def rest(self, depth: int) -> None:
-        """Put whole parameters away that a forward pass has left: they take over what rests when
-        made from parts.
-        """
-        reshard(self._model)
-        self.update()
 
 
 def _group_on_the_cpu(group: Any) -> Any:
@@ -368,13 +256,6 @@ def _group_on_the_cpu(group: Any) -> Any:
         timeout=timeout,
         use_local_synchronization=True,
     )
-
-
-def _device(model: nn.Module) -> dict[str, Any]:
-    """Return the option for a replica on one accelerator; nothing for others."""
-    devices = {parameter.device for parameter in model.parameters()}
-    is_single = len(devices) == 1 and next(iter(devices)).type not in ("cpu", "meta")
-    return {"device_ids": [next(iter(devices))]} if is_single else {}
 
 
 def _buffers_of(wrapped: nn.Module, model: nn.Module, frozen: Collection[str]) -> list[str]:
@@ -412,18 +293,6 @@ def _rebuild(
     del held.reducer, held.logger
     for _, state in held._comm_hooks:
         _forget_buckets(state)
-    _make_reducer(wrapper)
-
-
-_REDUCING = ("reducer", "logger", "_has_rebuilt_buckets")
-"""Attributes of a wrapper that change with what it reduces."""
-
-
-def _make_reducer(wrapper: DistributedDataParallel) -> None:
-    """Give a wrapper what reduces the gradients that are needed now, beside what it may have had
-    for others.
-    """
-    held: Any = wrapper
     hooks, held._comm_hooks = list(held._comm_hooks), []
     parameters, expects_sparse = held._build_params_for_reducer()
     names = held._build_debug_param_to_name_mapping(parameters)

@@ -1,31 +1,22 @@
 """Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
 
-`protocol` is what goes in and out of a policy. `worth` is the default one: in a
-fine-tuning by itself, else as `forecast` (with `evidence`). `paper` is the
-paper's (with `schedules`), `rivals` and `smartfrz` are those of others; all are built on `base`,
-and `catalogue` names them.
+`protocol` is what goes in and out of a policy. `plan` is the default one, `paper` that of the paper
+(with `schedules`, its rules for thawing). Both are built on `base`; here they have their names.
 """
 
-from egeria.policy.catalogue import (
-    POLICIES,
-    choose_interval,
-    find_policy,
-    first_stage,
-    harmless_error,
-    with_metric_of_policy,
-)
+from __future__ import annotations
+
+from typing import Any
+
+from egeria.config import Config
+from egeria.config.checks import require
+from egeria.policy.base import FrontPolicy
 from egeria.policy.paper import EgeriaPolicy
+from egeria.policy.plan import Plan, PlanPolicy, draw_up
 from egeria.policy.protocol import (
     BOOTSTRAPPING,
-    FORESIGHT,
-    GRADIENTS,
     KNOWLEDGE_GUIDED,
-    NOISE,
     PLASTICITY,
-    PREDICTION,
-    WEIGHTS,
-    WORTH,
-    Annealing,
     Decision,
     EndBootstrapping,
     Foreseeing,
@@ -35,11 +26,8 @@ from egeria.policy.protocol import (
     Policy,
     PolicyMaker,
     Reading,
-    SetPeriods,
     Thaw,
-    Unhurried,
 )
-from egeria.policy.rivals import ordinal
 from egeria.policy.schedules import (
     RULES,
     Moment,
@@ -51,17 +39,10 @@ from egeria.policy.schedules import (
 
 __all__ = [
     "BOOTSTRAPPING",
-    "FORESIGHT",
-    "GRADIENTS",
     "KNOWLEDGE_GUIDED",
-    "NOISE",
     "PLASTICITY",
     "POLICIES",
-    "PREDICTION",
     "RULES",
-    "WEIGHTS",
-    "WORTH",
-    "Annealing",
     "Decision",
     "EgeriaPolicy",
     "EndBootstrapping",
@@ -70,20 +51,69 @@ __all__ = [
     "Interval",
     "Judgement",
     "Moment",
+    "Plan",
+    "PlanPolicy",
     "Policy",
     "PolicyMaker",
     "Reading",
-    "SetPeriods",
     "Thaw",
     "UnfreezeAction",
     "UnfreezeRule",
-    "Unhurried",
     "choose_interval",
+    "draw_up",
     "find_policy",
     "find_rule",
     "first_stage",
-    "harmless_error",
-    "ordinal",
     "rule_for_schedule",
-    "with_metric_of_policy",
 ]
+
+POLICIES: dict[str, PolicyMaker] = {
+    "plan": PlanPolicy,
+    "static": PlanPolicy,
+    "linear": PlanPolicy,
+    "none": FrontPolicy,
+    "egeria": EgeriaPolicy,
+}
+DEFAULT_INTERVAL_STEPS = 100
+PASSES = 1 + 0.5 + 0.25
+"""Bootstrapping, smoothing delay and the halved window after a thaw, in passes over all modules
+(paper §4.2.2)."""
+
+
+def find_policy(name: Any) -> PolicyMaker:
+    """Return what makes the policy that a setting means: by its name, or the callable itself."""
+    if not isinstance(name, str):
+        return name  # type: ignore[no-any-return]
+    contract = f"{', '.join(map(repr, POLICIES))} or a callable that makes a policy"
+    require(name in POLICIES, "policy.name", contract, name)
+    return POLICIES[name]
+
+
+def first_stage(name: Any) -> str:
+    """Return the stage in which a run under this policy begins; 'bootstrapping' for an unknown
+    one.
+    """
+    maker = POLICIES.get(name) if isinstance(name, str) else None
+    return BOOTSTRAPPING if getattr(maker, "has_bootstrapping", True) else KNOWLEDGE_GUIDED
+
+
+def choose_interval(
+    config: Config, *, total_steps: int | None, num_modules: int
+) -> tuple[int, str]:
+    """Return `n`, the optimizer steps between evaluations, and the reason: by the guideline of the
+    paper, §4.2.2.
+
+    Args:
+        config: the settings of the run.
+        total_steps: optimizer steps of the whole run, None where unknown.
+        num_modules: layer modules of the model.
+    """
+    window = config.plasticity.window
+    if config.plasticity.interval_steps is not None:
+        return config.plasticity.interval_steps, "set in plasticity.interval_steps"
+    if total_steps is None:
+        reason = "default: give attach total_steps to derive it from the length of the run"
+        return DEFAULT_INTERVAL_STEPS, reason
+    steps = round(total_steps / (2 * window) / num_modules / PASSES)
+    reason = f"guideline: {total_steps} steps / (2 x {window}) / {num_modules} modules / {PASSES}"
+    return max(1, steps), reason

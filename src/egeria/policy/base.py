@@ -18,12 +18,9 @@ from egeria.policy.protocol import (
     Interval,
     Judgement,
     Reading,
-    SetPeriods,
     Thaw,
 )
 from egeria.policy.schedules import UnfreezeRule
-
-NOT_SAVED = {"memory", "total_steps"}  # fields that the settings and the call of `attach` give
 
 
 class FrontPolicy:
@@ -33,7 +30,7 @@ class FrontPolicy:
 
     needs: frozenset[str] = frozenset()
     has_bootstrapping = False  # whether a run begins in the bootstrapping stage
-    _saved: tuple[str, ...] = ("frozen", "periods", "trainable", "deepest_freeze")
+    _saved: tuple[str, ...] = ("frozen", "trainable", "deepest_freeze")
     """Private attributes that make the state, without the underscore."""
 
     def __init__(
@@ -52,7 +49,6 @@ class FrontPolicy:
         last = len(self._trainable) - 1
         self._deepest_freeze = last if deepest_freeze is None else min(deepest_freeze, last)
         self._frozen = 0
-        self._periods = (1,) * len(self._trainable)
         self._window = config.plasticity.window
         self._prepare()
 
@@ -63,11 +59,6 @@ class FrontPolicy:
     def frozen(self) -> int:
         """How many front layer modules are frozen."""
         return self._frozen
-
-    @property
-    def periods(self) -> tuple[int, ...]:
-        """For each layer module, how many optimizer steps lie between its updates."""
-        return self._periods
 
     @property
     def stage(self) -> str:
@@ -116,30 +107,8 @@ class FrontPolicy:
         self._frozen = depth
         if depth > before:
             return tuple(Freeze(module=module, reason=reason) for module in range(before, depth))
-        self._periods = (1,) * len(self._trainable)
         thaw = Thaw(reason=reason, window=self.window)
         return (thaw, *(Freeze(module=module, reason=reason) for module in range(depth)))
-
-    def _update_every(self, periods: Sequence[int], reason: str) -> tuple[Decision, ...]:
-        """Return the decision that gives the front layer modules these periods, as far as allowed;
-        () for no change.
-
-        Args:
-            periods: of the first modules, front to back; those behind them are updated at every
-                step, and those of frozen ones stay.
-            reason: why.
-        """
-        num_ones = (
-            len(self._trainable)
-            - len(active := periods[self._frozen : self._deepest_freeze])
-            - self._frozen
-        )
-        behind = [*active, *(1 for _ in range(num_ones))]
-        wanted = (*(max(period, behind[0]) for period in self._periods[: self._frozen]), *behind)
-        if not self._config.freezing.enabled or wanted == self._periods:
-            return ()
-        self._periods = wanted
-        return (SetPeriods(periods=wanted, reason=reason),)
 
     def _pass_over_untrainable(self) -> tuple[Decision, ...]:
         """Return the decisions that freeze the next modules as far as they have no parameters to
@@ -209,14 +178,7 @@ def _plain(value: Any) -> Any:
         return list(map(_plain, value))
     if not is_dataclass(value):
         return value
-    entries = (
-        (field.name, getattr(value, field.name))
-        for field in fields(value)
-        if field.name not in NOT_SAVED
-    )
-    return {
-        name: list(entry.items()) if isinstance(entry, dict) else entry for name, entry in entries
-    }
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _restored(value: Any, present: Any) -> Any:
@@ -228,8 +190,6 @@ def _restored(value: Any, present: Any) -> Any:
             present,
             **{name: _restored(entry, getattr(present, name)) for name, entry in value.items()},
         )
-    if isinstance(present, dict):
-        return {int(key): entry for key, entry in value}
     if isinstance(value, (list, tuple)):
         entry_now = present[0] if isinstance(present, tuple) and present else None
         return tuple(_restored(entry, entry_now) for entry in value)

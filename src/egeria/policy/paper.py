@@ -29,7 +29,6 @@ class EgeriaPolicy(BootstrappedPolicy):
     """
 
     needs = frozenset({PLASTICITY})
-    _judged = "plasticity"
     _own = ("window", "histories", "learning_rate", "freeze_learning_rate", "on_hold")
     _saved = (*BootstrappedPolicy._saved, *_own)
 
@@ -82,7 +81,7 @@ class EgeriaPolicy(BootstrappedPolicy):
         if history.stationary >= self._window and self._config.freezing.enabled:
             if self._freeze_learning_rate is None and self._trainable[module]:
                 self._freeze_learning_rate = self._learning_rate
-            reason = f"{self._judged} stationary for {history.stationary} evaluations"
+            reason = f"plasticity stationary for {history.stationary} evaluations"
             decisions = (*self._move_to(module + 1, reason), *self._pass_over_untrainable())
         return Judgement(
             smoothed=history.smoothed[-1],
@@ -100,8 +99,7 @@ class EgeriaPolicy(BootstrappedPolicy):
         self._window = (
             full if restart else max(self._config.unfreezing.minimum_window, self._window // 2)
         )
-        self._frozen, self._periods = 0, (1,) * len(self._trainable)
-        self._freeze_learning_rate = None
+        self._frozen, self._freeze_learning_rate = 0, None
         # The early slopes stay: they stand for the fast early phase of the module.
         self._histories = tuple(
             replace(history, readings=(), smoothed=(), slope=None, stationary=0)

@@ -4,72 +4,34 @@ itself.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
 from egeria.config import Config
-from egeria.config.checks import PERIODS, require
 from egeria.events import IntervalMeasured
 from egeria.policy.schedules import UnfreezeRule
 
 BOOTSTRAPPING = "bootstrapping"
 KNOWLEDGE_GUIDED = "knowledge-guided"
-_IN_JOURNAL = {"remaining_rate_sum": "way_ahead"}
-"""What has another name there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """What was measured over `n` steps of training; what the policy does not need is None.
-
-    In what is measured by layer module, a frozen one has None.
-    """
+    """What was measured over `n` steps of training."""
 
     step: int
     evaluation: int
     loss: float | None
     """Mean of the finite training losses; None where there was none."""
     learning_rate: float
-    gradients: tuple[float | None, ...] | None = None
-    """For each layer module the L1 norm of its gradients, summed over the interval."""
-    weight_changes: tuple[float | None, ...] | None = None
-    """For each layer module ||w_now - w_then|| / ||w_then|| over the interval; None in the first
-    one."""
-    noise: tuple[float | None, ...] | None = None
-    """For each layer module by how much the noise of the optimizer's steps raises the loss."""
-    remaining_rate_sum: float | None = None
-    """Sum of the learning rate over the steps still to come; None where it is unknown."""
-    last_rate: float | None = None
-    """The learning rate of the last step; None like `remaining_rate_sum`."""
-    worth: tuple[float | None, ...] | None = None
-    """For each layer module by how much its steps in the interval lowered the loss, to first
-    order."""
-    time_shares: tuple[float, ...] | None = None
-    """For each layer module the share of an iteration that a freeze of it saves, where all in front
-    are frozen."""
-    num_pretrained: int | None = None
-    """How many front layer modules came trained; None like `worth`."""
-    freeze_scores: tuple[float | None, ...] | None = None
-    """For each layer module the probability that it may freeze, as the predictor of SmartFRZ sees
-    it."""
     frozen: int | None = None
-    """How many front layer modules were frozen, those not that land first or wait; None where it is
-    not known."""
+    """How many front layer modules were frozen; None where it is not known."""
 
     @classmethod
     def of(cls, event: IntervalMeasured) -> Interval:
         """Return what the journal has of it."""
-        found = {
-            field.name: getattr(event, _IN_JOURNAL.get(field.name, field.name))
-            for field in fields(cls)
-        }
-        values: Any = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in found.items()
-        }
-        return cls(**values)
+        return cls(**{field.name: getattr(event, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +43,7 @@ class Reading:
     module: int
     value: float
     age: int | None = None
-    """Evaluations since the snapshot that it was compared with; None in old journals."""
-    work_share: float | None = None
-    """Share of the model's forward operations that the module makes; None where they could not be
-    counted."""
+    """Evaluations since the snapshot that it was compared with."""
     wall_s: float = 0.0
     """Seconds the reading took in the training process: for the journal, no policy may decide by
     it."""
@@ -103,11 +62,7 @@ class EndBootstrapping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Freeze:
-    """Freeze this layer module, the frontmost active one.
-
-    With `freezing.landing` it lands first. To the policy it is frozen from now on; a `Thaw` cancels
-    that.
-    """
+    """Freeze this layer module, the frontmost active one."""
 
     module: int
     reason: str
@@ -115,41 +70,13 @@ class Freeze:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thaw:
-    """Thaw everything and start again at the first layer module, with this window; all periods are
-    1 again.
-    """
+    """Thaw everything and start again at the first layer module, with this window."""
 
     reason: str
     window: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SetPeriods:
-    """Update front layer modules at some optimizer steps only, from the next step on.
-
-    A module is updated at the steps whose number, counted from 1, is divisible by its period.
-    """
-
-    periods: tuple[int, ...]
-    """For each layer module, front to back; 1 is every step. Those of frozen modules mean nothing
-    while they are."""
-    reason: str
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for periods by which what rests at a step would not always be a front
-        of the model.
-        """
-        periods = self.periods
-        is_usable = all(period in (1, *PERIODS) for period in periods) and periods[-1:] == (1,)
-        falls = all(front >= behind for front, behind in itertools.pairwise(periods))
-        contract = (
-            f"1 or one of {', '.join(map(str, PERIODS))}, never smaller in front than "
-            "behind, and 1 at the end"
-        )
-        require(is_usable and falls, "SetPeriods.periods", contract, periods)
-
-
-Decision = EndBootstrapping | Freeze | Thaw | SetPeriods
+Decision = EndBootstrapping | Freeze | Thaw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,21 +88,10 @@ class Judgement:
     tolerance: float | None = None
     stationary: int = 0
     """Consecutive stationary evaluations, this one included."""
-    change_ahead: float | None = None
-    """Plasticity against now that the module is predicted to reach by the end of the run, where the
-    policy predicts."""
-    loss_ahead: float | None = None
-    """Share of the fall of the training loss so far that freezing would keep it up by."""
     decisions: tuple[Decision, ...] = ()
 
 
 PLASTICITY = "plasticity"
-GRADIENTS = "gradients"
-WEIGHTS = "weights"
-NOISE = "noise"
-WORTH = "worth"
-FORESIGHT = "foresight"
-PREDICTION = "prediction"
 
 
 @runtime_checkable
@@ -190,11 +106,6 @@ class Policy(Protocol):
         """What must be measured for it.
 
         'plasticity' are readings of the `monitored` layer module, through `observe_reading`.
-        'gradients', 'weights', 'noise', 'foresight' (`remaining_rate_sum` and `last_rate`),
-        'prediction' (`freeze_scores`) and 'worth' (with `time_shares` and `num_pretrained`; of a
-        model that begins untrained there is none) are fields of `Interval`. What a policy does not
-        need from the beginning on it cannot need later; what it needs no more is not measured any
-        more.
         """
 
     @property
@@ -229,17 +140,6 @@ class Policy(Protocol):
 
 
 @runtime_checkable
-class Annealing(Protocol):
-    """A policy that also sets the learning rate of each layer module."""
-
-    def rate_shares(self, step: int) -> tuple[float, ...] | None:
-        """Return the learning rate of each layer module for the step after `step`.
-
-        It is a share of the optimizer's initial one; None leaves all rates to the optimizer.
-        """
-
-
-@runtime_checkable
 class Foreseeing(Protocol):
     """A policy that knows for how long the frozen prefix stays as it is, by which the cache decides
     whether it pays.
@@ -249,15 +149,6 @@ class Foreseeing(Protocol):
         """Return for how many steps after `step` the boundary cannot move; None: to the end of the
         run.
         """
-
-
-@runtime_checkable
-class Unhurried(Protocol):
-    """A policy that at times is content with longer intervals than it began with."""
-
-    @property
-    def least_interval_steps(self) -> int:
-        """Steps that an interval may have at least, from now on; 0 leaves it as it is."""
 
 
 class PolicyMaker(Protocol):

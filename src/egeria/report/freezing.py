@@ -11,11 +11,8 @@ from egeria.events import (
     ComputeProfiled,
     Declined,
     Event,
-    LandingBegan,
-    LandingEnded,
     ModuleFrozen,
     ModulesOrdered,
-    PeriodsChanged,
     Resumed,
     RunStarted,
     Thawed,
@@ -54,9 +51,7 @@ class FreezeMark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthPoint:
-    """From this step on, `frozen` front modules are frozen, and those behind them updated by their
-    periods.
-    """
+    """From this step on, `frozen` front modules are frozen."""
 
     step: int
     frozen: int
@@ -65,28 +60,18 @@ class DepthPoint:
     parameter_share: float | None
     """Share of the trainable parameters that is frozen."""
     skipped_share: float | None
-    """Share of an iteration's compute that is skipped, mean over steps: the backward pass of what
-    is not updated."""
-    periods: tuple[int, ...] = ()
-    """For each layer module, how many steps lie between its updates; empty where all are updated at
-    every step."""
+    """Share of an iteration's compute that is skipped: the backward pass of what is frozen."""
 
 
 def depth_points(history: History) -> tuple[DepthPoint, ...]:
-    """Return how deep the run was frozen, and what was rarely updated, one point per change, from
-    its first step.
-    """
+    """Return how deep the run was frozen, one point per change, from its first step."""
     depths = {history.first_step: 0} | {
         event.step: after for event, _, after, _ in _changes(history)
     }
-    periods = {history.first_step: ()} | dict(_periods(history))
-    depth, every = 0, tuple[int, ...]()
-    course: list[tuple[int, tuple[int, tuple[int, ...]]]] = []
-    for step in sorted({*depths, *periods}):
-        depth, every = depths.get(step, depth), periods.get(step, every)
-        state = (depth, every if max(every[depth:], default=1) > 1 else ())
-        if not course or course[-1][1] != state:
-            course.append((step, state))
+    course: list[tuple[int, int]] = []
+    for step in sorted(depths):
+        if not course or course[-1][1] != depths[step]:
+            course.append((step, depths[step]))
     ends = [*(step for step, _ in course[1:]), history.last_step]
     modules = _cut(history)
     shares = _parameter_shares(history, modules)
@@ -96,30 +81,10 @@ def depth_points(history: History) -> tuple[DepthPoint, ...]:
             frozen=depth,
             num_steps=max(end - step, 0),
             parameter_share=shares.get(depth),
-            skipped_share=_skipped_share(modules, depth, every),
-            periods=every,
+            skipped_share=_skipped_share(modules, depth),
         )
-        for (step, (depth, every)), end in zip(course, ends, strict=True)
+        for (step, depth), end in zip(course, ends, strict=True)
     )
-
-
-def count_landing(history: History) -> int:
-    """Return how many layer modules behind the frozen ones land at the end of the journal."""
-    depth = last = 0
-    for event in history.events:
-        if isinstance(event, LandingBegan):
-            last = event.module + 1
-        elif isinstance(event, ModuleFrozen):
-            depth = event.frozen
-        elif isinstance(event, Resumed):
-            depth, last = event.frozen, event.frozen + event.landing
-        elif isinstance(event, LandingEnded):
-            last = 0
-        elif isinstance(event, Thawed) or (
-            isinstance(event, Declined) and event.what == "freezing"
-        ):
-            depth = last = 0
-    return max(0, last - depth)
 
 
 def mean_over_steps(
@@ -202,19 +167,6 @@ def _changes(history: History) -> Iterator[tuple[Event, int, int, str]]:
         if after != depth:
             yield event, depth, after, reason
             depth = after
-
-
-def _periods(history: History) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the steps from which layer modules are updated by other periods, and these."""
-    for event in history.events:
-        if isinstance(event, PeriodsChanged):
-            yield event.step, tuple(event.periods) if event.is_in_force else ()
-        elif isinstance(event, Resumed):
-            yield event.step, tuple(event.periods or ())
-        elif isinstance(event, Thawed) or (
-            isinstance(event, Declined) and event.what == "freezing"
-        ):
-            yield event.step, ()
 
 
 def _cut(history: History) -> list[Module]:
@@ -304,19 +256,14 @@ def _backward(modules: Sequence[Module]) -> list[float] | None:
     return backward_shares(known, trained)
 
 
-def _skipped_share(modules: list[Module], depth: int, periods: tuple[int, ...]) -> float | None:
-    """Return the share of an iteration that goes with the backward pass of what is frozen, or rests
-    at most steps.
-    """
-    rests = [1.0] * depth + [1 - 1 / period for period in periods[depth:]]
-    if not rests:
+def _skipped_share(modules: list[Module], depth: int) -> float | None:
+    """Return the share of an iteration that goes with the backward pass of what is frozen."""
+    if not depth:
         return 0.0
     shares = _backward(modules)
     if shares is None:
         return None
     # A module with nothing to train has no backward pass that freezing could take away.
     return math.fsum(
-        rest * share
-        for rest, share, module in zip(rests, shares, modules, strict=False)
-        if module.trainable
+        share for share, module in zip(shares[:depth], modules, strict=False) if module.trainable
     )

@@ -9,8 +9,8 @@ from egeria import events
 from egeria.errors import JournalError
 from egeria.journal import Journal, read_journal
 from egeria.report import freezing
-from egeria.report.history import History, course_of, setting
-from egeria.report.summary import beside_time, stage_of, wall_clock
+from egeria.report.history import History, course_of
+from egeria.report.summary import stage_of, wall_clock
 
 COUNTING = (
     *(
@@ -24,11 +24,10 @@ COUNTING = (
     *(
         events.StageChanged,
         events.ModuleFrozen,
-        events.PeriodsChanged,
         events.Thawed,
         events.Declined,
     ),
-    *(events.LandingBegan, events.LandingEnded, events.MemoryProfiled),
+    events.PlanMade,
 )
 """Events that a `RunSummary` is computed from; others are not kept in memory."""
 
@@ -50,12 +49,6 @@ class RunSummary:
     """Names of the layer modules, front to back; empty where the model could not be cut."""
     frozen: int
     """How many front layer modules are frozen; of a closed run, how many were."""
-    periods: tuple[int, ...]
-    """For each layer module, how many optimizer steps lie between its updates; empty where that is
-    each."""
-    landing: int | None
-    """How many layer modules behind the frozen ones land before they freeze; None without
-    `freezing.landing`."""
     parameter_share: float | None
     """Share of the trainable parameters that is frozen."""
     skipped_share: float | None
@@ -67,13 +60,6 @@ class RunSummary:
     """Seconds that egeria itself took; while the run is open, to the end of its newest interval."""
     overhead_share: float | None
     """The overhead as a share of the training time."""
-    memory_freed_bytes: int | None
-    """That an iteration no longer keeps beside the weights, as counted."""
-    energy_saved_j: float | None
-    """Estimated joules saved so far, by what the machine's counters show; with
-    `accounts.energy`."""
-    money_saved: float | None
-    """By `accounts.price_per_hour` and the wall time saved."""
     plasticity: float | None
     """The newest reading."""
     closed: bool
@@ -132,27 +118,17 @@ class LiveHistory:
         started, clock = history.last(events.RunStarted), wall_clock(history)
         depths = freezing.depth_points(history)
         reading = history.last(events.PlasticityRead)
-        beside = beside_time(history, depths[-1].frozen, clock.saved_s)
-        lands = started is not None and setting(started, "freezing", "landing") not in (
-            None,
-            "none",
-        )
         return RunSummary(
             step=max(step, history.last_step),
             total_steps=started.total_steps if started else None,
             stage=stage_of(history),
             modules=tuple(module.name for module in freezing.list_modules(history, depths)),
             frozen=depths[-1].frozen,
-            periods=depths[-1].periods,
-            landing=freezing.count_landing(history) if lands else None,
             parameter_share=depths[-1].parameter_share,
             skipped_share=freezing.mean_over_steps(depths, lambda point: point.skipped_share),
             time_saved_s=clock.saved_s,
             overhead_s=clock.overhead_s,
             overhead_share=clock.overhead_share,
-            memory_freed_bytes=beside.freed.num_bytes if beside.freed else None,
-            energy_saved_j=beside.energy.saved if beside.energy else None,
-            money_saved=beside.money,
             plasticity=reading.value if reading else None,
             closed=history.closed,
         )

@@ -8,7 +8,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from egeria import events
-from egeria.policy import ordinal
 from egeria.report import wording
 from egeria.report.pictures import draw_pictures
 from egeria.report.summary import Summary
@@ -39,10 +38,7 @@ def render_page(summary: Summary) -> str:
         progress=wording.progress(summary),
         verdict=wording.verdict(summary),
         cautions=wording.cautions(summary),
-        front=wording.front,
-        ordinal=ordinal,
         frozen_when=wording.frozen_when(summary),
-        beside_time=wording.beside_time(summary) + wording.not_measured(summary),
         pictures=draw_pictures(summary),
         events=[
             (wording.count(event.step), *line(event))
@@ -69,23 +65,7 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
     ),
     events.RungTaken: lambda event: ("reference", event.after, event.reason),
     events.ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
-    events.PeriodsChanged: lambda event: (
-        "periods" if event.is_in_force else "periods, not in force",
-        wording.rarely_updated(event.periods, 0) or "all modules updated at every step",
-        event.reason,
-    ),
     events.FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
-    events.LandingBegan: lambda event: (
-        "lands",
-        f"{event.module} {event.name}",
-        f"{wording.landing_mode(event.mode)} over {wording.plural(event.num_steps, 'step')}, to "
-        f"freeze: {event.reason}",
-    ),
-    events.LandingEnded: lambda event: (
-        event.outcome,
-        f"{event.module} {event.name}",
-        wording.landing_outcome(event),
-    ),
     events.Rewrapped: lambda event: (
         "reduced",
         wording.mebibytes(event.reduced_bytes),
@@ -97,6 +77,7 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
         wording.plural(event.frozen_before, "module"),
         f"{event.reason}; window now {event.window}",
     ),
+    events.PlanMade: lambda event: ("plan", event.plan or "freezes nothing", event.reason),
     events.StageChanged: lambda event: ("stage", event.stage, event.reason),
     events.Resumed: lambda event: (
         "resumed",

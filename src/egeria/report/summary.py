@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from egeria import events
 from egeria.policy import first_stage
 from egeria.report import freezing
-from egeria.report.accounts import BesideTime, accounts_of
 from egeria.report.diagnosis import why_nothing_froze
 from egeria.report.history import History, setting
-from egeria.report.price import GivenUp, given_up
 
 _LESS = re.compile(
     r"(?<![a-z])(loss|error|err|perplexity|ppl|mse|rmse|mae|wer|cer|ter|fid|nll)(?![a-z])"
@@ -40,7 +38,7 @@ class Clock:
     """
 
     unfrozen_iteration_s: float | None
-    """Median iteration time over the steps of the intervals in which all was updated at each; None
+    """Median iteration time over the steps of the intervals in which nothing was frozen; None
     without any."""
     training_s: float
     """Iteration time times steps, over all intervals; the overhead of egeria is not in it."""
@@ -70,14 +68,9 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DepthPace:
-    """The median iteration while `frozen` front modules were frozen, and others updated by their
-    periods.
-    """
+    """The median iteration while `frozen` front modules were frozen."""
 
     frozen: int
-    periods: tuple[int, ...]
-    """For each layer module, how many steps lay between its updates; empty where all were updated
-    at every step."""
     num_steps: int
     wall_s: float
     cpu_s: float
@@ -185,20 +178,16 @@ class Summary:
     """Steps in intervals of known pace; the times speak of these alone."""
     stage: str
     last_full_step: int | None
-    """Where the last interval of known pace ended in which all was updated at every step; None
-    without any."""
+    """Where the last interval of known pace ended in which nothing was frozen; None without
+    any."""
     wall: Clock
     cpu: Clock
     paces: tuple[DepthPace, ...]
-    beside: BesideTime
-    """Memory, energy and money."""
     depths: tuple[freezing.DepthPoint, ...]
     mean_parameter_share: float | None
     """Frozen share of the parameters, mean over the steps done."""
     mean_skipped_share: float | None
     """Skipped share of the compute, mean over the steps done; None where it was not profiled."""
-    given_up: GivenUp | None
-    """What that is foretold to cost; None where worth does not tell."""
     timeline: tuple[freezing.FreezeMark, ...]
     why_nothing_froze: str | None
     num_readings: int
@@ -222,18 +211,6 @@ class Summary:
     def frozen_now(self) -> int:
         """How many front modules are frozen at the end of the journal."""
         return self.depths[-1].frozen
-
-    @property
-    def periods_now(self) -> tuple[int, ...]:
-        """For each layer module, how many steps lie between its updates at the end; empty where
-        that is each.
-        """
-        return self.depths[-1].periods
-
-    @property
-    def has_periods(self) -> bool:
-        """Whether some layer modules were updated at some steps only, at any time."""
-        return any(point.periods for point in self.depths)
 
     @property
     def num_dropped(self) -> int:
@@ -263,11 +240,9 @@ def summarize(history: History) -> Summary:
         wall=wall,
         cpu=cpu,
         paces=_paces(intervals, wall.unfrozen_iteration_s, cpu.unfrozen_iteration_s),
-        beside=beside_time(history, depths[-1].frozen, wall.saved_s),
         depths=depths,
         mean_parameter_share=freezing.mean_over_steps(depths, lambda point: point.parameter_share),
         mean_skipped_share=freezing.mean_over_steps(depths, lambda point: point.skipped_share),
-        given_up=given_up(history),
         timeline=freezing.freeze_marks(history),
         why_nothing_froze=why_nothing_froze(history),
         num_readings=len(history.of(events.PlasticityRead)),
@@ -303,13 +278,6 @@ def wall_clock(history: History) -> Clock:
 def cpu_clock(history: History) -> Clock:
     """Return the training time by the CPU clock."""
     return _clock(measured_intervals(history), "iteration_cpu_s", history.overhead_cpu_s)
-
-
-def beside_time(history: History, frozen: int, saved_s: float | None) -> BesideTime:
-    """Return what a run gave back beside time; `frozen` front modules and `saved_s` seconds at its
-    end.
-    """
-    return accounts_of(history, measured_intervals(history), _is_full, frozen, saved_s)
 
 
 def measured_intervals(history: History) -> list[events.IntervalMeasured]:
@@ -395,8 +363,8 @@ def _paces(
 ) -> tuple[DepthPace, ...]:
     """Return the pace at each depth that the run was at, shallowest first."""
     paces: list[DepthPace] = []
-    for depth, periods in sorted({_front(interval) for interval in intervals}):
-        at_depth = [interval for interval in intervals if _front(interval) == (depth, periods)]
+    for depth in sorted({interval.frozen for interval in intervals}):
+        at_depth = [interval for interval in intervals if interval.frozen == depth]
         wall_s = freezing.median_over_steps(
             (entry.iteration_wall_s, entry.num_steps) for entry in at_depth
         )
@@ -406,7 +374,6 @@ def _paces(
         paces.append(
             DepthPace(
                 frozen=depth,
-                periods=periods,
                 num_steps=sum(interval.num_steps for interval in at_depth),
                 wall_s=wall_s,
                 cpu_s=cpu_s,
@@ -417,16 +384,8 @@ def _paces(
     return tuple(paces)
 
 
-def _front(interval: events.IntervalMeasured) -> tuple[int, tuple[int, ...]]:
-    """Return how many modules were frozen, and the periods where some behind them had others than
-    1.
-    """
-    periods = tuple(interval.periods or ())
-    return interval.frozen, periods if max(periods[interval.frozen :], default=1) > 1 else ()
-
-
 def _is_full(interval: events.IntervalMeasured) -> bool:
-    return _front(interval) == (0, ())
+    return interval.frozen == 0
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

@@ -21,25 +21,18 @@ def scalars(summary: RunSummary) -> dict[str, float]:
     """Return the values that trackers are sent; what is not known yet is left out.
 
     Returns:
-        `egeria/frozen`: front layer modules that are frozen; `egeria/landing`: that land, with
-        `freezing.landing`; `egeria/params_frozen`: share of the trainable parameters that is
-        frozen; `egeria/compute_skipped`: share of the compute so far; `egeria/time_saved_s`:
-        seconds of wall clock, less the overhead; `egeria/plasticity`: the newest reading;
-        `egeria/overhead`: share of the training time; `egeria/memory_freed_bytes`: that an
-        iteration no longer keeps; `egeria/energy_saved_j` and `egeria/money_saved` where the
-        settings under `accounts` ask for them.
+        `egeria/frozen`: front layer modules that are frozen; `egeria/params_frozen`: share of the
+        trainable parameters that is frozen; `egeria/compute_skipped`: share of the compute so far;
+        `egeria/time_saved_s`: seconds of wall clock, less the overhead; `egeria/plasticity`: the
+        newest reading; `egeria/overhead`: share of the training time.
     """
     known = {
         "egeria/frozen": float(summary.frozen),
-        "egeria/landing": summary.landing,
         "egeria/params_frozen": summary.parameter_share,
         "egeria/compute_skipped": summary.skipped_share,
         "egeria/time_saved_s": summary.time_saved_s,
         "egeria/plasticity": summary.plasticity,
         "egeria/overhead": summary.overhead_share,
-        "egeria/memory_freed_bytes": summary.memory_freed_bytes,
-        "egeria/energy_saved_j": summary.energy_saved_j,
-        "egeria/money_saved": summary.money_saved,
     }
     return {name: float(value) for name, value in known.items() if value is not None}
 

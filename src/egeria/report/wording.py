@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from egeria.events import LandingEnded, RunStarted
-from egeria.policy import ordinal
-from egeria.report.accounts import ENERGY, PEAK
+from egeria.events import RunStarted
 from egeria.report.history import History
 from egeria.report.summary import Summary
 
@@ -57,17 +54,6 @@ def mebibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def joules(amount: float | None) -> str:
-    """Write an amount of energy in the unit that reads best."""
-    if amount is None or not math.isfinite(amount):
-        return UNKNOWN
-    size, sign = abs(amount), _MINUS if amount < 0 else ""
-    for limit, factor, unit in ((999.5, 1.0, "J"), (999.5e3, 1e-3, "kJ"), (999.5e6, 1e-6, "MJ")):
-        if size < limit:
-            return f"{sign}{size * factor:.3g}{_SPACE}{unit}"
-    return f"{sign}{size / 3.6e6:,.0f}{_SPACE}kWh"
-
-
 def plural(amount: int, singular: str) -> str:
     """Write an amount of things."""
     return f"{amount:,} {singular}{'' if amount == 1 else 's'}"
@@ -84,109 +70,6 @@ def progress(summary: Summary) -> str:
     """Return how far the run came."""
     total = summary.started.total_steps
     return f"{count(summary.steps_done)} {'' if total is None else f'of {count(total)} '}steps"
-
-
-def rarely_updated(periods: Sequence[int], frozen: int) -> str:
-    """Return which layer modules behind the frozen ones are updated at some steps only; empty for
-    none.
-    """
-    active = [period for period in periods[frozen:] if period > 1]
-    groups = [(active.count(period), period) for period in dict.fromkeys(active)]
-    return ", ".join(
-        f"{plural(amount, 'module')} updated at every {ordinal(period)} step"
-        for amount, period in groups
-    )
-
-
-def front(frozen: int, periods: Sequence[int]) -> str:
-    """Return how much is frozen, and what behind it is rarely updated."""
-    return "; ".join(
-        filter(
-            None,
-            (plural(frozen, "module") if frozen else "nothing", rarely_updated(periods, frozen)),
-        )
-    )
-
-
-def landing_mode(mode: str) -> str:
-    """Return what a landing does to the layer modules."""
-    average, anneal = "weights averaged", "learning rate to 0"
-    return {"average": average, "anneal": anneal}.get(mode, f"{average}, {anneal}")
-
-
-def landing_outcome(event: LandingEnded) -> str:
-    """Return how a landing ended, and what the check found."""
-    if event.raw_loss is None or event.landed_loss is None:
-        return event.reason
-    return (
-        f"{event.reason}; training loss {number(event.landed_loss)} with the average and "
-        f"{number(event.raw_loss)} "
-        f"without, over {plural(event.num_pairs, 'pair')} of steps (difference known to "
-        f"±{number(event.error)})"
-    )
-
-
-def beside_time(summary: Summary) -> list[tuple[str, str]]:
-    """Return what freezing gave back beside time, each under its name; what is not known is left
-    out.
-    """
-    beside, found = summary.beside, list[tuple[str, str]]()
-    if (freed := beside.freed) is not None:
-        names = ("activations", "gradients", "optimizer state")
-        parts = zip(names, (freed.activations, freed.gradients, freed.optimizer_state), strict=True)
-        of_what = ", ".join(f"{name} {mebibytes(amount)}" for name, amount in parts if amount)
-        text = (
-            f"{mebibytes(freed.num_bytes)} of {mebibytes(freed.kept_before)} that an iteration "
-            "keeps, counted"
-        )
-        found.append(("memory freed", f"{text} ({of_what})" if of_what else text))
-    if (peak := beside.peak) is not None:
-        found.append(
-            (
-                "peak memory",
-                f"{mebibytes(peak.now)}; {mebibytes(peak.unfrozen)} while nothing was frozen",
-            )
-        )
-    if (energy := beside.energy) is not None:
-        saved = (
-            "what was saved is not known: nothing ran unfrozen, or an earlier version did not "
-            "time intervals"
-        )
-        if energy.saved is not None:
-            saved = f"{joules(energy.saved)} saved ({percent(energy.saved_share, signed=True)})"
-        found.append(("energy", f"{joules(energy.used)} used, {saved}"))
-    if beside.money is not None:
-        found.append(("money saved", _minus(f"{beside.money:.2f} {beside.currency}".rstrip())))
-    return found
-
-
-def not_measured(summary: Summary) -> list[tuple[str, str]]:
-    """Return what is not known of that, and why."""
-    beside, declined = summary.beside, dict(summary.declined)
-    reasons = {
-        "memory freed": None
-        if beside.freed
-        else (
-            "it is counted at the first freeze of a run in one process, unless the model is "
-            "compiled"
-        ),
-        "peak memory": None
-        if beside.peak
-        else _why_not(beside.is_peak_asked, "peak_memory", declined.get(PEAK)),
-        "energy": None
-        if beside.energy
-        else _why_not(beside.is_energy_asked, "energy", declined.get(ENERGY)),
-        "money saved": None
-        if beside.money is not None
-        else "accounts.price_per_hour is not set, or no time is known",
-    }
-    return [
-        (name, f"not known: {reason}") for name, reason in reasons.items() if reason is not None
-    ]
-
-
-def _why_not(is_asked: bool, name: str, declined: str | None) -> str:
-    return declined or ("there was nothing to compare" if is_asked else f"accounts.{name} is off")
 
 
 def frozen_when(summary: Summary) -> str:
@@ -208,7 +91,7 @@ def verdict(summary: Summary) -> str:
     """Return in a sentence or two what freezing brought."""
     if summary.why_nothing_froze is not None:
         return summary.why_nothing_froze
-    wall, what = summary.wall, "Freezing and rarer updates" if summary.has_periods else "Freezing"
+    wall, what = summary.wall, "Freezing"
     cost, deducted = "its overhead", "overhead deducted"
     if not summary.history.overhead_complete:
         cost, deducted = "what is known of its overhead", "overhead not known"
@@ -234,10 +117,8 @@ def verdict(summary: Summary) -> str:
 
 def cautions(summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
-    found = [*_doubts(summary.history), *_shortness(summary.history), *foretold(summary)]
-    unfrozen = next(
-        (pace.num_steps for pace in summary.paces if not pace.frozen and not pace.periods), 0
-    )
+    found = [*_doubts(summary.history), *_shortness(summary.history)]
+    unfrozen = next((pace.num_steps for pace in summary.paces if not pace.frozen), 0)
     is_estimated = summary.wall.saved_s is not None and summary.why_nothing_froze is None
     if 0 < unfrozen < ROUGH_STEPS and is_estimated:
         pace = f"only {plural(unfrozen, 'step')} ran with nothing frozen"
@@ -273,23 +154,6 @@ def cautions(summary: Summary) -> list[str]:
     for where, error, amount in summary.faults:
         found.append(f"Fault in {where}, {plural(amount, 'time')}; training went on: {error}")
     return found
-
-
-def foretold(summary: Summary) -> list[str]:
-    """Return what freezing is foretold to cost in quality; empty where worth does not tell."""
-    cost = summary.given_up
-    if cost is None:
-        return []
-    points = f"about {cost.points:.1f}" if cost.points >= 0.05 else "less than 0.1"
-    return [
-        f"Freezing gave up {percent(cost.share)} of what the steps of all but the last layer "
-        "module bring, by their "
-        f"worth, at a training loss of {number(cost.loss)}: fine-tunings that are judged by "
-        "accuracy lost "
-        f"{points} points for as much, single ones more or less by some tenths. With a loss that "
-        "is no "
-        f"cross-entropy it means nothing. A run without egeria measures it."
-    ]
 
 
 def _shortness(history: History) -> list[str]:
@@ -333,13 +197,6 @@ def _doubts(history: History) -> list[str]:
             f"The run was resumed {plural(history.num_processes - 1, 'time')}; "
             f"{plural(history.num_overridden, 'event')} after the points it went back to are left "
             "out."
-        )
-    if history.num_missing_steps > 0:
-        found.append(
-            f"The journal has a gap of {plural(history.num_missing_steps, 'step')}: a process "
-            "that ended before it was "
-            "written, or could not reach where the journal is kept. What was saved in them is not "
-            "counted."
         )
     if history.num_earlier_runs > 0:
         found.append(

@@ -9,6 +9,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClo
 from egeria.journal import Recorder, is_url, run_directory
 from egeria.layers.modules import LayerModule
 from egeria.layers.pretrained import find_trained_norms
-from egeria.parallel import ParallelStrategy
+from egeria.parallel import ParallelStrategy, refuse_plasticity
 from egeria.policy import (
-    FORESIGHT,
     PLASTICITY,
+    Plan,
     Policy,
     PolicyMaker,
     UnfreezeRule,
@@ -48,9 +49,9 @@ from egeria.session.checks import (
 )
 from egeria.session.cutting import Cut, first_cut
 from egeria.session.following import ModelHooks, Training
-from egeria.session.handle import ModelHandle, Packed
 from egeria.session.loop import Session
 from egeria.session.measuring.timing import Stopwatch
+from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks
 from egeria.session.showing import Showing, as_html, in_a_line
 
@@ -85,21 +86,21 @@ def attach(
         optimizer: the optimizer, or all of them; never changed.
         loader: the training loader, to count its steps and workers; with `cache.enabled` its
             samples are followed.
-        scheduler: the learning-rate scheduler, read for the rates to come or for when to thaw;
+        scheduler: the learning-rate scheduler, whose kind tells the policy 'egeria' when to thaw;
             never stepped. A list where several optimizers have one each: that of what may freeze
             counts.
         total_steps: optimizer steps of the whole run; without it the default policy freezes
             nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a
-            URL that fsspec knows, such as 's3://bucket/run', it is one there too, and a copy of the
-            journal follows to the URL.
+            URL that fsspec knows, such as 's3://bucket/run', it is one there too, whose files are
+            copied to the URL at `close` and whenever the state is saved.
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your
             own.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
             your own.
-        plan: which front layer modules are frozen when, such as "0.5:1 0.75:2": from half of the
-            steps on one, from three quarters on two. Alone it stands for the policy 'static'.
+        plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2": from
+            half of the steps on one, from three quarters on two; short for `policy.plan`.
         parallel: how several processes train together; None takes that from the model's wrapper and
             the job.
         log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`,
@@ -115,9 +116,7 @@ def attach(
     """
     watch, settings = Stopwatch(), read_config(config, controller, policy, plan)
     loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
-    model, optimizers, settings, parallel = check_training(
-        model, optimizer, total_steps, settings, parallel
-    )
+    model, optimizers, parallel = check_training(model, optimizer, total_steps, parallel)
     _check_unwatched(model)
     rule_name, rule = choose_rule(settings, scheduler, total_steps)
     choice, make_controller = choose_controller(settings, model, controller, loader)
@@ -151,14 +150,13 @@ def attach(
             make_policy=make_policy,
             make_controller=make_controller,
             loader=loader,
-            scheduler=scheduler,
         )
     except BaseException:  # such as one of the user's own policy, which `attach` raises
         training.hooks.close()
         recorder.close()
         raise
     session.timer.add_overhead(*watch.read())
-    run = _OPEN_RUNS[id(model)] = Run(ModelHandle(training.hooks, parallel), session, showing)
+    run = _OPEN_RUNS[id(model)] = Run(session, showing)
     return run
 
 
@@ -166,13 +164,10 @@ class Run:
     """One training run that egeria watches. Made by `egeria.attach`; also a context manager.
 
     Attributes:
-        model: may be called in place of the model; wraps a bare one in `DistributedDataParallel`
-            where several processes train it.
         directory: where the journal and the report live; None if nothing is written.
     """
 
-    def __init__(self, handle: ModelHandle, session: Session, showing: Showing) -> None:
-        self.model = handle
+    def __init__(self, session: Session, showing: Showing) -> None:
         self._session, self._showing = session, showing
         self._recorder = recorder = session.recorder
         self.directory: Path | None = recorder.directory
@@ -187,11 +182,11 @@ class Run:
         return self._session.frozen
 
     @property
-    def periods(self) -> tuple[int, ...]:
-        """For each layer module, how many optimizer steps lie between its
-        updates; 1 is every step.
+    def plan(self) -> Plan | None:
+        """How many layer modules are frozen over the training; None under a policy without a
+        plan.
         """
-        return self._session.periods
+        return self._session.plan
 
     @property
     def modules(self) -> tuple[LayerModule, ...]:
@@ -281,6 +276,7 @@ class Run:
 
         Plain values and tensors; save it beside the states of the model and the optimizer.
         """
+        self._recorder.upload()
         return {"schema": STATE_SCHEMA, **self._session.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,16 +309,8 @@ class Run:
                 f"({type(error).__name__}: {error}). Take an earlier checkpoint, or go on without "
                 "loading it."
             ) from error
-        step, periods = (
-            self._session.clock.step,
-            list(self.periods) if set(self.periods) - {1} else None,
-        )
-        landing = self._session.parts.applier.num_landing if self._session.parts else 0
-        self._recorder.write(
-            Resumed(
-                step=step, frozen=self.frozen, stage=self.stage, periods=periods, landing=landing
-            )
-        )
+        step = self._session.clock.step
+        self._recorder.write(Resumed(step=step, frozen=self.frozen, stage=self.stage))
 
     def close(self) -> None:
         """End the run and leave the model as it was found: thawed, without hooks. Safe to call
@@ -375,7 +363,7 @@ def _check_unwatched(model: nn.Module) -> None:
         return [
             run
             for run in open_runs
-            if any(id(parameter) in own for parameter in run.model.parameters())
+            if any(id(entry) in own for entry in run._session.training.model.parameters())
         ]
 
     if others():
@@ -397,8 +385,11 @@ def _release(session: Session, recorder: Recorder) -> None:
 
 
 def _make_policy(training: Training, rule: UnfreezeRule, cut: Cut) -> Policy:
-    policy = find_policy(training.config.policy.name)(
-        training.config,
+    config, plan = training.config, training.plan(cut.modules)
+    if plan is not None:
+        config = replace(config, policy=replace(config.policy, plan=str(plan)))
+    policy = find_policy(config.policy.name)(
+        config,
         trainable=cut.trainable,
         rule=rule,
         total_steps=training.total_steps,
@@ -421,12 +412,12 @@ def _begin(
     rule_name: str,
     loader: Any,
 ) -> tuple[Cut | None, int]:
-    """Return the cut of the model, None where nothing can be frozen, and `n`; journal how the run
-    begins.
-    """
+    """Return the cut (None where nothing can freeze) and `n`; journal how the run begins."""
     cut, refusal = first_cut(training)
     needs = make_policy(cut).needs if cut else frozenset()
-    if cut and PLASTICITY not in needs:
+    if PLASTICITY in needs:
+        refusal = refuse_plasticity(training.model) or refusal
+    elif cut:
         reason = f"the policy {training.policy_name!r} reads no plasticity"
         choice = ControllerChoice(kind="none", device="", reason=reason)
     interval_steps, interval_reason = choose_interval(
@@ -457,7 +448,4 @@ def _begin(
         recorder.write(ControllerChosen(step=0, controller=choice.kind, reason=choice.reason))
         runs = "the controller runs" if choice.device else "the controller is"
         logging.getLogger("egeria").info("%s %s: %s", runs, choice.kind, choice.reason)
-    if FORESIGHT in needs and training.total_steps is None:
-        reason = f"{training.policy_name!r} weighs what is still to come: give attach total_steps"
-        recorder.decline("freezing", reason)
     return cut, interval_steps

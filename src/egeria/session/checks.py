@@ -27,16 +27,12 @@ from egeria.controller import (
 )
 from egeria.errors import ConfigError
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
-from egeria.plasticity import find_metric
 from egeria.policy import (
     UnfreezeRule,
     find_policy,
     find_rule,
-    harmless_error,
     rule_for_schedule,
-    with_metric_of_policy,
 )
 from egeria.session.cutting import Cut
 from egeria.session.following import Training
@@ -68,44 +64,30 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
             f"{type(config).__name__}. "
             f"Build one with egeria.Config(...)."
         )
-    if plan is not None:
-        name = "static" if policy is None else policy
-        config = replace(config, policy=replace(config.policy, name=name, schedule=plan))
-    elif policy is not None:
-        config = replace(config, policy=replace(config.policy, name=policy))
+    settings: Config = config
+    given = {"name": policy, "plan": plan}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        settings = replace(settings, policy=replace(settings.policy, **given))
     if isinstance(controller, str):
-        config = replace(config, controller=replace(config.controller, kind=controller))
-    return with_metric_of_policy(config)
+        settings = replace(settings, controller=replace(settings.controller, kind=controller))
+    return settings
 
 
 def check_training(
-    model: Any,
-    optimizer: Any,
-    total_steps: Any,
-    settings: Config,
-    parallel: ParallelStrategy | None,
-) -> tuple[nn.Module, list[Optimizer], Config, ParallelStrategy]:
-    """Return the model without its wrapper, all optimizers, the settings, and how several processes
-    train together.
+    model: Any, optimizer: Any, total_steps: Any, parallel: ParallelStrategy | None
+) -> tuple[nn.Module, list[Optimizer], ParallelStrategy]:
+    """Return the model without its wrapper, all optimizers, and how several processes train
+    together.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the "
             "model itself."
         )
-    inner, given = _unwrap(model, INNER_MODELS), model
+    inner = _unwrap(model, INNER_MODELS)
     parallel = parallel or choose_parallel(inner)
     model = parallel.take(inner)
-    if given is not inner and not parallel.is_compiled:
-        parallel.called = given
-    if is_sharded(model):
-        # Plasticity is read in the training pass, the only one that all processes make. The
-        # reference has all of the weights, for which an accelerator may have no room.
-        device = "cpu" if settings.reference.device == "auto" else settings.reference.device
-        plasticity = replace(settings.plasticity, mode="train")
-        settings = replace(
-            settings, plasticity=plasticity, reference=replace(settings.reference, device=device)
-        )
     optimizers = _check_optimizers(model, optimizer, is_refused=parallel.refusal() is not None)
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_whole and total_steps > 0):
@@ -114,7 +96,7 @@ def check_training(
             "0, "
             f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
         )
-    return model, optimizers, settings, parallel
+    return model, optimizers, parallel
 
 
 INNER_MODELS = {"_FabricModule": "_forward_module"}
@@ -236,7 +218,11 @@ def choose_rule(
     maker = find_policy(config.policy.name)
     if isinstance(config.policy.name, str):  # one of the user's own is not made just to be checked
         maker(
-            config, trainable=(True, True), rule=found, total_steps=total_steps, deepest_freeze=None
+            config,
+            trainable=(True,) * 3,  # the fewest of which a plan drawn up freezes one
+            rule=found,
+            total_steps=total_steps,
+            deepest_freeze=None,
         )
     return name, found
 
@@ -272,20 +258,17 @@ def choose_controller(
             kind=type(given).__name__, device="", reason="given to attach"
         ), lambda *_: given
     choice = choose(config.controller.kind, config.reference.device, model, loader)
-    metric = find_metric(config.plasticity.metric)
 
     def make(
         modules: Sequence[LayerModule], seconds_left: Callable[[], float | None]
     ) -> Controller:
         plan = EvaluationPlan(
             taps=tuple(module.tap for module in modules[:-1]),
-            metric=metric,
             largest_map=config.plasticity.largest_map,
             window=config.plasticity.window,
             precision=config.reference.precision,
             device=choice.device,
             fidelity_share=config.reference.fidelity_share,
-            harmless_error=harmless_error(config),
         )
         if choice.kind == "inline":
             return InlineController(plan)

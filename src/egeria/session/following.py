@@ -20,13 +20,15 @@ from egeria.journal import Recorder
 from egeria.layers.atoms import names_of_reused
 from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
-from egeria.layers.modules import LayerModule, parameters_of, parse_modules, trains_elsewhere
+from egeria.layers.modules import LayerModule, parameters_of, parse_modules
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
-from egeria.layers.pretrained import count_pretrained, is_mostly_trained, settings_of_cut
+from egeria.layers.pretrained import is_mostly_trained, settings_of_cut
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
 from egeria.layers.undisturbed import is_own_pass
 from egeria.parallel import ParallelStrategy
 from egeria.parallel.refusals import COPIES, JOINED
+from egeria.policy import Plan
+from egeria.policy.plan import find_plan
 from egeria.session.ranks import OutOfStepError, Ranks
 from egeria.session.showing import outermost
 
@@ -74,10 +76,10 @@ class ModelHooks:
         """Put the hook on the model, ahead of those of others."""
         if self._handles:
             return
-        called = self._parallel.called if self._parallel.is_compiled else None
+        given = self._parallel.given if self._parallel.is_compiled else None
         module_name = type(self.model).forward.__module__ or ""  # None where torch.fx made it
         is_of_torch = module_name.startswith("torch.")  # which compiles its hooks too
-        for module in (self.model, called) if called is not None and is_of_torch else (self.model,):
+        for module in (self.model, given) if given is not None and is_of_torch else (self.model,):
             hook = module.register_forward_pre_hook(
                 self._before_forward, prepend=True, with_kwargs=True
             )
@@ -260,20 +262,10 @@ class Training:
         """Whether each process has a part of the parameters only."""
         return is_sharded(self.model)
 
-    def keeps_in_training(self, module: LayerModule) -> bool:
-        """Return whether a freeze would leave all that trains in a layer module in training, as
-        tied weights.
-        """
-        return self.config.freezing.tied == "keep" and trains_elsewhere(self.model, module)
-
-    def count_pretrained(self, modules: Sequence[LayerModule]) -> int:
-        """Return how many front layer modules came trained, by themselves or by
-        `policy.pretrained`.
-        """
-        given = self.config.policy.pretrained
-        return (
-            count_pretrained(self.norms, modules) if given == "auto" else len(modules) * bool(given)
-        )
+    def plan(self, modules: Sequence[LayerModule]) -> Plan | None:
+        """Return the plan that the settings ask for; None where the policy follows none."""
+        names = [module.name for module in modules]
+        return find_plan(self.config.policy, names, self.is_pretrained, self.total_steps)
 
     def parse(self, seen: CallOrder | None = None) -> tuple[LayerModule, ...]:
         """Return the layer modules, in the order of execution where that is known."""

@@ -5,29 +5,30 @@ ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from egeria.errors import StateError
-from egeria.events import ModulesOrdered, StageChanged
+from egeria.events import ModulesOrdered, PlanMade, StageChanged
 from egeria.layers.batch import Batch
-from egeria.layers.modules import LayerModule
+from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.layers.undisturbed import CommunicationError
 from egeria.parallel import COMPILED_SHARDS
 from egeria.policy import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
     PLASTICITY,
-    WORTH,
-    Annealing,
     Decision,
     EndBootstrapping,
     Freeze,
+    PlanPolicy,
     Policy,
-    SetPeriods,
     Thaw,
 )
+from egeria.report.freezing import backward_shares
 from egeria.session.applying import in_groups
 from egeria.session.checks import MakeController
 from egeria.session.cutting import Cut, deepest_by_gradients
@@ -35,8 +36,6 @@ from egeria.session.following import UNDONE, HarmfulFreezeError, Training, check
 from egeria.session.measuring.accumulation import StepCounter
 from egeria.session.measuring.compiling import Compiling
 from egeria.session.measuring.interval import IntervalMeter
-from egeria.session.measuring.measures import Measures
-from egeria.session.measuring.optimizer_steps import LayerRates, Wanted
 from egeria.session.measuring.timing import Budget, IntervalClock, IterationTimer
 from egeria.session.parts import CutParts, PartsMaker
 from egeria.session.ranks import LostError, OutOfStepError
@@ -62,7 +61,6 @@ class Session:
         make_controller: makes the controller for the layer modules of a cut; may ask how many
             seconds are left.
         loader: of the user; with the cache its samples are followed.
-        scheduler: of the user; read for the learning rates to come.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class Session:
         make_policy: Callable[[Cut], Policy],
         make_controller: MakeController,
         loader: Any,
-        scheduler: Any,
     ) -> None:
         self.training, self.ranks, self.recorder = training, training.ranks, training.recorder
         self.timer, self.clock = (
@@ -99,24 +96,11 @@ class Session:
         self.parts = self._maker.make(cut) if cut else None
         self.modules = cut.modules if cut else ()
         """The layer modules, front to back; kept after the parts are released."""
-        # What the first process measures holds for all; where each has a part of the parameters,
-        # each measures that.
-        needs = (
-            self.parts.policy.needs
-            if self.parts and (self.ranks.leads or training.is_sharded)
-            else ()
-        )
-        self.meter = IntervalMeter(
-            training, Measures(training, needs, scheduler, self.timer.take_out), self.timer
-        )
+        self.plan = training.plan(self.modules) if cut else None
+        """What the policy follows; None where that is no plan."""
+        self.meter = IntervalMeter(training, self.timer)
         self.steps = StepCounter(training, self.meter, self.timer.take_out)
         """Recognises calls of `run.step` that count no step."""
-        sets_rates = self.parts is not None and isinstance(self.parts.policy, Annealing)
-        self._rates = (
-            LayerRates(self.training, self._wanted_rates, self.timer.take_out)
-            if sets_rates
-            else None
-        )
         self._is_cut_to_order = False
         self._order = (
             watch_order(self.training, self.modules, again=self._is_cut_to_order)
@@ -129,6 +113,8 @@ class Session:
         self.compiling.make_room(len(self.modules))
         if self.parts is None:
             self.ranks.part()
+        elif self.plan is not None and self.plan.freezes:
+            self._guard("preparing an evaluation", self._arm)
 
     @property
     def controller_cpu_s(self) -> float:
@@ -143,20 +129,13 @@ class Session:
         return self.parts.applier.depth if self.parts else 0
 
     @property
-    def periods(self) -> tuple[int, ...]:
-        """For each layer module, how many optimizer steps lie between its updates now."""
-        return self.parts.applier.periods if self.parts else (1,) * len(self.modules)
-
-    @property
     def stage(self) -> str:
         """The stage of the policy."""
         return self.parts.policy.stage if self.parts else BOOTSTRAPPING
 
     def step(self, loss: Any) -> None:
         """Take in one optimizer step, with its loss as `steps.take` returned it."""
-        loss = self.meter.add(loss)
-        if self.parts is not None:
-            self.parts.applier.landing.end_step(loss)
+        self.meter.add(loss)
         ends_interval = self.clock.tick()
         self.recorder.step = self.clock.step
         seconds = self.compiling.look(self.clock.step)
@@ -167,6 +146,8 @@ class Session:
             )
         if self._order is not None:
             self._guard("ordering the layer modules", self._settle_order)
+        if self.clock.step == 1 and self.plan is not None:
+            self._guard("announcing the plan", self._announce_plan)
         if ends_interval or self._may_have_readings:
             self.ranks.meet(self.clock.step)
             if self._may_have_readings:
@@ -189,7 +170,6 @@ class Session:
             **asdict(self.clock),
             **self.meter.state_dict(),
             "accumulation": self.steps.state_dict(),
-            "rates": self._rates.state_dict() if self._rates else {},
             "budget": self.budget.state_dict(),
             "policy_name": self.training.policy_name,
             "norms": dict(self.training.norms),
@@ -207,15 +187,8 @@ class Session:
         """Restore a saved state; StateError where it belongs to another model or policy, and
         nothing has changed.
         """
-        saved, budget, counted, rates = (
-            state["engine"],
-            state["budget"],
-            state["accumulation"],
-            state["rates"],
-        )
-        measured = {
-            name: state[name] for name in ("losses", "held_losses", "iteration_s", "measures")
-        }
+        saved, budget, counted = state["engine"], state["budget"], state["accumulation"]
+        measured = {name: state[name] for name in ("losses", "held_losses", "iteration_s")}
         clock = IntervalClock.from_state(state)
         modules = (
             None
@@ -240,11 +213,11 @@ class Session:
             )
         elif is_needed:
             parts, cut = self._maker.resume(modules, saved, state["norms"])
-            self.parts.applier.landing.let_go()
             self._release_parts(parts)
             cut.announce(self.training, clock.step, self.modules, saved["cut_by"])
             self.parts, self.modules = parts, modules
             parts.restore(saved)
+            self._keep_plan(parts.policy)
             self._is_cut_to_order = clock.step > 0
             self._order = watch_order(self.training, self.modules, again=self._is_cut_to_order)
         self.budget.load_state_dict(budget)
@@ -253,12 +226,13 @@ class Session:
             self.skipping.count_from(clock.step)
         self.meter.load_state_dict(measured)
         self.steps.load_state_dict(counted)
-        if self._rates is not None:
-            self._rates.load_state_dict(rates)
-        self.meter.measures.begin(
-            clock.step, self.parts.policy.needs if self.parts else (), self.modules
-        )
         self._prepare_step()
+
+    def _keep_plan(self, policy: Policy) -> None:
+        """Show the plan of a resumed policy, which goes on with that of its beginning."""
+        if isinstance(policy, PlanPolicy) and str(policy.plan) != str(self.plan):
+            names = tuple(module.name for module in self.modules)
+            self.plan = replace(policy.plan, modules=names, reason="the run began with it")
 
     @property
     def _may_have_readings(self) -> bool:
@@ -276,24 +250,18 @@ class Session:
 
     def _end_interval(self) -> None:
         rate, parts = self.training.learning_rate(self.modules), self.parts
-        shares = parts.evaluation.profile() if parts and WORTH in parts.policy.needs else None
-        interval = self.meter.take(
-            self.clock, self.modules, self.frozen, rate, self.periods, work_shares=shares
-        )
+        interval = self.meter.take(self.clock, self.modules, self.frozen, rate)
         if parts is None or self.ranks.is_lost:
             return
         if parts.applier.is_undone:
             raise HarmfulFreezeError(UNDONE)
         evaluation, decisions = parts.evaluation, parts.policy.observe_interval(interval)
-        batch, rehearsed = (
-            None,
-            (Freeze, SetPeriods) if PLASTICITY not in parts.policy.needs else SetPeriods,
-        )
-        if any(isinstance(decision, rehearsed) for decision in decisions):
+        freezes = any(isinstance(decision, Freeze) for decision in decisions)
+        batch = None
+        if freezes and PLASTICITY not in parts.policy.needs:
             evaluation.profile()
             batch = evaluation.batch  # to rehearse on what no reading led to
         self._apply(parts, decisions, batch)
-        parts.applier.land(evaluation.batch or evaluation.evaluated)
         if any(isinstance(decision, EndBootstrapping) for decision in decisions):
             self.clock.interval_steps = evaluation.begin(
                 self.clock.evaluation, self.clock.interval_steps
@@ -301,7 +269,6 @@ class Session:
         elif interval.loss is not None:
             self._evaluate(parts)
         evaluation.disarm()
-        self.meter.measures.begin(self.clock.step, parts.policy.needs, self.modules)
 
     def _evaluate(self, parts: CutParts) -> None:
         """Request an evaluation, take in finished ones, and refresh the reference model if that is
@@ -309,14 +276,12 @@ class Session:
         """
         clock, evaluation, monitored = self.clock, parts.evaluation, parts.policy.monitored
         if monitored is None:
-            clock.interval_steps = evaluation.lengthen_interval(clock.interval_steps)
             return
         if requests := self.ranks.leads and not evaluation.has_given_up:
             evaluation.request(clock.evaluation, monitored)
         self._take_in_readings()
-        if requests or self.training.is_sharded:
-            evaluation.refresh(clock.evaluation)
         if requests:
+            evaluation.refresh(clock.evaluation)
             clock.interval_steps = evaluation.fit_interval(
                 clock.interval_steps, parts.policy.monitored
             )
@@ -334,17 +299,8 @@ class Session:
             if self.parts is not parts:  # a callback for events has closed the run
                 return
             if freezes:
-                parts.evaluation.count_memory(batch, is_first=not parts.applier.depth)
                 modules = [*parts.applier.waiting, *(freeze.module for freeze in freezes)]
-                parts.applier.freeze(
-                    freezes, batch, parts.evaluation.saved_s(dict.fromkeys(modules, 1.0))
-                )
-            elif isinstance(decision, SetPeriods):
-                rested = {
-                    place: 1 - 1 / decision.periods[place]
-                    for place in range(self.frozen, len(self.modules))
-                }
-                parts.applier.set_periods(decision, batch, parts.evaluation.saved_s(rested))
+                parts.applier.freeze(freezes, batch, parts.evaluation.saved_s(modules))
             elif isinstance(decision, Thaw):
                 parts.applier.thaw(decision)
                 parts.evaluation.valid_from = (
@@ -369,21 +325,41 @@ class Session:
 
     def _prepare_step(self) -> None:
         if self.parts is not None:
-            self._guard(
-                "preparing the next step",
-                partial(self.parts.applier.prepare_step, self.clock.step + 1),
-            )
-        self.timer.resting = self.parts.applier.resting if self.parts else 0
+            self._guard("preparing the next step", self.parts.applier.prepare_step)
+        self.timer.frozen = self.frozen
         self._guard("preparing an evaluation", self._arm)
         self._guard("moving the boundary of the cache", self._move_cache_boundary)
 
+    def _announce_plan(self) -> None:
+        """Journal the plan, with the share of the compute that it skips where that is known."""
+        if self.plan is None or self.parts is None or not self.ranks.leads:
+            return
+        skipped = 0.0 if not self.plan.freezes else None
+        if self.plan.freezes and (shares := self.parts.evaluation.profile()) is not None:
+            own = parameters_of(self.training.model, self.modules)
+            trained = [count_trainable(part) / max(1, sum(map(Tensor.numel, part))) for part in own]
+            skipped = self.plan.skipped_share(backward_shares(shares, trained))
+        self.recorder.write(
+            PlanMade(
+                step=self.clock.step,
+                plan=str(self.plan),
+                reason=self.plan.reason,
+                skipped_share=skipped,
+            )
+        )
+        if not self.clock.next_step_ends:
+            self.parts.evaluation.disarm()
+
     def _arm(self) -> None:
-        """Keep the batch of the next step where an interval ends with that."""
+        """Keep the batch of the next step where an interval ends with that, and the first one where
+        the plan is to tell what it skips.
+        """
         self.training.hooks.looks_at_input |= self.clock.next_step_ends
         evaluation = self.parts.evaluation if self.parts else None
+        announces = self.clock.step == 0 and self.plan is not None and self.plan.freezes
         if (
             evaluation
-            and self.clock.next_step_ends
+            and (self.clock.next_step_ends or announces)
             and self.ranks.leads
             and not evaluation.has_given_up
         ):
@@ -404,11 +380,11 @@ class Session:
             return
         cut = Cut.in_order(self.training, seen)
         if cut != Cut.of(self.training, self.modules):
+            batch = self.parts.evaluation.batch if self.parts and self.plan else None
             self.parts, self.modules = self._maker.make(cut), cut.modules
+            self.parts.evaluation.batch = batch  # by which the plan tells what it skips
+            self.plan = self.training.plan(self.modules)
             self.recorder.write(ModulesOrdered(step=self.clock.step, **cut.to_dict()))
-
-    def _wanted_rates(self) -> Wanted | None:
-        return self.parts.wanted_rates(self.clock.step) if self.parts else None
 
     def _move_cache_boundary(self) -> None:
         if self.skipping is not None and self.parts is not None:
@@ -435,10 +411,7 @@ class Session:
 
     def _release(self) -> None:
         """Leave the model as it was found, for good."""
-        self.meter.close()
         self.compiling.close()
-        if self._rates is not None:
-            self._rates.close()
         self.ranks.part()
         self._release_parts()
         self._guard("closing the cache", self._end_skipping)

@@ -8,15 +8,13 @@ from typing import Any, cast
 
 from egeria.controller import AbsentController, Controller
 from egeria.layers.modules import LayerModule
-from egeria.policy import PLASTICITY, Annealing, Policy
+from egeria.policy import PLASTICITY, Policy
 from egeria.session.applying import Applier
 from egeria.session.checks import MakeController
 from egeria.session.cutting import Cut
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import Training
-from egeria.session.landing import Landing
 from egeria.session.measuring.compiling import Compiling
-from egeria.session.measuring.optimizer_steps import Wanted
 from egeria.session.measuring.timing import Budget, IntervalClock, IterationTimer
 
 
@@ -36,8 +34,6 @@ class CutParts:
             "frozen": self.applier.depth,
             "trainable": list(self.applier.trainable),
             "input_needs_grad": self.applier.training.hooks.input_needs_grad,
-            "periods": list(self.applier.periods),
-            "landing": self.applier.landing.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -48,21 +44,10 @@ class CutParts:
         self.evaluation.load_state_dict(saved["evaluator"])
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Freeze what a saved state had frozen, let modules rest by its periods, and land what was
-        landing.
-        """
+        """Freeze what a saved state had frozen."""
         decided = self.policy.frozen
         self.applier.training.hooks.input_needs_grad = saved["input_needs_grad"]
-        self.applier.restore(
-            min(decided, saved["frozen"]), decided, saved["periods"], saved["landing"]
-        )
-
-    def wanted_rates(self, step: int) -> Wanted | None:
-        """Return the learning rates that the policy wants for the step after `step`, if it sets
-        them.
-        """
-        shares = self.policy.rate_shares(step) if isinstance(self.policy, Annealing) else None
-        return None if shares is None else (self.applier.modules, shares)
+        self.applier.restore(min(decided, saved["frozen"]), decided)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +72,13 @@ class PartsMaker:
             controller = self.make_controller(
                 cut.modules, lambda: self.timer.left_s(self.clock().step)
             )
-        landing = Landing(
-            training, cut.modules, lambda: self.clock().interval_steps, self.timer.take_out
-        )
         return CutParts(
             policy=policy,
             evaluation=Evaluation(
                 training, cut.modules, policy, controller, self.budget, self.timer
             ),
             applier=Applier(
-                training, cut.modules, self.compiling, cut.deepest_freeze, landing, cut.trainable
+                training, cut.modules, self.compiling, cut.deepest_freeze, cut.trainable
             ),
         )
 

@@ -22,12 +22,9 @@ from egeria.report.trackers import Tracker, scalars
 from egeria.report.wording import (
     count,
     duration,
-    landing_mode,
-    landing_outcome,
     percent,
     plural,
     printable,
-    rarely_updated,
 )
 
 logger = logging.getLogger("egeria")
@@ -35,7 +32,6 @@ LOGGED = (
     events.IntervalMeasured,
     events.PlasticityRead,
     events.ModuleFrozen,
-    events.PeriodsChanged,
     events.Thawed,
 )
 """Events whose steps are logged to trackers."""
@@ -100,7 +96,15 @@ class Showing:
             self._say(event)
 
     def _say(self, event: events.Event) -> None:
-        """Write the line of a freeze or a thaw to the log."""
+        """Write the line of the plan, a freeze or a thaw to the log."""
+        if isinstance(event, events.PlanMade):
+            skips = (
+                ""
+                if event.skipped_share is None
+                else f", skips {event.skipped_share:.0%} of the compute"
+            )
+            plan = f"the plan is {event.plan!r}{skips}" if event.plan else "nothing is frozen"
+            logger.info("%s: %s", plan, event.reason)
         if isinstance(event, events.ModuleFrozen):
             text = "step %d: froze %s (%d of %d layer modules, %.0f %% of the trainable parameters)"
             logger.info(
@@ -111,17 +115,6 @@ class Showing:
                 self._num_modules,
                 100 * event.parameter_share,
             )
-        elif isinstance(event, events.LandingBegan):
-            text = "step %d: %s lands before it freezes: %s over %s"
-            mode, steps = landing_mode(event.mode), plural(event.num_steps, "step")
-            logger.info(text, event.step, event.name, mode, steps)
-        elif isinstance(event, events.LandingEnded):
-            logger.info(
-                "step %d: %s %s: %s", event.step, event.name, event.outcome, landing_outcome(event)
-            )
-        elif isinstance(event, events.PeriodsChanged) and event.is_in_force:
-            text = rarely_updated(event.periods, 0) or "all modules updated at every step"
-            logger.info("step %d: %s: %s", event.step, text, event.reason)
         elif isinstance(event, events.Thawed):
             modules = plural(event.frozen_before, "layer module")
             logger.info(
@@ -176,10 +169,6 @@ def in_a_line(summary: RunSummary) -> str:
     total = "" if summary.total_steps is None else f" of {count(summary.total_steps)}"
     step, saved = f"step {count(summary.step)}{total}", _saved(summary)
     frozen = f"{summary.frozen} of {plural(summary.num_modules, 'layer module')} frozen"
-    landing = f"{summary.landing} landing" if summary.landing else ""
-    frozen = ", ".join(
-        filter(None, (frozen, landing, rarely_updated(summary.periods, summary.frozen)))
-    )
     if summary.closed:
         return f"closed at {step}, {frozen} at the end, {saved}"
     return f"{step}, {summary.stage}, {frozen}, {saved}"
@@ -195,16 +184,6 @@ def as_html(summary: RunSummary) -> str:
         (
             "frozen at the end" if summary.closed else "frozen",
             f"{summary.frozen} of {summary.num_modules}: {frozen}",
-        ),
-        *(
-            [("landing", ", ".join(summary.modules[summary.frozen :][: summary.landing]))]
-            if summary.landing
-            else []
-        ),
-        *(
-            [("behind them", rare)]
-            if (rare := rarely_updated(summary.periods, summary.frozen))
-            else []
         ),
         ("trainable parameters frozen", percent(summary.parameter_share)),
         ("compute skipped", percent(summary.skipped_share)),

@@ -1,3 +1,1 @@
-"""What is measured of a training: time, losses, noise, the worth of steps, the rate to come, memory
-and energy.
-"""
+"""What is measured of a training: losses, time, and what compiling costs."""

@@ -19,9 +19,8 @@ class Compiling:
     """Watches what a compiled model costs (`torch.compile`); where nothing is compiled it does
     nothing.
 
-    A freeze changes what needs a gradient, so that the next forward pass is compiled again. Where
-    layer modules rest at some steps there is a graph for each depth of rest, compiled when that
-    first occurs; torch picks one by its guards. After eight graphs of a function torch goes over to
+    A freeze changes what needs a gradient, so that the next forward pass is compiled again.
+    After eight graphs of a function torch goes over to
     running it uncompiled, for good: the limit is raised by what freezing may need, and lowered
     again at the end.
     """
@@ -37,9 +36,7 @@ class Compiling:
         self._longest_s = 0.0
         """What the longest compiling took."""
         self._changes = 0
-        """Freezes, thaws, and first steps at a depth of rest since compiling was last seen."""
-        self._depths: set[int] = set()
-        """At which there was a step since the last freeze or thaw."""
+        """Freezes and thaws since compiling was last seen."""
 
     def make_room(self, num_modules: int) -> None:
         """Let as many graphs of a function be compiled as freezing module by module needs."""
@@ -57,18 +54,6 @@ class Compiling:
     def note_change(self) -> None:
         """Take note that layers were frozen or thawed: what compiles next does so for that."""
         self._changes += 1
-        self._depths.clear()
-
-    def note_rest(self, depth: int) -> None:
-        """Take note that the coming step rests so many layer modules: the first such step compiles
-        a graph for it.
-        """
-        if depth in self._depths:
-            return
-        self._changes += 1
-        self._depths.add(depth)
-        if self._limits:
-            _dynamo().config.recompile_limit += GRAPHS_PER_FREEZE
 
     def look(self, step: int) -> float:
         """Return the seconds that freezing made the last iterations compile, and journal them."""
@@ -83,15 +68,14 @@ class Compiling:
         self.recorder.write(Recompiled(step=step, wall_s=spent, by_freezing=is_ours))
         return spent if is_ours else 0.0
 
-    def reason_to_wait(self, saved_s: float | None, num_graphs: int = 1) -> str | None:
+    def reason_to_wait(self, saved_s: float | None) -> str | None:
         """Return why a freeze that saves so many seconds (None: unknown) has to wait; None if it
         repays compiling.
         """
-        if saved_s is None or saved_s >= num_graphs * self._longest_s:
+        if saved_s is None or saved_s >= self._longest_s:
             return None
         saves = f"it would save {saved_s:.2g} s to the end of the run"
-        times = "" if num_graphs == 1 else f" for each of {num_graphs} graphs"
-        return f"{saves}, and compiling anew took up to {self._longest_s:.2g} s{times}"
+        return f"{saves}, and compiling anew took up to {self._longest_s:.2g} s"
 
     def close(self) -> None:
         """Give torch its limits back."""

@@ -1,4 +1,4 @@
-"""What an interval of training showed: losses, pace, and whatever else the policy goes by."""
+"""What an interval of training showed: its losses and the time of an iteration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from egeria.errors import ConfigError
@@ -16,40 +17,30 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.report.wording import plural
 from egeria.session.following import Training
-from egeria.session.measuring.accounts import Accounts
-from egeria.session.measuring.measures import Measures
-from egeria.session.measuring.optimizer_steps import to_numbers
 from egeria.session.measuring.timing import IntervalClock, IterationTimer
 from egeria.session.ranks import Subject, fingerprint
 
 
 @dataclass(eq=False)
 class IntervalMeter:
-    """Gathers losses, times and measures over an interval, and journals them; all processes see the
-    same interval.
+    """Gathers losses and times over an interval, and journals them; all processes see the same
+    interval.
     """
 
     training: Training
-    measures: Measures
-    """What the policy needs beside the loss."""
     timer: IterationTimer
 
     def __post_init__(self) -> None:
         self.ranks, self.recorder = self.training.ranks, self.training.recorder
-        self.accounts = Accounts(self.training)
         self._losses: list[float | Tensor] = []
         """One for each step, on its device: that is asked once, when the interval ends."""
         self._held: list[float | Tensor] = []
         """Of the micro-batches of a step that is still to come."""
 
-    def add(self, loss: float | Tensor) -> float | Tensor:
-        """Take in the loss of one step, as `read` returned it; return the mean of it and of those
-        held for it.
-        """
+    def add(self, loss: float | Tensor) -> None:
+        """Take in the loss of one step, as `read` returned it, with those held for it."""
         losses, self._held = [*self._held, loss], []
         self._losses.append(_mean(losses))
-        self.measures.end_step()
-        return self._losses[-1]
 
     def hold(self, loss: float | Tensor) -> None:
         """Keep the loss of a micro-batch, as `read` returned it, for the step it is part of."""
@@ -91,33 +82,18 @@ class IntervalMeter:
         modules: Sequence[LayerModule],
         num_frozen: int,
         rate: float,
-        periods: Sequence[int] = (),
-        *,
-        work_shares: Sequence[float] | None = None,
     ) -> Interval:
         """Return the interval that has ended, and begin the next."""
-        is_full = num_frozen == 0 and max(periods, default=1) == 1
         losses, self._losses = to_floats(self._losses), []
         finite = [value for value in losses if math.isfinite(value)]
         loss, num_bad = (statistics.fmean(finite) if finite else None), len(losses) - len(finite)
         wall_s, cpu_s = self.timer.take_medians()
-        if is_full:  # what evaluations may cost is measured against training without egeria
+        if num_frozen == 0:  # what evaluations may cost is measured against training without egeria
             self.timer.iteration_s = wall_s
-        measured: dict[str, Any] = self.measures.take(clock.step, rate, modules, num_frozen)
-        if measured["worth"] is not None and work_shares is not None:
-            measured["time_shares"] = self.measures.time_shares(wall_s, modules, work_shares)
-            measured["num_pretrained"] = self.training.count_pretrained(modules)
         if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
-            if (
-                self.training.is_sharded
-            ):  # each process has these sums for its part of the parameters
-                measured |= {
-                    name: self.ranks.sums(measured[name])
-                    for name in ("gradients", "noise", "worth")
-                }
-            rate, measured = self.ranks.from_leader(Subject.MEASURES, (rate, measured))
+            rate = self.ranks.from_leader(Subject.RATE, rate)
         event = IntervalMeasured(
             step=clock.step,
             evaluation=clock.evaluation,
@@ -128,9 +104,6 @@ class IntervalMeter:
             frozen=num_frozen,
             iteration_wall_s=wall_s,
             iteration_cpu_s=cpu_s,
-            periods=list(periods) if max(periods, default=1) > 1 else None,
-            **measured,
-            **self.accounts.take(),
             **self.timer.spent(),
         )
         self.recorder.write(event)
@@ -147,31 +120,25 @@ class IntervalMeter:
         self._losses = []
         self.timer.end_interval()
 
-    def close(self) -> None:
-        """Measure nothing more, and leave the optimizers as they were found."""
-        self.measures.close()
-        self.accounts.close()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
         return {
             "iteration_s": self.timer.iteration_s,
             "losses": to_floats(self._losses),
             "held_losses": to_floats(self._held),
-            "measures": self.measures.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self.timer.iteration_s = float(state["iteration_s"])
         self._losses, self._held = list(state["losses"]), list(state["held_losses"])
-        self.measures.load_state_dict(state["measures"])
-        self.accounts.begin_anew()
 
 
 def to_floats(losses: Sequence[float | Tensor]) -> list[float]:
     """Return losses as numbers; synchronises the device."""
-    numbers = iter(to_numbers([value.float() for value in losses if isinstance(value, Tensor)]))
+    tensors = [value.float() for value in losses if isinstance(value, Tensor)]
+    on_device = [value.to(tensors[0].device) for value in tensors]
+    numbers = iter(torch.stack(on_device).tolist() if tensors else [])
     return [next(numbers) if isinstance(value, Tensor) else value for value in losses]
 
 

@@ -82,19 +82,18 @@ class IterationTimer:
         self.iteration_s = 0.0
         """Median seconds of an iteration in the newest interval with nothing frozen; 0 where
         unknown."""
-        self.resting = 0
-        """How many front layer modules are not updated at the step to come: steps of one kind take
-        alike."""
-        self._iterations: dict[int, list[tuple[float, float]]] = {}
+        self.frozen = 0
+        """How many front layer modules are frozen: iterations at one depth take alike."""
+        self._iterations: list[tuple[float, float]] = []
         self._earlier: dict[int, list[tuple[float, float]]] = {}
-        """The newest iterations of each kind before this interval."""
+        """By depth, the newest iterations before this interval."""
         self._outside: Stopwatch | None = None
         self._inside = Stopwatch()
 
     def enter(self) -> None:
         """Record that `run.step` has begun."""
         if self._outside is not None:
-            self._iterations.setdefault(self.resting, []).append(self._outside.read())
+            self._iterations.append(self._outside.read())
         self._inside = Stopwatch()
 
     def leave(self) -> None:
@@ -109,7 +108,7 @@ class IterationTimer:
 
     def end_interval(self) -> None:
         """Forget the iterations of an interval that is over."""
-        self._iterations = {}
+        self._iterations = []
 
     def spent(self) -> dict[str, Any]:
         """Return what egeria took so far, the call of `run.step` under way included, by the names
@@ -141,22 +140,15 @@ class IterationTimer:
     def take_medians(self) -> tuple[float, float]:
         """Return the median wall-clock and CPU seconds of the iterations since the last call; 0 for
         none.
-
-        Where different modules rested at different steps it is the mean of the medians, each as
-        often as it occurred.
         """
-        found, self._iterations = self._iterations, {}
-        total = max(1, sum(map(len, found.values())))
-        medians = []
-        for kind, own in found.items():
-            newest = [*self._earlier.get(kind, ()), *own][-max(len(own), FEWEST_ITERATIONS) :]
-            self._earlier[kind] = newest[-FEWEST_ITERATIONS:]
-            medians.append((len(own) / total, map(statistics.median, zip(*newest, strict=True))))
-        pairs = [tuple(share * value for value in kind) for share, kind in medians]
-        wall_s, cpu_s = (
-            (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-        )
-        return wall_s, cpu_s
+        own, self._iterations = self._iterations, []
+        if not own:
+            return 0.0, 0.0
+        earlier = self._earlier.get(self.frozen, [])
+        newest = [*earlier, *own][-max(len(own), FEWEST_ITERATIONS) :]
+        self._earlier[self.frozen] = newest[-FEWEST_ITERATIONS:]
+        walls, cpus = zip(*newest, strict=True)
+        return statistics.median(walls), statistics.median(cpus)
 
 
 FIRST_REVIEW = 3

@@ -1,0 +1,444 @@
+"""What freezing could save in a training, measured on a copy of it: `egeria.advise`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import html
+import itertools
+import json
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median_low
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from egeria import dist, tree
+from egeria.config import Config, PolicyConfig
+from egeria.config.checks import check, count
+from egeria.config.plan_text import read_plan, wrong_plan
+from egeria.errors import ConfigError
+from egeria.events import Declined, FaultCaught
+from egeria.journal import read_journal
+from egeria.layers.copies import copies_of_computed
+from egeria.layers.pretrained import find_trained_norms, is_mostly_trained
+from egeria.layers.shards import is_compiled
+from egeria.policy import Plan, draw_up
+from egeria.random_state import kept_random_state
+from egeria.report.wording import duration, mebibytes, percent
+from egeria.session import Run, attach
+from egeria.session.checks import read_config, unwrap_loader
+
+Loss = Callable[[nn.Module, Any], Tensor]
+NUM_BATCHES = 8
+"""Different batches that the iterations use."""
+SETTLING, TIMED = 1, 3
+"""Iterations at each depth in each round: one after the change of depth, and the timed ones."""
+MOST_DEPTHS = 8
+"""Depths that are measured; of a model with more layer modules the others lie between these."""
+SLOW_READING = 0.2
+"""Share of an iteration; a batch that takes longer to read gets a note."""
+LEAST_SAVING = 0.03
+"""Share of the training time that freezing half of the model for half of the training must save."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DepthCost:
+    """What one iteration costs with the front `depth` layer modules frozen."""
+
+    depth: int
+    iteration_s: float
+    """Wall-clock seconds: forward pass, backward pass, `optimizer.step()` and `zero_grad()`."""
+    cpu_s: float
+    """CPU seconds of the process."""
+    peak_bytes: int | None
+    """Most CUDA memory in use, without what was in use before the copy was made; else None."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What freezing could save in a training. Returned by `egeria.advise`.
+
+    Shares are of the time of iterations, and of reading batches where the loader has no workers.
+    Evaluations and whatever else the loop does are not counted.
+    """
+
+    modules: tuple[str, ...]
+    """The layer modules, front to back; the last one is never frozen."""
+    costs: tuple[DepthCost, ...]
+    """By depth, from nothing frozen to all that may be; each of the round with the median time."""
+    plan: str
+    """The default plan of `egeria.attach` for this model; empty where it freezes nothing."""
+    reading_s: float
+    """Seconds that the training waits for a batch to be read; 0 where the loader has workers."""
+    obstacles: tuple[str, ...]
+    """What the library declined on the copy, with the reasons."""
+
+    def saving(self, plan: str) -> float:
+        """Return the share of the training time that a plan saves.
+
+        "0.5:2 0.75:3" freezes two layer modules from half of the steps on, three from 75 % on.
+
+        Raises:
+            ConfigError: it is no plan, or has absolute steps.
+        """
+        check("plan", plan, wrong_plan)
+        if any(move.is_step for move in read_plan(plan)):
+            raise ConfigError(
+                f'plan must have shares of the training, such as "0.5:2", found {plan!r}. Divide '
+                "its steps by those of the training."
+            )
+        depths = [cost.depth for cost in self.costs]  # of others the time is interpolated
+        times_s = [cost.iteration_s for cost in self.costs]
+        each_s = np.interp(range(len(self.modules)), depths, times_s)
+        shares = -np.diff(each_s) / (times_s[0] + self.reading_s)
+        return float(Plan.parse(plan, self.modules, total_steps=1).skipped_share(list(shares)))
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether freezing is worth a try: half of the model for half of the time saves 3 %."""
+        return self.saving(self._half) >= LEAST_SAVING
+
+    @property
+    def verdict(self) -> str:
+        """The advice in one sentence."""
+        if not self.costs[-1].depth:
+            return "Not worth it: nothing can be frozen."
+        saved = percent(self.saving(self._half))
+        most = percent(self.saving(f"0:{len(self.modules)}"))
+        return (
+            f"{'Worth a try' if self.is_worth_it else 'Not worth it'}: the plan {self._half!r} "
+            f"saves {saved} of the training time, and no plan more than {most}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        told = {"plan_saving": self.saving(self.plan), "verdict": self.verdict}
+        return {**asdict(self), **told, "is_worth_it": self.is_worth_it}
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table as text: the names of the columns, then a row for each depth."""
+        head = ("frozen", "up to", "iteration", "saved", "CPU", "peak memory")
+        rows = (
+            (
+                f"{cost.depth}",
+                self.modules[cost.depth - 1] if cost.depth else "-",
+                f"{1000 * cost.iteration_s:.1f} ms",
+                percent(1 - cost.iteration_s / self.costs[0].iteration_s),
+                f"{1000 * cost.cpu_s:.1f} ms",
+                "-" if cost.peak_bytes is None else mebibytes(cost.peak_bytes),
+            )
+            for cost in self.costs
+        )
+        return [head, *rows]
+
+    def notes(self) -> list[str]:
+        """Return the sentences below the table."""
+        found = [self.verdict]
+        if self.plan:
+            saved = percent(self.saving(self.plan))
+            found.append(f"The default plan {self.plan!r} saves {saved} of the training time.")
+        elif self.costs[-1].depth:
+            found.append('By default nothing is frozen here: give attach a plan, such as "0.5:2".')
+        if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
+            found.append(
+                f"Reading a batch takes {duration(self.reading_s)}, for which the training waits "
+                "with any plan. Workers of the loader would hide it."
+            )
+        return [*found, *(f"Obstacle: {obstacle}" for obstacle in self.obstacles)]
+
+    def __repr__(self) -> str:
+        """Return the table and the notes as text."""
+        rows = self.rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        return "\n".join([*lines, "", *self.notes()])
+
+    def _repr_html_(self) -> str:
+        """Return the table and the notes for notebooks."""
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows())
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes())
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{notes}"
+
+    @property
+    def _half(self) -> str:
+        """The plan that freezes the front half of the model for half of the training."""
+        return f"0.5:{len(self.modules) // 2}"
+
+
+def advise(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: Any,
+    *,
+    loss: Loss | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    rounds: int = 4,
+) -> Advice:
+    """Measure what freezing could save in a training, by up to 132 iterations of a copy of it.
+
+    The copy is trained with ever more of its front layer modules frozen, several times over. Model,
+    optimizer, the global random state and the generator of the loader are afterwards as before; not
+    what else `loss` and the data set change, such as a `GradScaler`. The peak of
+    `torch.cuda.max_memory_allocated` is reset.
+
+    Args:
+        model: as the loop trains it, on its device; not compiled, and without a wrapper of several
+            processes. Memory for a second model and a second optimizer state is needed.
+        optimizer: the optimizer, or all of them.
+        loader: the loader, or a list of batches.
+        loss: called with the model to use and a batch, returns the loss; autocast and the transfer
+            to the device belong in it. None: `model(**batch).loss`, as Hugging Face models have it.
+        config: the settings of the run; they say how the model is cut.
+        rounds: how often each depth is measured.
+
+    Raises:
+        ConfigError: an argument is outside its contract, or an iteration of the copy failed.
+    """
+    settings, loader = read_config(config, "inline", None), unwrap_loader(loader)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    check("rounds", rounds, count())
+    _check_training(model, optimizers)
+    pretrained = settings.policy.pretrained
+    if pretrained == "auto":  # found now, since training changes the normalisation layers
+        pretrained = is_mostly_trained(find_trained_norms(model))
+    settings = replace(
+        settings,
+        policy=PolicyConfig(pretrained=pretrained),
+        plasticity=replace(settings.plasticity, interval_steps=SETTLING + TIMED),
+        freezing=replace(settings.freezing, enabled=True),
+        cache=replace(settings.cache, enabled=False),
+    )
+    with kept_random_state(model), _unchanged(model, optimizers) as check_unchanged:
+        batches, reading_s = _read(loader)
+        held_bytes = sum(map(torch.cuda.memory_allocated, _devices(model)))
+        training = _Training(*_copied(model, optimizers), batches, loss or _own_loss, held_bytes)
+        modules, costs, obstacles = training.measure(settings, rounds, check_unchanged)
+    return Advice(
+        modules=modules,
+        costs=costs,
+        plan=str(draw_up(modules, bool(pretrained), total_steps=1)),  # in shares of the steps
+        reading_s=reading_s,
+        obstacles=obstacles,
+    )
+
+
+@dataclass(frozen=True)
+class _Training:
+    """A copy of the user's training, whose iterations are timed at one depth after another."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    batches: Sequence[Any]
+    loss: Loss
+    held_bytes: int
+
+    def measure(
+        self, settings: Config, rounds: int, check_unchanged: Callable[[], None]
+    ) -> tuple[tuple[str, ...], tuple[DepthCost, ...], tuple[str, ...]]:
+        """Return the names of the layer modules, the costs by depth, and the obstacles."""
+        found: dict[int, list[DepthCost]] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            follow = partial(attach, self.model, self.optimizers, config=settings, directory=folder)
+            each = SETTLING + TIMED
+            with follow(policy="none") as run:  # finds the order of the layers, and warms up
+                for place in range(each):
+                    run.step(self._iterate(self._batch(place)))
+                modules = tuple(module.name for module in run.modules)
+            check_unchanged()
+            deepest = max(0, len(modules) - 1)
+            parts = min(deepest, MOST_DEPTHS - 1)
+            depths = [round(deepest * part / max(1, parts)) for part in range(parts + 1)] * rounds
+            moves = (f"step {turn * each}:{depth}" for turn, depth in enumerate(depths))
+            with follow(plan=" ".join(moves)) as run:
+                for turn in range(len(depths)):
+                    run.step(self._iterate(self._batch(0)))
+                    first = turn // (parts + 1) * TIMED  # the same batches at each depth of a round
+                    found.setdefault(run.frozen, []).append(self._timed(run, first))
+            check_unchanged()
+            journal = read_journal(folder)
+        obstacles = [f"{event.what}: {event.reason}." for event in journal.of(Declined)]
+        obstacles += [f"{event.where} failed: {event.error}." for event in journal.of(FaultCaught)]
+        costs = tuple(median_low(found[depth]) for depth in sorted(found))
+        return modules, costs, tuple(dict.fromkeys(obstacles))
+
+    def _timed(self, run: Run, first: int) -> DepthCost:
+        """Return the means of a few iterations; nothing waits for an accelerator between them."""
+        batches = [self._batch(first + step) for step in range(TIMED)]
+        depth, devices = run.frozen, _devices(self.model)
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.synchronize(device)
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        for batch in batches[:-1]:
+            run.step(self._iterate(batch))
+        loss = self._iterate(batches[-1])
+        for device in devices:
+            torch.cuda.synchronize(device)
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        peak_bytes = sum(map(torch.cuda.max_memory_allocated, devices)) - self.held_bytes
+        run.step(loss)  # the depth changes here
+        return DepthCost(depth, wall_s / TIMED, cpu_s / TIMED, peak_bytes if devices else None)
+
+    def _batch(self, place: int) -> Any:
+        """Return a batch that the iteration may overwrite."""
+        return copy.deepcopy(self.batches[place % len(self.batches)])
+
+    def _iterate(self, batch: Any) -> Tensor:
+        """Make one iteration as a loop would, and return its loss."""
+        with _explained(
+            "An iteration of the copy must run as in the loop: loss(model, batch), backward, step",
+            "Pass loss=..., which does what the loop does before loss.backward().",
+        ):
+            loss = self.loss(self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+        return loss
+
+
+def _check_training(model: nn.Module, optimizers: Sequence[Any]) -> None:
+    if not isinstance(model, nn.Module):
+        found = f"a {type(model).__name__}"
+    elif any(base.__module__.startswith("torch.nn.parallel") for base in type(model).__mro__):
+        found = f"the wrapper {type(model).__name__}"
+    elif is_compiled(model) or any(hasattr(part, "_orig_mod") for part in model.modules()):
+        found = "a compiled one"
+    elif kinds := {entry.device.type for entry in model.parameters()} - {"cpu", "cuda"}:
+        found = f"parameters on {', '.join(sorted(kinds))}"
+    elif dist.world_size() > 1:
+        found = f"a job of {dist.world_size()} processes"
+    elif not torch.is_grad_enabled():
+        found = "gradients switched off"
+    elif not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):
+        found = f"{optimizers!r} as optimizers"
+    else:
+        return
+    raise ConfigError(
+        "advise takes a torch.nn.Module on the CPU or CUDA that a single process trains by torch "
+        f"optimizers, not compiled and without a wrapper, found {found}. Ask in a script of one "
+        "process, before the model is compiled or wrapped."
+    )
+
+
+@contextmanager
+def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Callable[[], None]]:
+    """Yield a check that nothing but the copy trains; restore gradients and buffers afterwards."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    held = (parameter for group in groups for parameter in group["params"])  # a criterion's too
+    gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *held)}
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def is_changed() -> bool:
+        trained = [parameter for parameter in gradients if parameter.grad is not None]
+        return bool(trained) or any(buffer._version != version for buffer, version, _ in buffers)
+
+    def check_unchanged() -> None:
+        if is_changed():
+            raise ConfigError(
+                "loss must train the model that it is given and nothing else, found gradients or "
+                "buffers of the original, or of a criterion, that changed; they were restored. "
+                "Use the model that loss is given, and make such a criterion part of the model."
+            )
+
+    logger = logging.getLogger("egeria")
+    level = logger.level
+    try:
+        for parameter in gradients:
+            parameter.grad = None
+        with warnings.catch_warnings():  # those about the copy are not for the user
+            warnings.simplefilter("ignore")
+            logger.setLevel(logging.CRITICAL)
+            yield check_unchanged
+    finally:
+        logger.setLevel(level)
+        for buffer, _, values in buffers if is_changed() else ():
+            buffer.data.copy_(values)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        gc.collect()  # a run has reference cycles, which hold the copy
+
+
+@contextmanager
+def _explained(contract: str, next_step: str) -> Iterator[None]:
+    """Raise what fails in the block as a `ConfigError`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            contract = "advise needs memory for a second model and its optimizer state"
+            next_step = "Pass smaller batches, or ask with a smaller model of the same kind."
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{contract}, found {found}. {next_step}") from error
+
+
+def _copied(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+    """Return copies, the optimizers for the parameters of the model's copy."""
+    memo = copies_of_computed(model)
+    with _explained(
+        "copy.deepcopy must copy model and optimizer, and share none of their parameters",
+        "Ask before the model is sharded or wrapped.",
+    ):
+        twin, twins = copy.deepcopy((model, list(optimizers)), memo)
+        for optimizer, other in zip(optimizers, twins, strict=True):
+            # torch leaves out the attributes of a subclass; a scheduler may have replaced `step`.
+            left_out = vars(optimizer).keys() - vars(other).keys() - {"step"}
+            own = {name: copy.deepcopy(vars(optimizer)[name], memo) for name in left_out}
+            vars(other).update(own)
+        if not set(model.parameters()).isdisjoint(twin.parameters()):
+            raise TypeError(f"a copy of {type(model).__name__} that shares parameters with it")
+    if not twin.training:  # parts may be in eval mode on purpose
+        twin.train()
+    return twin, twins
+
+
+def _read(loader: Any) -> tuple[list[Any], float]:
+    """Return copies of the first batches, and the seconds for which the loop waits for one."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(holder, "sampler", None) for holder in (loader, batch_sampler)]
+    held = {getattr(holder, "generator", None) for holder in (loader, batch_sampler, *samplers)}
+    states = [(entry, entry.get_state()) for entry in held if isinstance(entry, torch.Generator)]
+    with _explained("loader must give batches that can be copied", "Pass a list of batches."):
+        if isinstance(loader, Iterator):
+            raise TypeError(f"a {type(loader).__name__}, which reading would use up")
+        try:
+            began = time.perf_counter()
+            batches = list(itertools.islice(loader, NUM_BATCHES))
+            reading_s = (time.perf_counter() - began) / max(1, len(batches))
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+        if not batches:
+            raise ValueError("none")
+        return copy.deepcopy(batches), 0.0 if getattr(loader, "num_workers", 0) else reading_s
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss that a Hugging Face model computes by itself."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch that is a {type(batch).__name__} and no dictionary")
+    device = next(model.parameters()).device
+    moved = tree.map_tensors(lambda part: part.to(device), batch)
+    return cast(Tensor, model(**moved).loss)
+
+
+def _devices(model: nn.Module) -> list[int]:
+    """Return the CUDA devices that a model is on."""
+    return sorted({entry.device.index or 0 for entry in model.parameters() if entry.is_cuda})
