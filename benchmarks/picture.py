@@ -6,16 +6,15 @@ python -m benchmarks.picture --record benchmarks/records/0015-fine-tuning --work
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
 from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.comparing.comparison import PolicyComparison, compare
 from benchmarks.proving.comparing.results import read_results
+from benchmarks.proving.journal import Journal, read_journal
 from benchmarks.proving.policies import DEFAULT, PLAIN
-from egeria import read_journal
-from egeria.events import Event, ModuleFrozen, RunStarted
 
 COLOURS = {
     "light": {"text": "#1f2933", "soft": "#5f6b76", "train": "#0f8b8d", "frozen": "#cfd8dc"},
@@ -37,21 +36,21 @@ def main() -> None:
         (comparison,) = compare(read_results(journals, [options.workload]), PLAIN)
         plain, default = comparison.find(PLAIN), comparison.find(DEFAULT)
         assert plain is not None and default is not None, "a record of plain training and the default"
-        events = read_journal(default.outcomes[0].directory).events
+        journal = read_journal(default.outcomes[0].directory)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, colours in COLOURS.items():
-        drawing = draw(options.title, plain, default, events, colours)
+        drawing = draw(options.title, plain, default, journal, colours)
         (options.out / f"freezing-{name}.svg").write_text(drawing, encoding="utf-8")
 
 
 def draw(
-    title: str, plain: PolicyComparison, default: PolicyComparison, events: Sequence[Event], colours: dict[str, str]
+    title: str, plain: PolicyComparison, default: PolicyComparison, journal: Journal, colours: dict[str, str]
 ) -> str:
     """Return the SVG: a bar for each layer module of one run, and below two for the CPU time of all seeds."""
-    started = next(event for event in events if isinstance(event, RunStarted))
-    total = started.total_steps or 1
-    frozen_at = {event.module: event.step / total for event in events if isinstance(event, ModuleFrozen)}
-    names = [str(module["name"]) for module in started.modules]
+    (started, *_) = journal.of("run_started")
+    total = started["total_steps"] or 1
+    frozen_at = {event["module"]: event["step"] / total for event in journal.of("frozen")}
+    names = [str(module["name"]) for module in started["modules"]]
     saved, difference = default.saved["cpu"], default.difference
     assert saved is not None and difference is not None, "plain runs stand beside, of the same machine"
     lines = [_text(LEFT, 24, title, colours["text"], size=15, weight=600)]

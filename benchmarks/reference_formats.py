@@ -29,8 +29,8 @@ import egeria
 from benchmarks.cifar10_runs import run_example
 from benchmarks.micro.interleaved import compare
 from benchmarks.proving.comparing import archive
+from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running.recipe import commit
-from egeria.events import FidelityChecked, RungTaken
 from egeria.layers.batch import Batch
 from egeria.reference import QuantizedReference
 
@@ -88,9 +88,9 @@ def train(options: argparse.Namespace, kind: str, seed: int) -> dict:
         f'{policy}[reference]\nprecision = "{kind}"\nfidelity_share = 1.0\n\n[controller]\nkind = "inline"\n'
     )
     result = run_example([str(part) for part in [*arguments, "--config", config, "--directory", directory]])
-    journal = egeria.read_journal(directory)
-    checks = [(check.error, check.plasticity) for check in journal.of(FidelityChecked)]
-    return {**result, "rungs": [rung.after for rung in journal.of(RungTaken)], "checks": checks}
+    journal = read_journal(directory)
+    checks = [(float(check["error"]), float(check["plasticity"])) for check in journal.of("fidelity")]
+    return {**result, "rungs": [rung["after"] for rung in journal.of("rung")], "checks": checks}
 
 
 def weights(options: argparse.Namespace, seed: int) -> Path:

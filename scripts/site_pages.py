@@ -39,7 +39,7 @@ def on_files(files: Files, config: Any) -> Files:
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "benchmarks/README.md": _benchmarks(),
     }
-    for path in sorted(RECORDS.glob("*/*.md")):
+    for path in sorted(RECORDS.rglob("*.md")):
         pages[path.relative_to(ROOT).as_posix()] = _without_dead_links(path)
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
@@ -63,18 +63,17 @@ def on_page_markdown(markdown: str, page: Any, **_kwargs: Any) -> str:
 
 
 def _benchmarks() -> str:
-    """Return how things are measured, with the findings of all records in front."""
+    """Return how things are measured, with a list of all records in front."""
     lines = [
         "# Benchmarks",
         "",
         "What was found, newest first. Each has its tables, and the commands that repeat it.",
         "",
     ]
-    for folder in sorted(RECORDS.iterdir(), reverse=True):
-        findings = folder / "FINDINGS.md"
-        page = findings if findings.exists() else folder / "README.md"
-        title = next(line for line in (folder / "README.md").read_text(encoding="utf-8").splitlines() if line)
-        lines.append(f"- **{folder.name}**: [{title.lstrip('# ')}]({page.relative_to(ROOT / 'benchmarks').as_posix()})")
+    for page in sorted(RECORDS.glob("*/README.md"), reverse=True):
+        title = next(line for line in page.read_text(encoding="utf-8").splitlines() if line)
+        target = page.relative_to(ROOT / "benchmarks").as_posix()
+        lines.append(f"- **{page.parent.name}**: [{title.lstrip('# ')}]({target})")
     method = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     return "\n".join([*lines, "", _only_pages(method.replace("# Benchmarks", "## How it is measured", 1))])
 

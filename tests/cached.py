@@ -92,7 +92,7 @@ class Training:
                 controller=ScriptedController(freezes_up_to(self.depth)),
                 config={**FAST, "cache": cache},
             )
-        self.network: Any = self.run.model
+        self.network: Any = self.model
         self._batches = self._all_batches()
 
     def advance(self, num_steps: int) -> None:

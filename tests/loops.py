@@ -34,18 +34,20 @@ class Loop:
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
         parameters, lr=0.02, momentum=0.9, weight_decay=1e-3
     )
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
         self.model: nn.Module = self.specimen.build()
+        self.called = self.wrap(self.model)
         self.optimizer = self.make_optimizer(self.model.parameters())
         self.data = torch.Generator().manual_seed(self.seed)
         self.run: Run | None = None
         if self.attach is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", EgeriaWarning)
-                self.run = attach(self.model, self.optimizer, **self.attach)
+                self.run = attach(self.called, self.optimizer, **self.attach)
         self.random = torch.get_rng_state()
 
     def step(self, count: int = 1, scale: float = 1.0) -> None:
@@ -57,10 +59,9 @@ class Loop:
 
     def _steps(self, count: int, scale: float) -> None:
         for _ in range(count):
-            network: Any = self.run.model if self.run else self.model
-            network.train()
+            self.called.train()
             args, kwargs = self.specimen.example(self.data)
-            loss = self.specimen.loss(network(*args, **kwargs)) * scale
+            loss = self.specimen.loss(self.called(*args, **kwargs)) * scale
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

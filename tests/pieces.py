@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from benchmarks.__main__ import main
+from benchmarks.proving.journal import read_journal
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.running.execution import build
 from benchmarks.proving.running.runfile import WAITING, RunFile, WorkloadFacts
 from benchmarks.workloads.workload import Training, Workload
 from tests import toy_workloads
-
-from egeria.events import IntervalMeasured, MetricLogged, ModuleFrozen, PlasticityRead, StageChanged, Thawed
-from egeria.report.history import read_history
 
 ROOT = Path(__file__).resolve().parent.parent
 (TOY, *_) = toy_workloads.WORKLOADS
@@ -48,8 +46,9 @@ def wanted_run(policy: str = "none", workload: Workload = TOY, module: str = TOY
 
 def told(directory: Path) -> list[dict]:
     """Return what the journal says of metrics, losses, readings and decisions, without times."""
-    kinds = (MetricLogged, IntervalMeasured, PlasticityRead, StageChanged, ModuleFrozen, Thawed)
-    records = [event.to_dict() for event in read_history(directory).events if isinstance(event, kinds)]
+    records = read_journal(directory).of("metric", "interval", "plasticity", "stage", "frozen", "thawed")
     for record in records:
         record["values"] = {name: value for name, value in record.get("values", {}).items() if name[-2:] != "_s"}
-    return [{name: value for name, value in record.items() if name[-2:] != "_s"} for record in records]
+    return [
+        {name: value for name, value in record.items() if name[-2:] != "_s" and name != "time"} for record in records
+    ]

@@ -14,20 +14,27 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 TIMEOUT_S = 60.0
 LONGEST_S = 240.0
 Answer = tuple[bool, Any]
 """Whether the function returned, and what; else the traceback."""
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """Return the model in `DistributedDataParallel`; as it is in a process of its own."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return model
+    return DistributedDataParallel(model, find_unused_parameters=True)
 
 
 class Pool:
@@ -117,19 +124,6 @@ def run_cases(work: Callable[..., Any], cases: Sequence[Any], **options: Any) ->
     """Return for each case what `work(case)` returns in each process, all cases in one process group."""
     answers = run_ranks(_work_through, work, list(cases), **options)
     return {case: [found[index] for found in answers] for index, case in enumerate(cases)}
-
-
-def each_third(names: Iterable[str], *, always: Collection[str] = ()) -> list[Any]:
-    """Return names as parameters of a test; two thirds of them wait for the nightly run.
-
-    Args:
-        names: such as those of the menagerie.
-        always: names that are run with the others in any case.
-    """
-    return [
-        pytest.param(name, marks=[] if index % 3 == 0 or name in always else pytest.mark.slow)
-        for index, name in enumerate(names)
-    ]
 
 
 @atexit.register

@@ -40,6 +40,7 @@ class Frozen:
     example: Arguments
     depth: int = 0
     freeze_tied: bool = False
+    """Whether weights that several layer modules use were frozen by their owner."""
     modules: tuple[LayerModule, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +51,9 @@ class Frozen:
         with OrderRecorder(self.model, names) as recorder:
             self.model(*args, **kwargs)
         self.modules = parse_modules(self.model, order=recorder.order)
-        self.freezer = Freezer(self.model, self.modules, freeze_tied=self.freeze_tied)
+        for name in {name for module in self.modules for name in module.shared_parameters if self.freeze_tied}:
+            self.model.get_parameter(name).requires_grad_(False)
+        self.freezer = Freezer(self.model, self.modules)
         self.freezer.freeze_to(self.depth)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 

@@ -23,8 +23,7 @@ from cached import (
     nothing_but_journals,
     plain,
 )
-from egeria.cache import CacheDirectory, StoreError, decision, generation, layout
-from egeria.cache.prefetch import fetcher, writer
+from egeria.cache import CacheDirectory, StoreError, decision, fetcher, generation, layout, writer
 from egeria.cache.store import disk as store
 from egeria.cache.store.file import ENTRY, HEADER_BYTES
 from egeria.cache.store.rows import RowLayout

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from egeria.cache.prefetch.fetcher import DEPTH, Fetcher, FetchError, Reader
-from egeria.cache.prefetch.writer import RowsInMemory, ThreadError, Writer
+from egeria.cache.fetcher import DEPTH, Fetcher, FetchError, Reader
 from egeria.cache.store.rows import RowLayout, Rows, StoreError
+from egeria.cache.writer import RowsInMemory, ThreadError, Writer
 from strays import nothing_left_behind
 
 pytestmark = pytest.mark.timeout(60)

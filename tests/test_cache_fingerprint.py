@@ -38,16 +38,16 @@ def test_shape_and_type():
     assert np.array_equal(found, np.floor(found)) and found.max() < 2**24
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 7, 5), (37,), (1000, 131)])
-def test_a_row_agrees_whatever_it_lies_beside(dtype, shape):
-    batch = of_type(dtype, shape=shape)
-    whole = prints(batch)
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
-    assert agree(prints(batch[order]), whole[order.numpy()]).all()
-    for count in (1, 3, 15):
-        assert agree(prints(batch[:count]), whole[:count]).all()
-        assert agree(prints(batch[5 : 5 + count].clone()), whole[5 : 5 + count]).all()
+def test_a_row_agrees_whatever_it_lies_beside():
+    for dtype in DTYPES:
+        for shape in [(3, 8, 8), (3, 7, 5), (37,), (1000, 131)]:
+            batch = of_type(dtype, shape=shape)
+            whole = prints(batch)
+            order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
+            assert agree(prints(batch[order]), whole[order.numpy()]).all()
+            for count in (1, 3, 15):
+                assert agree(prints(batch[:count]), whole[:count]).all()
+                assert agree(prints(batch[5 : 5 + count].clone()), whole[5 : 5 + count]).all()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -76,13 +76,13 @@ def test_every_token_counts():
     assert not agree(found[1:], found[:1]).any()
 
 
-@pytest.mark.parametrize("values", [(1.0, -1.0), (1.0, 2.0), (0.0, 1.0), (4.0, -0.5), (1, 2), (0, 1), (-1, 1)])
-def test_places_count_also_among_values_of_one_mantissa(values):
-    generator = torch.Generator().manual_seed(5)
-    chosen = torch.tensor(values)[torch.randint(0, 2, (64,), generator=generator)]
-    shuffled = torch.stack([chosen[torch.randperm(64, generator=generator)] for _ in range(500)])
-    rows = torch.unique(torch.cat([chosen[None], shuffled]), dim=0)
-    assert len(np.unique(prints(rows), axis=0)) == len(rows)
+def test_places_count_also_among_values_of_one_mantissa():
+    for values in [(1.0, -1.0), (1.0, 2.0), (0.0, 1.0), (4.0, -0.5), (1, 2), (0, 1), (-1, 1)]:
+        generator = torch.Generator().manual_seed(5)
+        chosen = torch.tensor(values)[torch.randint(0, 2, (64,), generator=generator)]
+        shuffled = torch.stack([chosen[torch.randperm(64, generator=generator)] for _ in range(500)])
+        rows = torch.unique(torch.cat([chosen[None], shuffled]), dim=0)
+        assert len(np.unique(prints(rows), axis=0)) == len(rows)
 
 
 def test_small_features_count_beside_large_ones():
@@ -150,18 +150,18 @@ def test_gradients_and_autocast_change_nothing():
         assert agree(prints(batch.clone()), prints(images())).all()
 
 
-@pytest.mark.parametrize("thing", [np.ones(3), {1}, object(), torch.Generator()])
-def test_with_what_cannot_be_looked_into_nothing_agrees(thing):
-    found = prints(images(3), thing=thing)
-    assert not agree(found, found).any()
+def test_with_what_cannot_be_looked_into_nothing_agrees():
+    for thing in [np.ones(3), {1}, object(), torch.Generator()]:
+        found = prints(images(3), thing=thing)
+        assert not agree(found, found).any()
 
 
 def known_by(ignores_padding=False, **kwargs):
     """Return the fingerprints by which the store knows the samples of a call."""
     batch = Batch.of_call((), kwargs, "cpu")
     count = len(next(iter(kwargs.values())))
-    indices = BatchIndices(number=0, samples=np.arange(count), views=np.zeros(count, dtype=np.int64))
-    keys = BatchKeys.of(batch, indices, indices.samples, has_length=False, ignores_padding=ignores_padding)
+    indices = BatchIndices(number=0, samples=np.arange(count))
+    keys = BatchKeys.of(batch, indices, has_length=False, ignores_padding=ignores_padding)
     return keys.prints
 
 
@@ -193,16 +193,15 @@ def test_empty_batches_and_rows():
     assert agree(prints(torch.zeros(4, 0)), prints(torch.zeros(4, 0))).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int32])
-def test_true_lengths(dtype):
-    mask = (torch.arange(6) < torch.tensor([[1], [6], [4]])).to(dtype)
-    found = true_lengths({"attention_mask": mask}, 3)
-    assert found.dtype == np.int64 and found.tolist() == [1, 6, 4]
+def test_true_lengths():
+    for dtype in [torch.int64, torch.bool, torch.int32]:
+        mask = (torch.arange(6) < torch.tensor([[1], [6], [4]])).to(dtype)
+        found = true_lengths({"attention_mask": mask}, 3)
+        assert found.dtype == np.int64 and found.tolist() == [1, 6, 4]
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
+def test_no_true_lengths_but_of_a_right_padded_mask():
+    for mask in [
         None,
         torch.tensor([[0, 1, 1], [1, 1, 1]]),
         torch.tensor([[1, 0, 1], [1, 1, 1]]),
@@ -212,8 +211,6 @@ def test_true_lengths(dtype):
         torch.ones(2, 1, 3, dtype=torch.int64),
         torch.ones(3, 3, dtype=torch.int64),
         [[1, 1], [1, 0]],
-    ],
-)
-def test_no_true_lengths_but_of_a_right_padded_mask(mask):
-    assert true_lengths({"attention_mask": mask}, 2) is None
-    assert true_lengths({}, 2) is None
+    ]:
+        assert true_lengths({"attention_mask": mask}, 2) is None
+        assert true_lengths({}, 2) is None

@@ -62,11 +62,6 @@ def test_two_epochs_must_be_ahead():
     assert not verdict(epochs_ahead=2.0, minimum_epochs=3.0).pays
 
 
-def test_each_view_takes_an_epoch_to_fill():
-    assert not verdict(epochs_ahead=3.5, num_views=4).pays
-    assert verdict(epochs_ahead=6.0, num_views=4).pays
-
-
 def test_filling_must_be_repaid():
     found = verdict(epochs_ahead=2.0, fill_s=0.07)
     assert not found.pays

@@ -58,9 +58,9 @@ class Trained:
         self.journal = egeria.read_journal(directory)
 
     def epoch(self, batches=None, call=lambda network, images: network(images)):
-        self.run.model.train()
+        self.model.train()
         for images, labels in batches or self.loader:
-            loss = cross_entropy(call(self.run.model, images), labels)
+            loss = cross_entropy(call(self.model, images), labels)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -464,9 +464,9 @@ def test_a_loop_like_the_trainer_of_transformers(tmp_path):
     def step(training, group, num_items):
         losses = []
         for batch in group:
-            training.run.model.train()
+            training.model.train()
             inputs = {name: tensor.to("cpu") for name, tensor in batch.items()}
-            losses.append(training.run.model(**inputs, num_items_in_batch=num_items)["loss"])
+            losses.append(training.model(**inputs, num_items_in_batch=num_items)["loss"])
             losses[-1].backward()
         training.optimizer.step()
         training.optimizer.zero_grad()
@@ -480,10 +480,6 @@ def test_a_loop_like_the_trainer_of_transformers(tmp_path):
 
 def trainer_of_transformers(training, directory):
     transformers = pytest.importorskip("transformers")
-
-    class Ours(transformers.Trainer):
-        def compute_loss(self, model, inputs, **options):
-            return super().compute_loss(training.run.model, inputs, **options)
 
     class Steps(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):
@@ -501,7 +497,7 @@ def trainer_of_transformers(training, directory):
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = Ours(
+    trainer = transformers.Trainer(
         training.model,
         arguments,
         optimizers=(training.optimizer, None),
@@ -522,7 +518,7 @@ def trainer_of_lightning(training, directory):
             self.network = training.model
 
         def training_step(self, batch, index):
-            return training.run.model(**batch, num_items_in_batch=torch.tensor(8 * 12))["loss"]
+            return training.model(**batch, num_items_in_batch=torch.tensor(8 * 12))["loss"]
 
         def on_train_batch_end(self, outputs, batch, index):
             training.run.step(outputs["loss"])

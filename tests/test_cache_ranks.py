@@ -22,7 +22,6 @@ from egeria.cache import CacheDirectory, Outlook, ShardSampler, StoreError, deci
 from egeria.cache.store.disk import DiskStore
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 from egeria.layers.shards import is_sharded
-from egeria.parallel import Replicas
 from egeria.session import skipping
 from egeria.testing import ScriptedController
 from loops import FAST, differences
@@ -57,7 +56,7 @@ CASES = {
     "cannot join": {"fault": "join"},
     "cannot enter": {"fault": "enter"},
     "cannot write": {"fault": "write"},
-    "the first does not store": {"settings": {"views": 0}},
+    "the first does not store": {"settings": {"gate": "auto", "minimum_epochs": 1e6}},
     "the first fails": {"fault": "open"},
     "not in all": {"settings_of_second": {"enabled": False}},
 }
@@ -65,7 +64,7 @@ if not find_spec("accelerate"):
     CASES = {name: case for name, case in CASES.items() if "Accelerate" not in name}
 OTHERS = {
     "a sampler of its own": {"sampler": "its own"},
-    "statistics of its own": {"parallel": lambda: Replicas(**without_equal_buffers())},
+    "statistics of its own": {"equal_buffers": False},
 }
 """Cases that train otherwise."""
 
@@ -104,6 +103,7 @@ def train(name, folder):
     machine = f"host {rank % case.get('num_hosts', 1)}"
     torch.manual_seed(0)
     model = small_resnet()
+    called = DistributedDataParallel(model, **({} if case.get("equal_buffers", True) else without_equal_buffers()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     dataset = Pictures(NUM_SAMPLES)
     loader = loader_of(case.get("sampler", "dealt anew"), dataset)
@@ -113,20 +113,19 @@ def train(name, folder):
     with mock.patch.object(skipping, "_machine", lambda: machine), faulty(case.get("fault")), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = egeria.attach(
-            model,
+            called,
             optimizer,
             loader,
             total_steps=len(loader) * EPOCHS,
             controller=ScriptedController(freezes_up_to(1)),
             directory=Path(folder, name),
             config={**FAST, "cache": settings},
-            parallel=case["parallel"]() if "parallel" in case else None,
         )
         for epoch in range(EPOCHS):
             getattr(loader, "set_epoch", getattr(loader.sampler, "set_epoch", None))(epoch)
             for images, labels in loader:
-                run.model.train()
-                loss = nn.functional.cross_entropy(run.model(images), labels)
+                called.train()
+                loss = nn.functional.cross_entropy(called(images), labels)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -260,25 +259,29 @@ def test_a_model_that_all_processes_must_run_together_is_declined(model, reason)
 # --- the sampler and the outlook, in one process --------------------------------------------------
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("size", [2, 7, 12, 100])
-def test_each_rank_keeps_its_samples_and_all_are_dealt_out(size, drop_last):
-    num_replicas = 2 if size == 2 else 3
-    samplers = [ShardSampler(range(size), num_replicas, rank, drop_last=drop_last) for rank in range(num_replicas)]
-    epochs = []
-    for epoch in range(3):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        epochs.append([list(sampler) for sampler in samplers])
-    assert all(
-        sorted(first) == sorted(later) for later in epochs[1:] for first, later in zip(epochs[0], later, strict=True)
-    )
-    assert {len(part) for epoch in epochs for part in epoch} == {len(samplers[0])}
-    seen = [sample for part in epochs[0] for sample in part]
-    assert len(set(seen)) == (size - size % num_replicas if drop_last else size)
-    if size == 100:
-        assert epochs[0] != epochs[1] and [list(sampler) for sampler in samplers] == epochs[2]
-        assert list(ShardSampler(range(100), 3, 0, seed=1)) != list(ShardSampler(range(100), 3, 0, seed=2))
+def test_each_rank_keeps_its_samples_and_all_are_dealt_out():
+    for drop_last in [True, False]:
+        for size in [2, 7, 12, 100]:
+            num_replicas = 2 if size == 2 else 3
+            samplers = [
+                ShardSampler(range(size), num_replicas, rank, drop_last=drop_last) for rank in range(num_replicas)
+            ]
+            epochs = []
+            for epoch in range(3):
+                for sampler in samplers:
+                    sampler.set_epoch(epoch)
+                epochs.append([list(sampler) for sampler in samplers])
+            assert all(
+                sorted(first) == sorted(later)
+                for later in epochs[1:]
+                for first, later in zip(epochs[0], later, strict=True)
+            )
+            assert {len(part) for epoch in epochs for part in epoch} == {len(samplers[0])}
+            seen = [sample for part in epochs[0] for sample in part]
+            assert len(set(seen)) == (size - size % num_replicas if drop_last else size)
+            if size == 100:
+                assert epochs[0] != epochs[1] and [list(sampler) for sampler in samplers] == epochs[2]
+                assert list(ShardSampler(range(100), 3, 0, seed=1)) != list(ShardSampler(range(100), 3, 0, seed=2))
 
 
 def test_without_shuffling_the_order_is_that_of_the_data():
@@ -286,15 +289,15 @@ def test_without_shuffling_the_order_is_that_of_the_data():
     assert list(sampler) == [1, 3, 5, 7, 9] and len(sampler) == 5
 
 
-@pytest.mark.parametrize(("size", "replicas", "rank"), [(10, 2, 2), (10, 2, -1), (1, 2, 0), (0, 1, 0)])
-def test_the_sampler_refuses_what_cannot_be_dealt_out(size, replicas, rank):
-    with pytest.raises(ValueError, match=r"Invalid rank|dealt out"):
-        ShardSampler(range(size), replicas, rank, drop_last=True)
+def test_the_sampler_refuses_what_cannot_be_dealt_out():
+    for size, replicas, rank in [(10, 2, 2), (10, 2, -1), (1, 2, 0), (0, 1, 0)]:
+        with pytest.raises(ValueError, match=r"Invalid rank|dealt out"):
+            ShardSampler(range(size), replicas, rank, drop_last=True)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 4])
-def test_epochs_in_which_samples_come_to_another_host_do_not_count(num_hosts):
+def test_epochs_in_which_samples_come_to_another_host_do_not_count():
     """As measured with `DistributedSampler`: of the second epoch 1 / hosts is found, then a share of the rest."""
-    outlook = Outlook(steps_ahead=40.0, num_hosts=num_hosts)
-    found = sum(1 - (1 - 1 / num_hosts) ** (epoch - 1) for epoch in range(1, 5))
-    assert outlook.epochs(10) == pytest.approx(1 + found)
+    for num_hosts in [1, 2, 4]:
+        outlook = Outlook(steps_ahead=40.0, num_hosts=num_hosts)
+        found = sum(1 - (1 - 1 / num_hosts) ** (epoch - 1) for epoch in range(1, 5))
+        assert outlook.epochs(10) == pytest.approx(1 + found)

@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import egeria
 from egeria import attach, events
-from egeria.cli import digits, doctor, main
-from egeria.layers.modules import parse_modules
-from egeria.layers.pretrained import count_pretrained, find_trained_norms
+from egeria.cli import doctor, main
 from egeria.testing import ScriptedController
 from resnet import cifar_resnet
 
-VERBS = ("demo", "advise", "modules", "report", "replay", "cache", "doctor")
+VERBS = ("advise", "modules", "report", "doctor")
 
 
 @pytest.fixture(autouse=True)
@@ -50,25 +45,20 @@ def table(output):
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def unfolded(output):
-    """What is printed, without any blanks: the title of a narrow table is folded."""
-    return "".join(output.split())
-
-
-def train(directory, *, window=2, steps=40, names="0123"):
+def train(directory):
     """A tiny run whose readings never move: a module freezes as soon as the window allows."""
     torch.manual_seed(0)
-    model = nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = {
         "policy": {"name": "egeria"},
-        "plasticity": {"interval_steps": 1, "window": window},
+        "plasticity": {"interval_steps": 1, "window": 2},
         "bootstrapping": {"change_threshold": 1.0},
         "controller": {"budget_share": 1000.0},
     }
     with attach(model, optimizer, config=config, directory=directory, controller=ScriptedController()) as run:
-        for _ in range(steps):
-            loss = run.model(torch.randn(8, 4)).square().mean()
+        for _ in range(40):
+            loss = model(torch.randn(8, 4)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -99,7 +89,7 @@ def test_the_help_names_every_verb(capsys):
     assert end.value.code == 0 and all(verb in printed for verb in VERBS)
 
 
-@pytest.mark.parametrize("arguments", [[], ["thaw"], ["report"], ["modules"], ["demo", "--seeds", "three"]])
+@pytest.mark.parametrize("arguments", [[], ["thaw"], ["report"], ["modules"], ["advise", "a:b", "--rounds", "three"]])
 def test_a_command_that_is_not_understood_ends_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -115,9 +105,9 @@ def test_the_package_runs_as_a_module(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("made", ["training", "training_by_name"])
-def test_advise_measures_a_training_and_tells_what_a_schedule_would_save(made, command, tmp_path):
+def test_advise_measures_a_training_and_tells_what_a_plan_would_save(made, command, tmp_path):
     out = tmp_path / "advice.json"
-    status, output, errors = command("advise", f"cli_models:{made}", "--schedule", "0.5:1", "--json", str(out))
+    status, output, errors = command("advise", f"cli_models:{made}", "--plan", "0.5:1", "--json", str(out))
     assert status == 0 and not errors
     assert "stem" in output and "orth" in output and "'0.5:1' would save" in output
     assert len(json.loads(out.read_text(encoding="utf8"))["costs"]) == 2
@@ -140,7 +130,7 @@ def test_advise_refuses_what_is_no_training_with_status_2(path, said, command):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(("--schedule", "half:2"), "schedule must be"), (("--json", "no/such/folder/a.json"), "a folder that exists")],
+    [(("--plan", "half:2"), "plan must be"), (("--json", "no/such/folder/a.json"), "a folder that exists")],
 )
 def test_advise_refuses_wrong_options_before_it_measures(options, said, command):
     status, output, errors = command("advise", "cli_models:nothing_here", *options)
@@ -227,142 +217,22 @@ def test_report_prints_the_summary_and_writes_the_page(run, command):
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!")
 
 
-@pytest.mark.parametrize("verb", ["report", "replay"])
-def test_a_directory_without_a_journal_ends_with_status_2(verb, command, tmp_path):
-    status, output, errors = command(verb, tmp_path / "nowhere[/x]")
+def test_a_directory_without_a_journal_ends_with_status_2(command, tmp_path):
+    status, output, errors = command("report", tmp_path / "nowhere[/x]")
     assert (status, output) == (2, "")
-    assert errors.startswith(f"egeria {verb}: ") and "nowhere[/x]" in errors and "cannot be read" in errors
+    assert errors.startswith("egeria report: ") and "nowhere[/x]" in errors and "cannot be read" in errors
 
 
-@pytest.mark.parametrize("verb", ["report", "replay"])
-def test_a_journal_of_a_newer_egeria_ends_with_status_2(verb, command, tmp_path):
+def test_a_journal_of_a_newer_egeria_ends_with_status_2(command, tmp_path):
     (tmp_path / "journal.jsonl").write_text('{"event":"journal_opened","schema_version":99}\n', encoding="utf-8")
-    status, _, errors = command(verb, tmp_path)
+    status, _, errors = command("report", tmp_path)
     assert status == 2 and "schema 99" in errors
 
 
-def test_replay_agrees_with_the_run(run, command):
-    status, output, errors = command("replay", run)
-    assert status == 0 and errors == ""
-    assert "The replay agrees." in output and "withitsownsettings" in unfolded(output)
-    rows = table(output)
-    assert len(rows) == 4 and all(decided == replayed for _, decided, replayed in rows)
-    assert [decided for _, decided, _ in rows] == ["knowledge-guided", "freeze 0", "freeze 1", "freeze 2"]
-
-
-def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path, command):
-    train(tmp_path / "[bold]", names=("[red]", "[/]", "[link=x]", "head"))
-    status, output, _ = command("replay", tmp_path / "[bold]")
-    assert status == 0
-    assert [decided for _, decided, _ in table(output)][1:] == ["freeze [red]", "freeze [/]", "freeze [link=x]"]
+def test_a_name_that_looks_like_markup_is_printed_as_it_is(tmp_path, command):
+    train(tmp_path / "[bold]")
     status, output, _ = command("report", tmp_path / "[bold]")
     assert status == 0 and "[bold]" in output
-
-
-def test_replay_of_a_run_that_decided_otherwise_ends_with_status_1(run, command):
-    path = run / "journal.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if not (json.loads(line)["event"] == "frozen" and json.loads(line)["module"] == 2)]
-    path.write_text("\n".join(kept) + "\n", encoding="utf-8")
-    status, output, _ = command("replay", run)
-    assert status == 1 and "The replay disagrees." in output
-    assert table(output)[-1][1:] == ["", "freeze 2"]
-
-
-def test_replay_decides_nothing_after_the_run_stopped_freezing(tmp_path, command):
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"policy": {"schedule": "0.2:1 0.6:2"}, "plasticity": {"interval_steps": 2}}
-    run = attach(model, optimizer, config=config, policy="static", total_steps=20, directory=tmp_path / "run")
-    for step in range(20):
-        if step == 8:
-            model.requires_grad_(True)
-        model(torch.randn(6, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", egeria.EgeriaWarning)
-            run.step(torch.ones(()))
-    run.close()
-    status, output, _ = command("replay", tmp_path / "run")
-    assert status == 0 and "The replay agrees." in output
-    assert table(output) == [["4", *["freeze 0"] * 2], ["10", *["the end of freezing"] * 2]]
-    settings = tmp_path / "settings.toml"
-    settings.write_text("policy.name = 'static'\npolicy.schedule = '0.6:2'\n", encoding="utf-8")
-    _, output, _ = command("replay", tmp_path / "run", "--config", settings)
-    assert table(output)[1:] == [["10", "the end of freezing", ""], ["12", "", "freeze 0, freeze 1"]]
-
-
-def test_replay_with_other_settings_says_where_the_readings_run_out(run, command, tmp_path):
-    settings = tmp_path / "slower[red].toml"
-    settings.write_text(
-        "policy.name = 'egeria'\n[plasticity]\nwindow = 5\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8"
-    )
-    froze = egeria.read_journal(run).of(events.ModuleFrozen)[0].step
-    status, output, _ = command("replay", run, "--config", settings)
-    assert status == 0, "another outcome is what one asks for"
-    assert f"with{settings}" in unfolded(output)
-    assert f"From step {froze + 1} these settings wait for readings that the run did not take" in output
-    assert "readings were of a module these settings were not waiting for" in output
-    assert "agrees" not in output and "disagrees" not in output
-    assert [replayed for _, _, replayed in table(output)] == ["knowledge-guided", "", "", ""]
-
-
-def test_replay_with_quicker_settings_decides_earlier_on_what_it_has(tmp_path, command):
-    journal = train(tmp_path / "run", window=6)
-    froze = journal.of(events.ModuleFrozen)[0].step
-    settings = tmp_path / "quicker.toml"
-    settings.write_text(
-        "policy.name = 'egeria'\n[plasticity]\nwindow = 2\n[bootstrapping]\nchange_threshold = 1.0\n", encoding="utf-8"
-    )
-    status, output, _ = command("replay", tmp_path / "run", "--config", settings)
-    steps = {replayed: int(step) for step, _, replayed in table(output)}
-    assert status == 0 and steps["freeze 0"] < froze
-    assert "these settings wait for readings" not in output
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "readable TOML file"),
-        ("[plasticity\n", "must be TOML"),
-        ("[plasticity]\nwindw = 3\n", "[plasticity] knows"),
-        ("[plasticity]\nwindow = 1\n", "plasticity.window must be a whole number of at least 2, found 1"),
-        ("[unfreezing]\nrule = 'cosin'\n", "'cosin'"),
-    ],
-)
-def test_replay_refuses_settings_it_cannot_read_with_status_2(text, said, run, command, tmp_path):
-    settings = tmp_path / "settings.toml"
-    if text is not None:
-        settings.write_text(text, encoding="utf-8")
-    status, output, errors = command("replay", run, "--config", settings)
-    assert (status, output) == (2, "") and errors.startswith("egeria replay: ") and said in errors
-
-
-def test_replay_of_half_a_journal_ends_with_status_2(command, tmp_path):
-    line = {"event": "journal_opened", "schema_version": 1}
-    (tmp_path / "journal.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    status, _, errors = command("replay", tmp_path)
-    assert status == 2 and "run_started" in errors
-
-
-def test_replay_of_a_plain_run_ends_with_status_2(command, tmp_path):
-    opened = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION}
-    plain = {"interval_reason": "plain training", "rule": "none", "total_steps": 4, "interval_steps": 0}
-    nothing = {"config": {}, "modules": [], "trainable": [], "deepest_freeze": 0, "environment": {}}
-    lines = (opened, {"event": "run_started", "step": 0, **plain, **nothing})
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    status, output, errors = command("replay", tmp_path)
-    assert (status, output) == (2, "") and errors.startswith("egeria replay: ")
-    assert "plain training" in errors and str(tmp_path) in errors and "egeria.attach" in errors
-
-
-def test_replay_of_a_run_that_could_not_freeze_has_nothing_to_say(command, tmp_path):
-    model = nn.Linear(2, 2)
-    with pytest.warns(egeria.EgeriaWarning, match="two layers"):
-        egeria.attach(model, torch.optim.SGD(model.parameters()), directory=tmp_path / "run").close()
-    status, output, _ = command("replay", tmp_path / "run")
-    assert status == 0 and table(output) == [] and "The replay agrees." in output
 
 
 def test_doctor_measures_the_directory(command, tmp_path, monkeypatch):
@@ -383,65 +253,3 @@ def test_doctor_ends_with_status_1_where_it_cannot_write(kind, command, tmp_path
     status, output, _ = command("doctor", "--directory", directory)
     assert status == 1 and "cannot be written" in output
     assert "torch" in output, "the rest is shown all the same"
-
-
-@pytest.fixture
-def few_digits(monkeypatch):
-    """Made-up digits in place of scikit-learn's: the demo runs in seconds."""
-    generator = torch.Generator().manual_seed(0)
-
-    def some(count):
-        images = torch.randn(count, 1, 16, 16, generator=generator)
-        return TensorDataset(images, torch.randint(0, 5, (count,), generator=generator))
-
-    given = [digits.Digits(train=some(128), test=some(32)) for _ in range(2)]
-    monkeypatch.setattr(digits, "load_digits", lambda: tuple(given))
-    monkeypatch.setattr(digits.pretrain, "__kwdefaults__", {"epochs": 1})
-
-
-def test_the_demo_compares_plain_training_with_egeria(few_digits, command, tmp_path):
-    stale = tmp_path / "out" / "seed0" / "journal.jsonl"
-    stale.parent.mkdir(parents=True)
-    stale.write_text("of an earlier demo\n", encoding="utf-8")
-    status, output, _ = command("demo", "--seeds", 1, "--epochs", 4, "--directory", tmp_path / "out")
-    assert status == 0
-    rows = {row[0]: row[1:] for row in table(output)}
-    assert {"plain", "egeria"} <= set(rows)
-    assert rows["plain"][3:] == ["", ""] and all("±" in cell for cell in rows["egeria"])
-    assert "What froze, by epoch:" in output and "seed 0: " in output
-    assert str(tmp_path / "out" / "seed0" / "report.html") in output
-    journal = egeria.read_journal(tmp_path / "out" / "seed0")
-    assert journal.num_damaged == 0
-    assert [event.step for event in journal.of(events.MetricLogged)] == [2, 4, 6, 8]
-    assert (tmp_path / "out" / "seed0" / "report.html").is_file()
-
-
-@pytest.mark.parametrize("arguments", [("--seeds", 0), ("--epochs", 3), ("--epochs", 0)])
-def test_a_demo_that_shows_nothing_is_refused(arguments, command):
-    status, output, errors = command("demo", *arguments)
-    assert (status, output) == (2, "") and "at least 1 seed and 4 epochs" in errors
-
-
-def test_the_demo_without_scikit_learn_says_what_to_install(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    status, _, errors = command("demo", "--seeds", 1)
-    assert status == 2 and "pip install 'egeria[demo]'" in errors
-
-
-def test_the_digits_are_split_the_same_way_each_time():
-    pytest.importorskip("sklearn")
-    first, again = digits.load_digits(), digits.load_digits()
-    assert [(len(half.train), len(half.test)) for half in first] == [(676, 225), (672, 224)]
-    for half, other in zip(first, again, strict=True):
-        images, labels = half.train.tensors
-        assert images.shape[1:] == (1, 16, 16)
-        assert set(labels.tolist()) == set(range(5))
-        assert all(torch.equal(a, b) for a, b in zip(half.train.tensors, other.train.tensors, strict=True))
-
-
-def test_the_network_of_the_demo_counts_as_trained_once_it_is_and_its_front_can_freeze():
-    images, labels = torch.randn(128, 1, 16, 16), torch.randint(0, 5, (128,))
-    data = TensorDataset(images, labels)
-    model = digits.pretrain(digits.Digits(train=data, test=data), seed=0, epochs=1)
-    modules = parse_modules(model, target_share=0.1)
-    assert count_pretrained(find_trained_norms(model), modules) >= len(modules) - 1 >= 4

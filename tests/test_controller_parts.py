@@ -25,7 +25,7 @@ from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
 from egeria.session.measuring.timing import Budget, IntervalClock, count_iterations
-from menagerie import MENAGERIE
+from menagerie import each_supported
 
 OPEN_FILES = Path("/proc/self/fd")
 
@@ -40,9 +40,8 @@ def sent(thing):
 # --- parcels -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
+def test_a_tensor_arrives_as_it_was():
+    for tensor in [
         torch.randn(3, 4),
         torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         torch.randn(4, 6).T,
@@ -55,13 +54,10 @@ def sent(thing):
         torch.randn(3).to(torch.bfloat16),
         torch.randn(3, dtype=torch.complex64),
         torch.eye(3).to_sparse(),
-    ],
-    ids=lambda tensor: f"{str(tensor.dtype)[6:]}-{list(tensor.shape)}-{str(tensor.layout)[6:]}",
-)
-def test_a_tensor_arrives_as_it_was(tensor):
-    found = sent({"it": [tensor]})["it"][0]
-    assert found.dtype == tensor.dtype and found.shape == tensor.shape
-    assert torch.equal(found.to_dense(), tensor.to_dense()) if tensor.is_sparse else torch.equal(found, tensor)
+    ]:
+        found = sent({"it": [tensor]})["it"][0]
+        assert found.dtype == tensor.dtype and found.shape == tensor.shape
+        assert torch.equal(found.to_dense(), tensor.to_dense()) if tensor.is_sparse else torch.equal(found, tensor)
 
 
 def test_the_order_of_memory_arrives_too():
@@ -83,9 +79,7 @@ def test_a_tensor_with_a_graph_arrives_without_it():
     assert product.grad_fn is None and product.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize(
-    "specimen", [entry for entry in MENAGERIE if entry.name != "Uncopyable"], ids=lambda specimen: specimen.name
-)
+@each_supported
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_model_arrives_whole_with_its_ties_and_without_the_hooks_that_watch(specimen):
@@ -412,9 +406,9 @@ def test_what_is_counted_is_measured_too_and_has_to_be_far_off_twice():
     assert again.expect(0.4, 50) is None and again.expect(0.3, 50)[0] == 45
 
 
-@pytest.mark.parametrize("front, samples, expected", [(1.0, 2.0, 0.433), (0.3, 2.0, 0.2), (0.3, 0.5, 0.05)])
-def test_iterations_are_counted_by_the_work_up_to_the_module_and_by_samples(front, samples, expected):
-    assert count_iterations(front, samples) == pytest.approx(expected, abs=1e-3)
+def test_iterations_are_counted_by_the_work_up_to_the_module_and_by_samples():
+    for front, samples, expected in [(1.0, 2.0, 0.433), (0.3, 2.0, 0.2), (0.3, 0.5, 0.05)]:
+        assert count_iterations(front, samples) == pytest.approx(expected, abs=1e-3)
 
 
 def test_an_interval_that_grows_begins_where_the_last_one_ended():

@@ -38,8 +38,6 @@ from egeria.events import (
     Thawed,
 )
 from egeria.layers.batch import Batch
-from egeria.plasticity import sp_loss
-from egeria.report.replay import replay
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS, each_supported
@@ -90,7 +88,7 @@ def lent(started, patient, monkeypatch):
 
 def plan_for(taps, precision="auto"):
     settings = {"largest_map": 16, "window": 4, "device": "cpu", "fidelity_share": 0.1}
-    return EvaluationPlan(taps=taps, metric=sp_loss, precision=precision, **settings)
+    return EvaluationPlan(taps=taps, precision=precision, **settings)
 
 
 def told(directory, *kinds):
@@ -101,6 +99,7 @@ def decisions(directory):
     return [(event.kind, event.step) for event in told(directory, StageChanged, ModuleFrozen, Thawed)]
 
 
+@pytest.mark.slow
 @each_supported
 def test_law_2_inline_and_process_read_and_decide_alike(specimen, tmp_path, lent):
     loops = {}
@@ -127,19 +126,6 @@ def test_law_2_inline_and_process_read_and_decide_alike(specimen, tmp_path, lent
     assert told(tmp_path / "process", RunClosed)[0].controller_cpu_s > 0
 
 
-@pytest.mark.parametrize("metric", ["l2", "cka", lambda first, second: (first - second).abs().max()])
-@pytest.mark.parametrize("mode", ["eval", "train"])
-def test_law_2_for_metrics_that_need_the_activation_itself(metric, mode, tmp_path, lent):
-    config = settings(plasticity={**FAST["plasticity"], "metric": metric, "mode": mode})
-    for kind in ("inline", "process"):
-        loop = Loop(SPECIMENS["residual"], {"config": config, "directory": tmp_path / kind, "controller": kind})
-        loop.step(16)
-        loop.run.close()
-    values = [[read.value for read in told(tmp_path / kind, PlasticityRead)] for kind in ("inline", "process")]
-    assert len(values[0]) >= 4
-    assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-12)
-
-
 def test_training_never_waits_and_late_readings_still_decide(tmp_path):
     with nothing_left_behind():
         loop = Loop(SPECIMENS["residual"], {"config": settings(), "directory": tmp_path, "controller": "process"})
@@ -152,8 +138,6 @@ def test_training_never_waits_and_late_readings_still_decide(tmp_path):
     readings = told(tmp_path, PlasticityRead)
     assert any(read.step > 2 * read.evaluation for read in readings), "no reading was late"
     assert all(later.evaluation > read.evaluation for read, later in itertools.pairwise(readings))
-    found = replay(tmp_path)
-    assert found.agrees and found.num_unused == 0
 
 
 def test_late_readings_are_those_of_the_same_moment(tmp_path):
@@ -283,7 +267,6 @@ def test_readings_from_before_a_thaw_or_a_freeze_are_dropped_and_counted(tmp_pat
     late = told(tmp_path, ReadingDropped)[len(late) :]
     assert len(late) == 2 and all("everything thawed meanwhile" in drop.reason for drop in late)
     loop.run.close()
-    assert replay(tmp_path).agrees
 
 
 def test_the_choice_is_told_once_with_its_reason(tmp_path, caplog, monkeypatch):
@@ -388,7 +371,7 @@ run = egeria.attach(model, optimizer, config=config, directory=sys.argv[1])
 import time
 begin = time.monotonic()
 while run.frozen < 1 and time.monotonic() - begin < 60:
-    loss = run.model(torch.randn(16, 8)).square().mean()
+    loss = model(torch.randn(16, 8)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

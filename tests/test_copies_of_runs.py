@@ -34,8 +34,6 @@ def saved(model):
 WAYS = {
     "deepcopy": copy.deepcopy,
     "average": lambda model: AveragedModel(model).module,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "python pickle": lambda model: pickle.loads(pickle._dumps(model)),
     "cloudpickle": lambda model: pickle.loads(cloudpickle.dumps(model)),
     "torch.save": saved,
 }

@@ -97,7 +97,7 @@ FAILURES = {
     "a model under mixed precision cannot be sent to the controller process": "test_copies:"
     "test_a_model_with_accelerates_mixed_precision_has_a_reference",
     "steps with a closure have no noise": "test_steps_of_frameworks:test_steps_with_a_closure_measure_the_same_noise",
-    "run.model is never called": "test_session:test_the_loop_goes_on_calling_its_own_model "
+    "the loop never calls the model in training": "test_session:test_the_loop_goes_on_calling_its_own_model "
     "test_session:test_a_loop_that_never_calls_the_model_in_training_is_told_at_its_first_step",
     "loaders that run ahead have no cache": "test_cache_loops:test_loops_that_run_ahead_of_the_model",
     "wrong use is accepted without a word": "test_steps_of_frameworks:"

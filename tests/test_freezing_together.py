@@ -9,7 +9,7 @@ from torch import nn
 import egeria
 from egeria import events
 from egeria.journal import read_journal
-from egeria.policy import EndBootstrapping, Freeze, SetPeriods, Thaw
+from egeria.policy import EndBootstrapping, Freeze, Thaw
 from egeria.session.applying import in_groups
 
 EVERY = 4
@@ -32,22 +32,20 @@ def chain(count=5):
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(count)), nn.Linear(8, 8))
 
 
-def train(model, directory, schedule, steps=40, on_event=None, **freezing):
+def train(model, directory, plan, steps=40, on_event=None):
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = {
-        "policy": {"schedule": schedule},
-        "freezing": {"landing": "none", **freezing},
         "plasticity": {"interval_steps": EVERY},
         "modules": {"pattern": r"[a-z\d]"},
         "cache": {"enabled": False},
     }
     arguments = {"total_steps": 100, "controller": "inline", "directory": directory, "config": config}
-    run = egeria.attach(model, optimizer, policy="static", **arguments)
+    run = egeria.attach(model, optimizer, plan=plan, **arguments)
     if on_event is not None:
         run.on_event(lambda event: on_event(run, event))
     for _ in range(steps):
-        output = run.model(torch.randn(4, 8))
+        output = model(torch.randn(4, 8))
         loss = (output["logits"] if isinstance(output, dict) else output).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -63,11 +61,9 @@ def frozen(directory):
 def test_decisions_are_applied_in_order_and_freezes_that_follow_each_other_as_one():
     first, second, third = (Freeze(module=module, reason="") for module in range(3))
     ended, thaw = EndBootstrapping(reason=""), Thaw(reason="", window=2)
-    periods = SetPeriods(periods=(2, 1), reason="")
-    assert list(in_groups([ended, first, second, periods, thaw, third])) == [
+    assert list(in_groups([ended, first, second, thaw, third])) == [
         (ended, []),
         (first, [first, second]),
-        (periods, []),
         (thaw, []),
         (third, [third]),
     ]
@@ -112,14 +108,13 @@ def test_what_would_break_the_training_is_refused_by_its_own_name(tmp_path):
     assert frozen(tmp_path) == [], "the other one was not frozen either"
 
 
-@pytest.mark.parametrize(("landing", "kind"), [("none", events.ModuleFrozen), ("average", events.LandingBegan)])
-def test_a_run_that_is_closed_at_the_first_of_them_leaves_all_as_it_was(landing, kind, tmp_path):
+def test_a_run_that_is_closed_at_the_first_of_them_leaves_all_as_it_was(tmp_path):
     def close(run, event):
-        if isinstance(event, kind):
+        if isinstance(event, events.ModuleFrozen):
             run.close()
 
     model = chain()
-    _, optimizer = train(model, tmp_path, "0.1:3", on_event=close, landing=landing)
+    _, optimizer = train(model, tmp_path, "0.1:3", on_event=close)
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-    assert len(read_journal(tmp_path).of(kind)) == 1
+    assert len(read_journal(tmp_path).of(events.ModuleFrozen)) == 1

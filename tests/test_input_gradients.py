@@ -88,7 +88,7 @@ class Training:
         for _ in range(count):
             self.model.train()
             torch.manual_seed(len(self.gradients))  # dropout of the two loops that are compared
-            outputs = self.run.model(**self.example(self.data))
+            outputs = self.model(**self.example(self.data))
             loss = outputs.loss
             loss.backward()
             self.gradients.append(
@@ -214,7 +214,7 @@ def train_with_penalty(directory, loss_of, *, resumes=False):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = {"policy": {"name": "static", "schedule": "0.1:2"}, "plasticity": {"interval_steps": 2}}
+    config = {"policy": {"plan": "0.1:2"}, "plasticity": {"interval_steps": 2}}
     arguments = {"total_steps": 40, "controller": "inline", "config": config}
     run = attach(model, optimizer, directory=directory / "first", **arguments)
     for step in range(20):

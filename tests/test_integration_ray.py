@@ -50,12 +50,12 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)), nn.Linear(8, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        settings = {"policy": {"name": "static", "schedule": "0.5:2"}, "plasticity": {"interval_steps": 2}}
+        settings = {"policy": {"plan": "0.5:2"}, "plasticity": {"interval_steps": 2}}
         self.run = egeria_ray.attach(self.model, self.optimizer, total_steps=40, config=settings)
 
     def go(self, count):
         for _ in range(count):
-            loss = self.run.model(torch.randn(4, 8)).square().mean()
+            loss = self.model(torch.randn(4, 8)).square().mean()
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()

@@ -21,7 +21,6 @@ from egeria.events import (
     Declined,
     FaultCaught,
     IntervalMeasured,
-    LandingEnded,
     ModuleFrozen,
     Resumed,
     RunClosed,
@@ -44,7 +43,7 @@ WATCH = {**INLINE, "plasticity": {"interval_steps": 2}, "freezing": {"enabled": 
 FREEZE = {
     **INLINE,
     "plasticity": {"interval_steps": 2},
-    "policy": {"name": "static", "schedule": "0.25:1 0.5:2"},
+    "policy": {"plan": "0.25:1 0.5:2"},
 }
 JUDGE = {**FAST, **INLINE, "freezing": {"tolerance_share": 5.0}}
 """Freezes by what it reads from the reference model."""
@@ -358,7 +357,7 @@ def test_a_damaged_or_strange_file_is_left_with_a_warning(damage, tmp_path):
     path = tmp_path / "checkpoint-5" / STATE_FILE
     saved = torch.load(path, weights_only=True)
     if damage is None:
-        saved["run"]["policy_name"] = "forecast"
+        saved["run"]["policy_name"] = "linear"
         torch.save(saved, path)
     else:
         path.write_bytes(damage)
@@ -416,37 +415,23 @@ class Terminated(TrainerCallback):
             next(entry for entry in found if entry).is_checkpoint_requested = True
 
 
-LAND = {
-    **INLINE,
-    "plasticity": {"interval_steps": 2},
-    "policy": {"name": "static", "schedule": "0.1:1"},
-    "freezing": {"landing": "average"},
-}
-
-
-@pytest.mark.parametrize(
-    ("event", "config"),
-    [("on_step_begin", FREEZE), ("on_optimizer_step", FREEZE), ("on_optimizer_step", LAND)],
-    ids=["before the step", "behind the step", "in a landing"],
-)
-def test_a_checkpoint_just_in_time_is_gone_on_from(event, config, tmp_path):
+@pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step"])
+def test_a_checkpoint_just_in_time_is_gone_on_from(event, tmp_path):
     def steady():
         set_seed(0)
         return bert(**STEADY)
 
-    long = {"max_steps": 48} if config is LAND else {}
-    whole, _, frozen = train_watched(tmp_path / "whole", config, model=steady(), **long)
-    journal = egeria.read_journal(tmp_path / "whole" / "egeria")
-    at = journal.of(LandingEnded)[0].step - 4 if config is LAND else 8  # made with the average, the next one without
+    whole, _, frozen = train_watched(tmp_path / "whole", FREEZE, model=steady())
+    at = 8
     asks = Terminated(event, behind=at - 1)
-    callback = EgeriaCallback(config)
-    cut = trainer(tmp_path, callback, model=steady(), callbacks=[asks], enable_jit_checkpoint=True, **long)
+    callback = EgeriaCallback(FREEZE)
+    cut = trainer(tmp_path, callback, model=steady(), callbacks=[asks], enable_jit_checkpoint=True)
     asks.trainer = cut
     cut.train()
     step = at - 1 if event == "on_step_begin" else at
     assert cut.state.global_step == at
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
-    last, again = resumed(tmp_path, EgeriaCallback(config), step=step, model=steady(), **long)
+    last, again = resumed(tmp_path, EgeriaCallback(FREEZE), step=step, model=steady())
     assert again == {count: depth for count, depth in frozen.items() if count > step}
     assert losses(last)[step - whole.state.max_steps :] == losses(whole)[step:]
     theirs = whole.model.state_dict()
@@ -778,7 +763,7 @@ def test_two_ranks_go_on_as_if_uninterrupted(tmp_path):
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["plain", "accumulation"])
 def test_the_cache_serves_what_trainer_fetches_ahead(steps, tmp_path):
-    config = {**FREEZE, "policy": {"name": "static", "schedule": "0.2:2"}, "cache": {"enabled": True, "gate": "open"}}
+    config = {**FREEZE, "policy": {"plan": "0.2:2"}, "cache": {"enabled": True, "gate": "open"}}
     epochs = {"max_steps": -1, "num_train_epochs": 8, "gradient_accumulation_steps": steps}
     set_seed(0)
     plain, _, _ = train_watched(tmp_path / "plain", {**config, "cache": {}}, model=bert(**STEADY), **epochs)

@@ -98,22 +98,8 @@ EXAMPLES = [
         thread_cpu_s=0.2,
     ),
     events.Resumed(step=44, frozen=1, stage="knowledge-guided"),
-    events.LandingBegan(step=44, module=0, name="stem", mode="both", num_steps=6, reason="stationary", decided_at=40),
-    events.LandingEnded(
-        step=44,
-        module=0,
-        name="stem",
-        outcome="landed",
-        reason="averaged",
-        num_pairs=3,
-        raw_loss=0.5,
-        landed_loss=0.4,
-        error=0.1,
-    ),
-    events.PeriodsChanged(step=44, periods=[4, 2, 1], reason="by the timetable"),
     events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
-    events.MemoryProfiled(step=1, activations=[64, 32], gradients=[8, 4], optimizer_state=[16, 8]),
-    events.JournalCopied(step=50, url="s3://bucket/run/journal.jsonl", behind_s=12.5),
+    events.PlanMade(step=1, plan="0.5:1", reason="given by the user", skipped_share=0.1),
 ]
 FROZEN = EXAMPLES[7]
 OPENED = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION, "time": 1.0}
@@ -149,12 +135,6 @@ def write_lines(directory, *lines):
 
 def test_there_is_an_example_of_every_kind_of_event():
     assert {type(event) for event in EXAMPLES} == set(events.EVENT_TYPES.values())
-
-
-@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
-def test_every_kind_of_event_is_read_back_equal(event, tmp_path):
-    write(tmp_path, event)
-    assert read_journal(tmp_path).events == (event,)
 
 
 def test_a_journal_gives_its_events_in_order_by_kind_and_with_their_times(tmp_path):
@@ -212,28 +192,14 @@ def test_a_line_torn_only_of_its_end_is_whole(tmp_path):
     assert ([event.values["a"] for event in journal], journal.num_damaged) == ([1.0, 2.0], 0)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "no json",
-        "\x00\x00\x00",
-        "[" * 100_000,
-        "1" * 5000,
-        "3",
-        "[]",
-        "null",
-        {"step": 3},
-        {"event": "of another program", "step": 3},
-        {"event": [], "step": 3},
-        {"event": None, "step": 3},
-        {"event": "frozen"},
-    ],
-    ids=lambda line: str(line)[:20],
-)
-def test_foreign_lines_are_counted_and_left_out(line, tmp_path):
-    write_lines(tmp_path, OPENED, line, logged(a=1.0).to_dict(), "", "  ")
+FOREIGN = ["no json", "\x00\x00\x00", "[" * 100_000, "1" * 5000, "3", "[]", "null", {"step": 3}, {"event": "frozen"}]
+FOREIGN += [{"event": kind, "step": 3} for kind in ("of another program", [], None)]
+
+
+def test_foreign_lines_are_counted_and_left_out(tmp_path):
+    write_lines(tmp_path, OPENED, *FOREIGN, logged(a=1.0).to_dict(), "", "  ")
     journal = read_journal(tmp_path)
-    assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], 1)
+    assert ([event.kind for event in journal], journal.num_damaged) == (["metric"], len(FOREIGN))
 
 
 def test_bytes_that_are_no_text_damage_their_line_alone(tmp_path):

@@ -7,11 +7,11 @@ from torch import nn
 
 from egeria import read_journal, tree
 from egeria.events import Declined, ModuleFrozen, PlasticityRead, StageChanged
-from egeria.report.replay import replay
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences, outside
 from menagerie import MENAGERIE, SUPPORTED, each_supported
 
+pytestmark = pytest.mark.slow  # tests/laws has the laws over eight models
 UNSUPPORTED = [specimen for specimen in MENAGERIE if specimen.unsupported]
 DOZEN = SUPPORTED[:: max(1, len(SUPPORTED) // 12)]
 each = pytest.mark.parametrize("specimen", MENAGERIE, ids=lambda specimen: specimen.name)
@@ -36,17 +36,8 @@ def test_the_menagerie_is_large_and_described():
 
 @each
 def test_law_1_attached_but_never_freezing_is_the_plain_loop(specimen, tmp_path):
-    check_plain_loop(specimen, "eval", tmp_path)
-
-
-@each_of_a_dozen
-def test_law_1_holds_where_the_training_pass_is_read(specimen, tmp_path):
-    check_plain_loop(specimen, "train", tmp_path)
-
-
-def check_plain_loop(specimen, mode, tmp_path):
     plain = Loop(specimen)
-    config = settings(freezing={"enabled": False}, plasticity={"mode": mode})
+    config = settings(freezing={"enabled": False})
     watched = Loop(specimen, {"config": config, "directory": tmp_path})
     for loop in (plain, watched):
         loop.step(24)
@@ -119,19 +110,6 @@ def test_law_4_close_in_inference_mode_leaves_the_model_there(specimen):
     loop.model.eval()
     loop.run.close()
     assert not any(module.training for module in loop.model.modules())
-
-
-@each_supported
-def test_law_7_replaying_a_journal_gives_its_decisions(specimen, tmp_path):
-    loop = Loop(specimen, {"config": settings(freezing={"tolerance_share": 3.0}), "directory": tmp_path})
-    loop.step(60)
-    for group in loop.optimizer.param_groups:
-        group["lr"] /= 20
-    loop.step(60)
-    loop.run.close()
-    result = replay(tmp_path)
-    assert result.agrees
-    assert {entry.kind for entry in result.recorded} == {"knowledge-guided", "freeze", "thaw"}, "too little to replay"
 
 
 @each_unsupported

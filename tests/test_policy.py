@@ -247,9 +247,8 @@ def moment(rate, before=0.1, previous=None, frozen=1, step=500, total_steps=1000
     )
 
 
-@pytest.mark.parametrize(
-    ("rule", "situation", "action"),
-    [
+def test_unfreeze_rules():
+    for rule, situation, action in [
         ("step", moment(0.1 * 0.1), UnfreezeAction.THAW),
         ("step", moment(0.011), UnfreezeAction.GO),
         ("exponential", moment(0.009, step=800), UnfreezeAction.THAW),
@@ -266,17 +265,15 @@ def moment(rate, before=0.1, previous=None, frozen=1, step=500, total_steps=1000
         ("warmup_stable_decay", moment(0.05, step=900), UnfreezeAction.THAW),
         ("warmup_stable_decay", moment(0.05, step=990), UnfreezeAction.GO),
         ("never", moment(1e-9), UnfreezeAction.GO),
-    ],
-)
-def test_unfreeze_rules(rule, situation, action):
-    assert RULES[rule].judge(situation) is action
+    ]:
+        assert RULES[rule].judge(situation) is action
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rate_that_stays_at_zero_thaws_nothing(rule):
-    assert RULES[rule].judge(moment(0.0, before=0.0, previous=0.0)) is UnfreezeAction.GO
-    risen = UnfreezeAction.HOLD if rule == "never" else UnfreezeAction.RESTART
-    assert RULES[rule].judge(moment(1e-3, before=0.0, previous=0.0)) is risen, "from nothing"
+def test_a_rate_that_stays_at_zero_thaws_nothing():
+    for rule in RULES:
+        assert RULES[rule].judge(moment(0.0, before=0.0, previous=0.0)) is UnfreezeAction.GO
+        risen = UnfreezeAction.HOLD if rule == "never" else UnfreezeAction.RESTART
+        assert RULES[rule].judge(moment(1e-3, before=0.0, previous=0.0)) is risen, "from nothing"
 
 
 def test_nothing_is_monitored_while_the_rate_rises():
@@ -309,9 +306,8 @@ def test_a_user_rule_may_thaw_where_only_modules_without_anything_to_train_are_f
     assert isinstance(thaw, Thaw) and thaw.reason == "the learning rate has fallen since the first freeze"
 
 
-@pytest.mark.parametrize(
-    ("names", "rule"),
-    [
+def test_the_scheduler_picks_the_rule():
+    for names, rule in [
         ([], "step"),
         (["MultiStepLR"], "step"),
         (["ReduceLROnPlateau"], "step"),
@@ -327,10 +323,8 @@ def test_a_user_rule_may_thaw_where_only_modules_without_anything_to_train_are_f
         (["LambdaLR", "_get_cosine_with_hard_restarts_schedule_with_warmup_lr_lambda"], "warm_restarts"),
         (["LambdaLR", "_get_inverse_sqrt_schedule_lr_lambda"], "inverse_sqrt"),
         (["LambdaLR", "_get_wsd_scheduler_lambda"], "warmup_stable_decay"),
-    ],
-)
-def test_the_scheduler_picks_the_rule(names, rule):
-    assert rule_for_schedule(names) == rule
+    ]:
+        assert rule_for_schedule(names) == rule
 
 
 def test_an_unknown_rule_is_refused_by_name():
@@ -338,11 +332,9 @@ def test_an_unknown_rule_is_refused_by_name():
         find_rule("cosin")
 
 
-@pytest.mark.parametrize(
-    ("interval_steps", "total_steps", "chosen"), [(None, 78_000, 318), (7, 78_000, 7), (None, None, 100), (None, 10, 1)]
-)
-def test_interval_follows_the_papers_guideline(interval_steps, total_steps, chosen):
-    config = Config(plasticity=PlasticityConfig(interval_steps=interval_steps))
-    steps, reason = choose_interval(config, total_steps=total_steps, num_modules=7)
-    assert steps == chosen  # the paper rounds 318 to 300
-    assert chosen != 318 or "78000" in reason
+def test_interval_follows_the_papers_guideline():
+    for interval_steps, total_steps, chosen in [(None, 78_000, 318), (7, 78_000, 7), (None, None, 100), (None, 10, 1)]:
+        config = Config(plasticity=PlasticityConfig(interval_steps=interval_steps))
+        steps, reason = choose_interval(config, total_steps=total_steps, num_modules=7)
+        assert steps == chosen  # the paper rounds 318 to 300
+        assert chosen != 318 or "78000" in reason

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.__main__ import main
+from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running import limit, runfile, runs
 from benchmarks.proving.running.checkpoint import Checkpoint
 from benchmarks.proving.running.limit import Experience, Limit
@@ -19,8 +20,6 @@ from benchmarks.proving.running.randomness import find_generators, read_chance, 
 from benchmarks.proving.running.training import train
 from tests.pieces import CPU, ROOT, STATIC, new_training, told
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
-
-from egeria.report.history import read_history
 
 COMMON = ["--tier", "gpu", "--device", "cpu", "--seeds", "0"]
 # Processes that import torch take long on machines that do other things too.
@@ -97,7 +96,7 @@ def test_one_command_makes_the_gpu_tier_in_pieces(tmp_path, monkeypatch, capsys)
     (run,) = tmp_path.rglob("run.json")
     train(new_training(), STATIC, tmp_path / "whole", CPU)
     assert told(run.parent) == told(tmp_path / "whole")
-    assert read_history(run.parent).num_processes == 3
+    assert read_journal(run.parent).num_processes == 3
     assert main(["compare", "stops", "--results", str(tmp_path)]) == 0
 
 

@@ -14,12 +14,9 @@ from benchmarks.proving.comparing.skipping import Skipped, measure_skipped, span
 from benchmarks.proving.comparing.statistics import T_QUANTILES, spread, t_quantile
 from benchmarks.proving.comparing.tables import overview, time_table, worst_of
 from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.journal import JournalWriter, read_journal
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
-
-from egeria.events import CacheDecided, CacheUsed, ComputeProfiled, MetricLogged, ModuleFrozen, RunStarted, Thawed
-from egeria.journal import Recorder
-from egeria.report.history import read_history
 
 pytestmark = pytest.mark.bench
 
@@ -37,7 +34,6 @@ def outcome(policy: str, seed: int, values: list[float], *, epoch_s: float = 10.
         seed=seed,
         policy=parse_policy(policy),
         device="cpu",
-        purpose=changes.pop("purpose", "comparison"),
         made_with=changes.pop("made_with", {}),
         recipe={"num_epochs": len(values), "lr": changes.pop("lr", 0.1)},
     )
@@ -179,25 +175,6 @@ def test_runs_of_one_name_and_other_settings_are_not_averaged():
         compare(runs, "none")
 
 
-def test_oracle_is_the_lossless_schedule_that_skips_most():
-    runs = [
-        outcome("none", 0, [90.0]),
-        outcome("static:schedule=0.5:1", 0, [89.9], skipped=0.2, purpose="oracle"),
-        outcome("static:schedule=0.25:1", 0, [89.8], skipped=0.4, purpose="oracle"),
-        outcome("static:schedule=0.25:3", 0, [80.0], skipped=0.6, purpose="oracle"),
-        outcome("static:schedule=0.5:2", 0, [89.9], skipped=0.5),  # a rival that nobody searched for
-        outcome("egeria", 0, [89.9], skipped=0.3),
-    ]
-    (comparison,) = compare(runs, "none")
-    assert comparison.oracle.policy == "static:schedule=0.25:1"
-    assert comparison.oracle_share(comparison.find("egeria")) == pytest.approx(75)
-
-
-def test_oracle_must_have_the_seeds_of_plain():
-    runs = [outcome("none", 0, [90.0]), outcome("none", 1, [90.0]), outcome("static:schedule=0.5:1", 0, [95.0])]
-    assert compare(runs, "none")[0].oracle is None
-
-
 def test_runs_of_two_recipes_are_not_compared():
     with pytest.raises(RefusedError, match="recipe"):
         compare([outcome("none", 0, [90.0]), outcome("egeria", 0, [90.0], lr=0.2)], "none")
@@ -219,34 +196,29 @@ def test_worst_row_loses_most_quality_before_it_saves_least_time():
 
 
 def journal(directory: Path, *events) -> None:
-    writer = Recorder(directory)
+    writer = JournalWriter(directory)
     modules = [{"name": name, "num_parameters": 10} for name in "abc"]
-    writer.write(
-        RunStarted(
-            step=0, config={}, modules=modules, trainable=[True] * 3, deepest_freeze=2, rule="step", total_steps=100,
-            interval_steps=10, interval_reason="", environment={},
-        )
-    )  # fmt: skip
-    for event in events:
-        writer.write(event)
-    writer.write(MetricLogged(step=100, values={}))
+    writer.write("run_started", 0, modules=modules, trainable=[True] * 3)
+    for kind, step, values in events:
+        writer.write(kind, step, **values)
+    writer.write("metric", 100, values={})
     writer.close()
 
 
-FROZEN = ModuleFrozen(step=40, module=0, name="a", frozen=1, reason="", parameter_share=1 / 3)
-PROFILE = ComputeProfiled(step=10, forward_shares=[0.3, 0.3, 0.4])
+FROZEN = ("frozen", 40, {"module": 0, "frozen": 1})
+PROFILE = ("compute_profiled", 10, {"forward_shares": [0.3, 0.3, 0.4]})
 
 
-def stored(step: int) -> CacheDecided:
-    return CacheDecided(step=step, boundary="a", generation=1, mode="stored", reason="", numbers={})
+def stored(step: int):
+    return "cache", step, {"boundary": "a", "generation": 1, "mode": "stored"}
 
 
-def used(step: int, hits: int, misses: int) -> CacheUsed:
-    counts = dict.fromkeys(
-        ("mismatches", "batches", "stalls", "bytes_read", "bytes_written", "size_bytes", "dropped_writes", "checks"), 0
-    )
-    seconds = {"stall_s": 0.0, "largest_error": 0.0, "thread_cpu_s": 0.0}
-    return CacheUsed(step=step, boundary="a", generation=1, hits=hits, misses=misses, **counts, **seconds)
+def used(step: int, hits: int, misses: int):
+    return "cache_used", step, {"generation": 1, "hits": hits, "misses": misses}
+
+
+def thawed(step: int):
+    return "thawed", step, {"frozen_before": 1}
 
 
 def test_the_value_at_a_time_lies_between_two_evaluations():
@@ -279,11 +251,11 @@ def test_at_equal_time_runs_are_cut_off_where_the_default_ended():
 
 
 def test_skipped_compute_is_the_backward_pass_while_frozen(tmp_path):
-    journal(tmp_path, PROFILE, FROZEN, Thawed(step=90, frozen_before=1, reason="", window=5))
-    found = measure_skipped(read_history(tmp_path))
+    journal(tmp_path, PROFILE, FROZEN, thawed(90))
+    found = measure_skipped(read_journal(tmp_path))
     assert found.backward == pytest.approx(2 / 3 * 0.3 * 0.5)  # half of the run
     assert found.forward == 0
-    assert [(span.begin, span.end, span.frozen) for span in spans(read_history(tmp_path), 10)] == [
+    assert [(span.begin, span.end, span.frozen) for span in spans(read_journal(tmp_path), 10)] == [
         (0, 4, 0),
         (4, 9, 1),
         (9, 10, 0),
@@ -292,17 +264,41 @@ def test_skipped_compute_is_the_backward_pass_while_frozen(tmp_path):
 
 def test_forward_passes_count_only_for_samples_that_were_served(tmp_path):
     journal(tmp_path, PROFILE, FROZEN, stored(40), used(60, 10, 10), used(99, 45, 15))
-    found = measure_skipped(read_history(tmp_path))
+    found = measure_skipped(read_journal(tmp_path))
     assert found.backward == pytest.approx(2 / 3 * 0.3 * 0.6)
     assert found.forward == pytest.approx(1 / 3 * 0.3 * 0.6 * 45 / 60)
 
 
 def test_stored_activations_of_a_boundary_that_thawed_count_until_then(tmp_path):
-    thawed = Thawed(step=60, frozen_before=1, reason="", window=5)
-    journal(tmp_path, PROFILE, FROZEN, stored(40), used(60, 20, 20), thawed)
-    assert measure_skipped(read_history(tmp_path)).forward == pytest.approx(1 / 3 * 0.3 * 0.2 * 0.5)
+    journal(tmp_path, PROFILE, FROZEN, stored(40), used(60, 20, 20), thawed(60))
+    assert measure_skipped(read_journal(tmp_path)).forward == pytest.approx(1 / 3 * 0.3 * 0.2 * 0.5)
 
 
 def test_what_was_skipped_without_a_profile_is_not_known(tmp_path):
     journal(tmp_path, FROZEN)
-    assert measure_skipped(read_history(tmp_path)).total is None
+    assert measure_skipped(read_journal(tmp_path)).total is None
+
+
+def test_what_was_skipped_by_updates_at_some_steps_only_is_not_known(tmp_path):
+    journal(tmp_path, PROFILE, FROZEN, ("periods", 20, {"periods": [4, 2, 1]}))
+    assert measure_skipped(read_journal(tmp_path)).backward is None
+
+
+def test_a_resumed_run_goes_back_on_what_came_after_its_state(tmp_path):
+    start = ("run_started", 0, {"modules": [{"name": "a", "num_parameters": 10}] * 3, "trainable": [True] * 3})
+    journal(
+        tmp_path, PROFILE, FROZEN, start, ("resumed", 30, {"frozen": 0}), ("frozen", 70, {"module": 0, "frozen": 1})
+    )
+    found = read_journal(tmp_path)
+    assert found.num_processes == 2 and [event["step"] for event in found.of("frozen")] == [70]
+    assert measure_skipped(found).backward == pytest.approx(2 / 3 * 0.3 * 0.3)
+
+
+def test_a_new_run_in_an_old_directory_owes_the_old_one_nothing_and_unknown_lines_are_passed_over(tmp_path):
+    journal(tmp_path, PROFILE, FROZEN)
+    journal(tmp_path, ("of a version to come", 5, {"value": math.nan}))
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"event": "frozen", "st')
+    found = read_journal(tmp_path)
+    assert not found.of("frozen") and found.last_step == 100
+    assert [event["value"] for event in found.of("of a version to come")] == ["nan"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.proving.journal import read_journal
 from benchmarks.proving.policies import Policy, parse_policy
 from benchmarks.proving.running import checkpoint, limit, runfile
 from benchmarks.proving.running.checkpoint import UnusableError
@@ -19,9 +20,6 @@ from benchmarks.proving.running.training import train
 from benchmarks.workloads.workload import Training
 from tests.pieces import CPU, STATIC, new_training, told, wanted_run
 
-from egeria.events import MetricLogged, ModuleFrozen
-from egeria.report.history import read_history
-
 STEPS_PER_EPOCH = 32
 EAGER = {
     "policy": {"name": "egeria"},
@@ -30,11 +28,20 @@ EAGER = {
     "controller": {"kind": "inline", "budget_share": 1.0},
     "freezing": {"tolerance_share": 0.9},
 }
+OFTEN = (
+    "plasticity.interval_steps=7,plasticity.window=2,bootstrapping.change_threshold=0.9,freezing.tolerance_share=0.9"
+)
 POLICIES = {
     "none": parse_policy("none"),
     "egeria": Policy(text="egeria", name="egeria", settings=EAGER),
     "default": Policy(text="mine", name="default", settings=EAGER),
     "static": STATIC,
+    "random": parse_policy("random:seed=1"),
+    "freezeout": parse_policy("freezeout"),
+    "autofreeze": parse_policy("autofreeze:plasticity.interval_steps=20"),
+    "smartfrz": parse_policy("smartfrz:plasticity.interval_steps=31,freeze_score=0.337"),
+    "weight_change": parse_policy(f"weight_change:{OFTEN}"),
+    "skipconv": parse_policy(f"skipconv:{OFTEN}"),
 }
 # Processes that import torch take long on machines that do other things too.
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(600)]
@@ -49,7 +56,7 @@ def clock(monkeypatch) -> list[float]:
 
 
 def clocks(directory: Path, name: str) -> list[float]:
-    return [event.values[name] for event in read_history(directory).of(MetricLogged)]
+    return [event["values"][name] for event in read_journal(directory).of("metric")]
 
 
 def make_piece(directory: Path, policy: Policy, clock: list[float], stop: float = math.inf) -> Training | None:
@@ -77,11 +84,11 @@ def test_a_run_in_pieces_comes_to_what_one_comes_to_that_never_stopped(name, tmp
     assert make_piece(parts, POLICIES[name], clock, stop=3) is None
     finished = make_piece(parts, POLICIES[name], clock)
     assert told(parts) == told(tmp_path / "whole")
-    assert read_history(parts).num_processes == 3
+    assert read_journal(parts).num_processes == 3
     for name_of_tensor, tensor in whole.model.state_dict().items():
         assert torch.equal(finished.model.state_dict()[name_of_tensor], tensor), name_of_tensor
     if name != "none":
-        frozen = [event.step for event in read_history(parts).of(ModuleFrozen)]
+        frozen = [event["step"] for event in read_journal(parts).of("frozen")]
         assert min(frozen) < 3 * STEPS_PER_EPOCH < max(frozen)  # decisions before a stop and after it
 
 
@@ -113,7 +120,7 @@ def go_on(directory: Path) -> list[dict]:
     """Make a run without a limit to its end; return what it says of itself."""
     said: list[dict] = []
     assert execute(wanted_run(), directory, Path("nowhere"), said.append) == 0
-    assert [event.values["epoch"] for event in read_history(directory).of(MetricLogged)] == [1, 2, 3, 4, 5]
+    assert [event["values"]["epoch"] for event in read_journal(directory).of("metric")] == [1, 2, 3, 4, 5]
     assert not list(directory.glob("checkpoint*"))
     return said
 
@@ -154,7 +161,7 @@ def test_what_is_damaged_begins_anew_and_says_so(spoil, reason, part_way):
     assert "begins anew" in note["note"]
     assert reason in note["note"]
     assert [record["epoch"] for record in epochs] == [0, 1, 2, 3, 4, 5]
-    assert read_history(part_way).num_earlier_runs == 0  # the old journal is gone
+    assert (part_way / "journal.jsonl").read_text().count('"run_started"') == 1  # the old journal is gone
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_what_differs(part_way):

@@ -26,6 +26,30 @@ def test_values_are_toml_and_keys_may_name_another_group():
     }
 
 
+@pytest.mark.parametrize("text", ["plan:plan=0.5:1+0.75:2", "static:plan=0.5:1+0.75:2", "static:schedule=0.5:1+0.75:2"])
+def test_a_plan_is_given_as_one(text):
+    assert parse_policy(text).attach_arguments() == {"plan": "0.5:1 0.75:2", "config": {}}
+    more = parse_policy(f"{text},cache.enabled=true").attach_arguments()
+    assert more == {"plan": "0.5:1 0.75:2", "config": {"cache": {"enabled": True}}}
+
+
+def test_policies_of_the_library_are_given_by_name():
+    given = parse_policy("linear:start=0.25").attach_arguments()
+    assert given == {"config": {"policy": {"name": "linear", "start": 0.25}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        ("static:schedule=0.5:4", "static_schedule_0.5_4"),
+        ("egeria:controller.budget_share=1.0,a.b=x", "egeria_controller.budget_share_1.0_a.b_x"),
+        ("linear", "linear"),
+    ],
+)
+def test_runs_of_earlier_versions_lie_where_they_are_looked_for(text, folder):
+    assert parse_policy(text).folder == folder
+
+
 def test_a_file_gives_settings_as_they_are(tmp_path):
     path = tmp_path / "wide.toml"
     path.write_text("[plasticity]\nwindow = 20\n")
@@ -61,6 +85,9 @@ def test_folders_are_names_that_any_file_system_takes():
             "short:cache.share=0.5",
             "short:share=0.5,a.b=1",
         ),
+        *("static", "plan:start=0.5", "plan:plan=0.5", "hft:seed=1", "random:seed=half", "random:start=1"),
+        *("freezeout:shape=round", "freezeout:scaled=1", "autofreeze:percentile=101", "autofreeze:evaluations=1"),
+        *("smartfrz:plasticity.interval_steps=29", "smartfrz:freeze_score=2", "skipconv:plasticity.metric=cka"),
     ],
 )
 def test_what_is_no_policy_is_refused(text):
@@ -68,7 +95,7 @@ def test_what_is_no_policy_is_refused(text):
         parse_policy(text)
 
 
-@pytest.mark.parametrize("name", ["none", "default", "hft", "short"])
+@pytest.mark.parametrize("name", ["none", "default", "hft", "short", "autofreeze"])
 def test_a_file_must_not_pass_for_what_has_a_meaning(tmp_path, name):
     path = tmp_path / f"{name}.toml"
     path.write_text("[plasticity]\nwindow = 20\n")

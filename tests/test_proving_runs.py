@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.proving.comparing.archive import opened
+from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running import runfile
 from benchmarks.proving.running.runs import sort_out
 from tests.pieces import COMMON, ROOT, bench
-
-import egeria
-from egeria.events import MetricLogged
 
 EAGER = (
     "egeria:plasticity.interval_steps=2,plasticity.window=2,bootstrapping.change_threshold=0.99,"
@@ -54,26 +53,27 @@ def run_directory(results: Path, policy: str) -> Path:
 
 def test_each_run_is_a_journal_with_times_that_grow(results):
     for policy in ("none", "egeria"):
-        metrics = egeria.read_journal(run_directory(results, policy)).of(MetricLogged)
-        assert [event.values["epoch"] for event in metrics] == [1, 2, 3, 4, 5]
-        assert [event.step for event in metrics] == [32, 64, 96, 128, 160]
+        metrics = read_journal(run_directory(results, policy)).of("metric")
+        logged = [event["values"] for event in metrics]
+        assert [values["epoch"] for values in logged] == [1, 2, 3, 4, 5]
+        assert [event["step"] for event in metrics] == [32, 64, 96, 128, 160]
         for clock in ("train_wall_s", "train_cpu_s"):
-            seconds = [event.values[clock] for event in metrics]
+            seconds = [values[clock] for values in logged]
             assert seconds == sorted(seconds)
             assert seconds[0] > 0
-        assert metrics[-1].values["accuracy"] > 30  # of 16 classes: it learns
-        assert metrics[-1].values["train_loss"] < metrics[0].values["train_loss"]
+        assert logged[-1]["accuracy"] > 30  # of 16 classes: it learns
+        assert logged[-1]["train_loss"] < logged[0]["train_loss"]
 
 
 def test_policies_begin_alike_and_the_watched_run_freezes(results):
-    plain, watched = (egeria.read_journal(run_directory(results, policy)) for policy in ("none", "egeria"))
-    frozen = [event.step for event in watched if event.kind == "frozen"]
+    plain, watched = (read_journal(run_directory(results, policy)) for policy in ("none", "egeria"))
+    frozen = [event["step"] for event in watched.of("frozen")]
     assert frozen
-    first = [journal.of(MetricLogged)[0].values for journal in (plain, watched)]
+    first = [journal.of("metric")[0]["values"] for journal in (plain, watched)]
     if frozen[0] > 32:
         assert first[0]["accuracy"] == first[1]["accuracy"]
-    closing = next(event for event in watched if event.kind == "run_closed")
-    assert closing.overhead_cpu_s < watched.of(MetricLogged)[-1].values["train_cpu_s"]  # it is part of the time
+    (closing,) = watched.of("run_closed")
+    assert closing["overhead_cpu_s"] < watched.of("metric")[-1]["values"]["train_cpu_s"]  # it is part of the time
 
 
 def test_finished_runs_are_left_out_and_broken_ones_made_again(copy, capsys):
@@ -88,7 +88,7 @@ def test_finished_runs_are_left_out_and_broken_ones_made_again(copy, capsys):
     assert "finished before: 1 of 2 runs" in capsys.readouterr().out
     assert whole.stat().st_mtime_ns == before
     assert runfile.load(broken).status == "finished"
-    assert len(egeria.read_journal(broken).of(MetricLogged)) == 5
+    assert len(read_journal(broken).of("metric")) == 5
     assert runfile.load(broken).recipe == file.recipe
 
 
@@ -101,18 +101,39 @@ def test_comparing_a_record_gives_the_same_record(results, tmp_path, capsys):
         str(path.relative_to(tmp_path / "one")) for path in (tmp_path / "one").rglob("*.*") if path.is_file()
     )
     assert names == sorted(str(p.relative_to(tmp_path / "two")) for p in (tmp_path / "two").rglob("*.*") if p.is_file())
-    assert {"README.md", "results.json", "toy-smoke-accuracy.svg", "toy-smoke-frozen.svg"} <= set(names)
+    assert {"README.md", "journals.tar.xz", "toy-smoke-accuracy.svg", "toy-smoke-frozen.svg"} <= set(names)
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
     shown = capsys.readouterr().out
     assert "| none | 0 |" in shown
-    (comparison,) = json.loads((tmp_path / "one" / "results.json").read_text())
+    with opened(tmp_path / "one") as journals:
+        (comparison,) = json.loads((journals / "results.json").read_text())
     assert [policy["policy"] for policy in comparison["policies"]] == ["none", EAGER]
     assert comparison["policies"][1]["skipped"]["mean"] > 0
     page = (tmp_path / "one" / "README.md").read_text()
     assert str(tmp_path) not in page
     for name in re.findall(r"\]\(([^)]+)\)", page):
         assert (tmp_path / "one" / name).exists(), name
+
+
+def test_a_replay_decides_alike_and_shows_the_first_difference(copy, capsys):
+    assert bench("replay", copy) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 runs decide alike; of other policies: 1" in said
+    journal = run_directory(copy, "egeria") / "journal.jsonl"
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    (first, *_) = [event for event in events if event["event"] == "frozen"]
+    for event in events:
+        if event["event"] == "plasticity" and event["step"] <= first["step"]:
+            event["value"] = 2.0 ** event["step"]  # it never becomes stationary
+    journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert bench("replay", copy) == 1
+    assert f"recorded is freeze 0 at step {first['step']}, replayed" in capsys.readouterr().out
+
+
+def test_a_replay_needs_a_run_of_the_papers_policy(copy, capsys):
+    assert bench("replay", run_directory(copy, "none")) == 2
+    assert "none among 1 runs" in capsys.readouterr().err
 
 
 def test_no_runs_are_made_in_a_record(results, tmp_path, capsys):
@@ -196,7 +217,7 @@ def test_a_run_that_fails_says_why_and_is_not_a_result(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["run", "toy", "--policy", "none:a=1", *COMMON], "has no settings"),
+        (["run", "toy", "--policy", "none:a=1", *COMMON], "no settings"),
         (["run", "toy", "--policy", "none", "--workloads", "tests.absent"], "tests.absent"),
         (["run", "transformer-base-wmt", "--policy", "none", "--tier", "long"], "has the tiers smoke, cpu, gpu"),
         (["compare", "--results", "nowhere"], "no finished run"),

@@ -1,95 +1,191 @@
-"""Training the predictor of 'smartfrz': its labels, and the command on toys."""
+"""The rival 'smartfrz': snapshots of weights, the predictor that looks at them, and what is decided by it."""
 
 from __future__ import annotations
 
-import json
+import math
 
 import pytest
 import torch
-from benchmarks.__main__ import main
-from benchmarks.proving.studies.smartfrz import Examples, Labelling, Threshold, Watched, fit, judge, without_each
-from tests.pieces import COMMON
+from benchmarks.rivals.smartfrz import find_depth
+from benchmarks.rivals.smartfrz.history import WeightHistory
+from benchmarks.rivals.smartfrz.predictor import (
+    NUM_SNAPSHOTS,
+    NUM_WEIGHTS,
+    OWN_WEIGHTS,
+    FreezePredictor,
+    load_predictor,
+    save_predictor,
+)
+from torch import nn
 
-from egeria.smartfrz import NUM_SNAPSHOTS, NUM_WEIGHTS, load_predictor
+from egeria.layers.modules import parse_modules
 
-pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
-
-
-def test_a_module_may_freeze_once_it_has_been_like_the_trained_one_for_a_while():
-    labelling = Labelling(span=3, most_variance=1e-4, least_cka=0.3)
-    assert labelling.label([0.5, 0.9, 0.9, 0.905, 0.91]) == [False, False, False, True, True]
-    assert labelling.label([0.2] * 4) == [False] * 4, "it stays, but is not like it"
-    assert labelling.label([0.9] * 3) == [False, False, True], "of fewer intervals nothing is known"
-    assert labelling.label([0.9, 0.9, 0.9, 0.6, 0.9, 0.9, 0.9]) == [False, False, True, False, False, False, True]
+pytestmark = pytest.mark.bench
 
 
-def watched(workload, seed, count=24, modules=2):
-    """Modules that move by much in the first half of the intervals, and hardly in the second."""
+def network(width=40):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3)), nn.Linear(width, 2))
+
+
+def count_up(model, history, steps):
+    """Let all weights be the number of the step."""
+    for _ in range(steps):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.full_like(parameter, count_up.step + 1))
+        count_up.step += 1
+        history.end_step()
+
+
+# Snapshots
+
+
+@pytest.mark.parametrize("length", [30, 31, 59, 60, 61, 100, 119, 1000])
+def test_snapshots_are_evenly_spaced_over_an_interval_of_any_length(length):
+    model, count_up.step = network(), 0
+    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    for began in (0, length):  # the second interval knows how far apart they were
+        count_up(model, history, length)
+        windows = history.windows(modules)
+        assert [window.shape for window in windows] == [(NUM_SNAPSHOTS, NUM_WEIGHTS)] * len(modules)
+        steps = windows[0][:, 0] - began
+        gaps = steps.diff()
+        assert steps[0] >= 1 and length - gaps.max() < steps[-1] <= length
+        assert gaps.min() >= 1 and gaps.max() <= 2 * max(1, gaps.min())
+
+
+def test_an_interval_with_fewer_steps_than_snapshots_shows_nothing():
+    model, count_up.step = network(), 0
+    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    count_up(model, history, NUM_SNAPSHOTS - 1)
+    assert history.windows(modules) == [None] * len(modules)
+    count_up(model, history, NUM_SNAPSHOTS)
+    assert history.windows(modules)[0][0, 0] == NUM_SNAPSHOTS, "the next begins anew"
+
+
+def test_each_snapshot_shows_the_same_weights_of_matrices_that_train():
+    model = network()
+    model[1].requires_grad_(False)
+    model[2][0].weight.requires_grad_(False)
+    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    for _ in range(NUM_SNAPSHOTS):
+        history.end_step()
+    first, fixed, biases, head = history.windows(modules)
+    assert fixed is None, "nothing in it trains"
+    assert set(biases[0].tolist()) == set(model[2][0].bias.tolist()), "where no matrix trains, what does"
+    assert (first == first[0]).all() and first[0].unique().numel() > 500
+    assert set(first[0].tolist()) <= set(model[0][0].weight.flatten().tolist())
+    assert set(head[0].tolist()) == set(model[3].weight.flatten().tolist()), "80 weights, again and again"
+
+
+def test_a_module_of_several_matrices_shows_each_by_its_size():
+    model = nn.Sequential(nn.Sequential(nn.Linear(300, 30), nn.Linear(30, 100)), nn.Linear(100, 2))
+    with torch.no_grad():
+        model[0][0].weight.fill_(1.0)
+        model[0][1].weight.fill_(2.0)
+    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    for _ in range(NUM_SNAPSHOTS):
+        history.end_step()
+    window = history.windows(modules)[0]
+    assert (window[0] == 1.0).sum() == pytest.approx(NUM_WEIGHTS * 9000 / 12000, abs=2)
+
+
+def test_an_interval_goes_on_where_its_state_was_saved():
+    model, count_up.step = network(), 0
+    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    count_up(model, history, 45)
+    other = WeightHistory(model)
+    other.load_state_dict(history.state_dict())
+    found = []
+    for entry in (history, other):
+        count_up.step = 45
+        count_up(model, entry, 45)
+        found.append(entry.windows(modules)[0])
+    assert torch.equal(*found)
+
+
+# The predictor
+
+
+def windows(count, seed=0):
     draw = torch.Generator().manual_seed(seed)
-    base = torch.randn(count, modules, 1, NUM_WEIGHTS, generator=draw)
-    steps = torch.randn(count, modules, NUM_SNAPSHOTS, NUM_WEIGHTS, generator=draw)
-    size = torch.where(torch.arange(count) < count // 2, 0.5, 0.001)[:, None, None, None]
-    cka = torch.where(torch.arange(count) < count // 2, 0.1, 0.95)[:, None].repeat(1, modules)
-    return Watched(workload=workload, seed=seed, windows=base + size * steps, cka=cka)
+    return torch.randn(count, NUM_SNAPSHOTS, NUM_WEIGHTS, generator=draw)
 
 
-def test_it_learns_to_tell_what_moves_from_what_does_not():
-    examples = Examples.of([watched("one", seed) for seed in range(6)], Labelling(span=1))
-    assert examples.share == 0.5 and len(examples.labels) == 6 * 48
-    verdict = judge(fit(examples, seed=0, epochs=6), Examples.of([watched("two", 9)], Labelling(span=1)))
-    assert verdict.right > 0.9 and verdict.balanced > 0.9 and verdict.num_examples == 48
-    assert verdict.common == 0.5
-    rule = Threshold.fit(examples)
-    assert judge(rule, Examples.of([watched("two", 9)], Labelling(span=1))).right == 1 and 0.001 < rule.most < 1
+def test_what_it_says_of_a_module_does_not_depend_on_the_others():
+    predictor, asked = load_predictor(), windows(4)
+    together = predictor.score(asked)
+    assert all(0 <= score <= 1 for score in together)
+    assert [predictor.score(asked[place : place + 1])[0] for place in range(4)] == pytest.approx(together, abs=1e-5)
 
 
-def test_windows_without_weights_that_train_are_left_out():
-    found = watched("one", 0)
-    found.windows[:, 1] = torch.nan
-    examples = Examples.of([found], Labelling(span=1))
-    assert len(examples.labels) == len(examples.windows) == 24 and examples.windows.isfinite().all()
+def test_what_comes_with_egeria_was_trained_and_has_its_card():
+    draw = torch.Generator().manual_seed(0)
+    base, way = (0.05 * torch.randn(16, 1, NUM_WEIGHTS, generator=draw) for _ in range(2))
+    steps = torch.linspace(0, 1, NUM_SNAPSHOTS)[None, :, None]
+    still, moving = (load_predictor().score(base + share * way * steps) for share in (0.001, 0.5))
+    assert min(still) > 0.9 and max(moving) < 0.5
+    card = OWN_WEIGHTS.with_name("CARD.md").read_text(encoding="utf-8")
+    assert "Trained on" in card and "trained without it" in card
 
 
-def test_each_network_is_left_out_once():
-    found = [watched(name, seed, count=2) for name in ("one", "two") for seed in (0, 1)]
-    parts = list(without_each(found))
-    assert [name for name, *_ in parts] == ["one", "two"]
-    assert [[entry.workload for entry in own] for _, _, own in parts] == [["one", "one"], ["two", "two"]]
-    assert list(without_each(found[:2])) == []
+def test_layers_of_all_scales_look_alike_to_it():
+    predictor, asked = load_predictor(), windows(2)
+    assert predictor.score(1e-3 * asked) == pytest.approx(predictor.score(asked), abs=1e-4)
 
 
-def test_the_command_watches_each_training_once_and_writes_predictor_and_card(tmp_path, capfd):
-    place = ["--results", str(tmp_path / "results"), "--data", str(tmp_path), "--seeds", "0,1"]
-    out = tmp_path / "out"
-    assert main(["smartfrz", "toy-narrow,toy", *COMMON, *place, "--jobs", "2"]) == 0
-    kept = sorted((tmp_path / "results").rglob("*.safetensors"))
-    assert len(kept) == 4 and "epoch 5/5" in capfd.readouterr().out
-    seen = Watched.load(kept[0])
-    assert (seen.workload, seen.seed) == ("toy", 0)
-    assert seen.windows.shape[:2] == seen.cka.shape and float(seen.cka.max()) <= 1 + 1e-5
-    assert (
-        main(["smartfrz", "toy-narrow,toy", *COMMON, *place, "--held-out", "1", "--epochs", "1", "--out", str(out)])
-        == 0
-    )
-    assert "epoch 5/5" not in capfd.readouterr().out, "nothing is trained again"
-    results = json.loads((out / "results.json").read_text())
-    assert results["workloads"] == ["toy-narrow", "toy"] and results["held_out_seeds"] == [1]
-    assert set(results["on_networks"]) == {"toy-narrow", "toy"} and len(results["on_seeds"]) == 3
-    assert load_predictor(out / "predictor.safetensors").score(seen.windows[0])
-    card = (out / "CARD.md").read_text()
-    assert "seeds 0:" in card and "--held-out 1" in card and "toy, trained without it" in card
+def test_weights_that_are_not_finite_or_all_alike_do_not_break_it():
+    asked = windows(2)
+    asked[0, 3, 5] = math.inf
+    asked[1] = 0.25
+    infinite, alike = load_predictor().score(asked)
+    assert math.isnan(infinite) and 0 <= alike <= 1
 
 
-@pytest.mark.parametrize("held_out", [["--held-out", "2"], ["--held-out", "0,1"], []])
-def test_what_is_held_out_must_leave_something_to_train_on(held_out, tmp_path, capsys):
-    place = ["--results", str(tmp_path / "results"), "--data", str(tmp_path), "--seeds", "0,1", "--out", str(tmp_path)]
-    assert main(["smartfrz", "toy-narrow", *COMMON, *place, *held_out]) == 2
-    assert "some of --seeds and not all" in capsys.readouterr().err
-    assert not (tmp_path / "results").exists(), "before anything is trained"
+def test_reading_it_draws_no_random_numbers_and_gives_what_was_saved(tmp_path):
+    torch.manual_seed(3)
+    own, before = FreezePredictor().eval(), torch.get_rng_state()
+    save_predictor(own, tmp_path / "it.safetensors")
+    read = load_predictor(tmp_path / "it.safetensors")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert read.score(windows(3)) == pytest.approx(own.score(windows(3)), abs=1e-2), "kept in half precision"
+    assert not any(parameter.requires_grad for parameter in read.parameters())
+    assert sum(parameter.numel() for parameter in read.parameters()) == pytest.approx(1.04e6, rel=0.01)
 
 
-def test_a_training_that_cannot_be_made_ends_the_others(tmp_path, capsys):
-    place = ["--results", str(tmp_path / "results"), "--data", str(tmp_path), "--seeds", "0"]
-    assert main(["smartfrz", "no-data,toy", *COMMON, *place]) == 2
-    assert "benchmarks: " in capsys.readouterr().err
-    assert not list((tmp_path / "results").rglob("*.safetensors"))
+def test_a_state_of_other_weights_begins_the_interval_anew():
+    model, count_up.step = network(), 0
+    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    count_up(model, history, 45)
+    model[0].requires_grad_(False)
+    other = WeightHistory(model)
+    other.load_state_dict(history.state_dict())
+    assert other.num_steps == 0 and other.windows(modules) == [None] * len(modules)
+
+
+# What is decided
+
+
+def depth(scores, frozen=0, limit=0.5, trainable=None):
+    return find_depth(list(scores), trainable or [True] * len(scores), frozen, limit)[0]
+
+
+def test_it_freezes_the_front_as_far_as_the_predictor_says_so_without_a_gap():
+    assert depth((None,) * 5) == 0, "too few snapshots"
+    assert depth((0.4, 0.9, 0.9, 0.9, 0.9)) == 0
+    assert depth((0.8, 0.6, 0.5, 0.9, 0.9)) == 2
+    assert find_depth([0.8, 0.6, 0.5], [True] * 3, 0, 0.5)[1] == "the predictor gives 60% for a freeze"
+    assert depth((None, None, 0.1, 0.9, 0.9), frozen=2) == 2, "nothing thaws"
+    assert depth((None, None, 0.51, 0.9, 0.99), frozen=2) == 4, "the last one never freezes"
+    assert depth((math.nan, 0.9, 0.9)) == 0
+
+
+def test_it_passes_over_what_does_not_train_and_stops_at_what_is_not_known():
+    assert depth((0.9, None, 0.9, None, 0.9), trainable=[True, False, True, True, True]) == 3
+    assert depth((None, 0.1, 0.9), trainable=[False, True, True]) == 0
+
+
+def test_the_limit_is_a_setting():
+    assert depth((0.9,) * 4, limit=0.9) == 0
+    assert depth((0.91, 0.91, 0.5, 0.91), limit=0.9) == 2

@@ -161,30 +161,26 @@ class Optional(nn.Module):
 # The choice of a format
 
 
-@pytest.mark.parametrize(
-    ("here", "conv", "linear"),
-    [
+def test_the_machine_decides_the_format():
+    for here, conv, linear in [
         (OLD, ("int8-static", "fp32"), ("int8-dynamic", "fp32")),
         (VNNI, ("int8-static", "fp32"), ("int8-dynamic", "fp32")),
         (BF16, ("int8-static", "bf16", "fp32"), ("int8-dynamic", "bf16", "fp32")),
         (AMX, ("int8-static", "bf16", "fp32"), ("bf16", "fp32")),
-    ],
-    ids=["old", "vnni", "bf16", "amx"],
-)
-def test_the_machine_decides_the_format(here, conv, linear):
-    images, vectors = resnet(), (Mlp(), batch_of(torch.randn(4, 32)))
-    for (model, batch), expected in ((images, conv), (vectors, linear)):
-        reference = built(model, batch, machine=here)
-        rungs = [reference.number_format]
-        while reference.escalate("more exact, please"):
-            rungs.append(reference.number_format)
-        assert tuple(rungs) == expected
-        changes = reference.take_changes()
-        assert [change.before for change in changes] == ["", *expected[:-1]]
-        assert [change.after for change in changes] == list(expected)
-        assert all(change.reason for change in changes)
-        assert reference.take_changes() == []
-        assert not reference.escalate("again") and reference.number_format == "fp32"
+    ]:
+        images, vectors = resnet(), (Mlp(), batch_of(torch.randn(4, 32)))
+        for (model, batch), expected in ((images, conv), (vectors, linear)):
+            reference = built(model, batch, machine=here)
+            rungs = [reference.number_format]
+            while reference.escalate("more exact, please"):
+                rungs.append(reference.number_format)
+            assert tuple(rungs) == expected
+            changes = reference.take_changes()
+            assert [change.before for change in changes] == ["", *expected[:-1]]
+            assert [change.after for change in changes] == list(expected)
+            assert all(change.reason for change in changes)
+            assert reference.take_changes() == []
+            assert not reference.escalate("again") and reference.number_format == "fp32"
 
 
 def test_a_precision_can_be_chosen():
@@ -205,9 +201,8 @@ def test_a_precision_can_be_chosen():
         QuantizedReference(["0"], precision="int4")
 
 
-@pytest.mark.parametrize(
-    ("cap", "expected"),
-    [
+def test_the_machine_is_what_onednn_may_use(monkeypatch):
+    for cap, expected in [
         ("AVX2", (False, False, False)),
         ("AVX512_CORE", (False, False, False)),
         ("avx512_core_vnni", (True, False, False)),
@@ -216,22 +211,19 @@ def test_a_precision_can_be_chosen():
         ("AVX10_1_512_AMX", (True, True, True)),
         ("DEFAULT", (True, True, True)),
         (None, (True, True, True)),
-    ],
-)
-@pytest.mark.parametrize("old_torch", [False, True])
-def test_the_machine_is_what_onednn_may_use(cap, expected, old_torch, monkeypatch):
-    for name in ("_is_vnni_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        if old_torch:
-            monkeypatch.delattr(torch.cpu, name, raising=False)
-        else:
-            monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
-    flags = frozenset({"avx512_vnni", "avx512_bf16", "amx_bf16"})
-    monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    if cap:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
-    here = Machine.here()
-    assert (here.vnni, here.avx512_bf16, here.amx) == expected
+    ]:
+        for old_torch in [False, True]:
+            for name in ("_is_vnni_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+                if old_torch:
+                    monkeypatch.delattr(torch.cpu, name, raising=False)
+                else:
+                    monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
+            monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_vnni", "avx512_bf16", "amx_bf16"}))
+            monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+            if cap:
+                monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
+            here = Machine.here()
+            assert (here.vnni, here.avx512_bf16, here.amx) == expected
 
 
 def test_without_a_batch_it_waits_in_float32():
@@ -264,7 +256,9 @@ def test_it_must_be_refreshed_first():
 # How close
 
 
-@pytest.mark.parametrize("precision", ["int8", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "precision", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp32"))]
+)
 @pytest.mark.parametrize(
     ("build", "side"),
     [
@@ -337,7 +331,7 @@ def test_activations_of_huggingface_models_are_close(name, rung):
 
 
 @each_supported
-@pytest.mark.parametrize("here", [OLD, AMX], ids=["old", "amx"])
+@pytest.mark.parametrize("here", [OLD, pytest.param(AMX, marks=pytest.mark.slow)], ids=["old", "amx"])
 def test_every_beast_is_served(specimen, here):
     torch.manual_seed(0)
     model = specimen.build()

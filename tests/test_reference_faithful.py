@@ -24,6 +24,7 @@ from egeria.plasticity import sp_loss
 from egeria.reference import Machine, QuantizedReference
 from egeria.reference.formats import StaticInt8
 
+pytestmark = pytest.mark.slow
 BF16 = Machine(vnni=True, avx512_bf16=True)
 PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
 LIMITS = {"int8": 0.1, "bf16": 0.03, "fp32": 1e-5}

@@ -117,7 +117,7 @@ CANNOT_TRAIN = {"steps_in_backward", "dtensors", "split_twice"}
 def train(way):
     """Return what was said, how far training came, and what froze."""
     steps = 0 if way in CANNOT_TRAIN else 24
-    wrapped = WAYS[way][0](model()) if way in WAYS else Checkpointed()
+    wrapped = WAYS[way][0](model()) if way in WAYS else DistributedDataParallel(Checkpointed())
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     rank = distributed.get_rank()
     with warnings.catch_warnings(record=True) as caught:
@@ -125,7 +125,7 @@ def train(way):
         run = egeria.attach(wrapped, optimizer, config=FAST, controller=ScriptedController(), directory=f"{way}{rank}")
         losses = []
         for step in range(steps):
-            loss = run.model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+            loss = wrapped(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -17,21 +17,18 @@ from egeria.events import (
     ComputeProfiled,
     ControllerChosen,
     Declined,
-    IntervalMeasured,
-    MemoryProfiled,
     PlasticityRead,
     Resumed,
     RunStarted,
 )
 from egeria.report.history import read_history
-from egeria.report.replay import replay
 from egeria.report.summary import summarize
 from loops import FAST, Loop, differences
 from menagerie import MENAGERIE, SPECIMENS
-from ranks import run_ranks
+from ranks import replica, run_ranks
 
 STEPS = 60
-ONCE_A_PROCESS = (RunStarted, ControllerChosen, ComputeProfiled, MemoryProfiled, Resumed)
+ONCE_A_PROCESS = (RunStarted, ControllerChosen, ComputeProfiled, Resumed)
 """Told by each process that trains, and no decision."""
 BY_THE_CLOCK = (CacheDecided, CacheUsed)
 """Whether storing pays is measured anew by each process; what training comes to does not depend on it."""
@@ -69,10 +66,10 @@ def test_a_resumed_run_goes_on_by_the_operations_that_were_counted_before(tmp_pa
     assert len(read_journal(tmp_path / "second").of(ComputeProfiled)) == 1
 
 
+@pytest.mark.slow  # tests/laws has the law over eight models
 @pytest.mark.parametrize("specimen", RESUMABLE, ids=lambda specimen: specimen.name)
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("half", [0, 1])
 def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
-    half = (half + RESUMABLE.index(specimen)) % 2  # the gate has the first half of one and the second of the next
     stop = half * STEPS // 2 + random.Random(f"{specimen.name} {half}").randint(1, STEPS // 2 - 1)
     whole = Loop(specimen, {**INLINE, "directory": tmp_path / "whole"})
     first = Loop(specimen, {**INLINE, "directory": tmp_path / "first"})
@@ -108,8 +105,6 @@ def test_a_resumed_run_names_the_layers_in_the_order_that_the_first_one_saw(plac
     second.run.close()
     summary = summarize(read_history(folder))
     assert [module.name for module in summary.modules] == names and summary.deepest_freeze == deepest
-    if place == "the same directory":
-        assert replay(folder).agrees and list(replay(folder).module_names) == names
 
 
 def test_other_settings_of_the_cut_than_those_of_the_saved_run_are_declined(tmp_path):
@@ -146,10 +141,7 @@ def test_a_run_from_scratch_is_none_of_fine_tuning_where_it_is_resumed(stop, tmp
     assert differences(whole.everything(), second.everything()) == []
     decided = [run._session.parts.policy.state_dict() for run in (whole.run, second.run)]
     assert decided[0] == decided[1] and second.run.state_dict()["norms"] == whole.run.state_dict()["norms"]
-    worths = [
-        [event.worth for event in read_journal(tmp_path / name).of(IntervalMeasured)] for name in ("whole", "second")
-    ]
-    assert not any(map(any, worths))
+    assert str(second.run.plan) == str(whole.run.plan) == ""
 
 
 # --- on another number of ranks ------------------------------------------------------------------
@@ -159,7 +151,12 @@ def train_parts(names, folder, checkpoints, steps):
     """Train each for some steps from its checkpoint, on as many ranks as there are; return the next ones."""
     found = {}
     for name in names:
-        loop = Loop(SPECIMENS[name], {**INLINE, "directory": Path(folder, name)}, seed=9 if name in checkpoints else 0)
+        loop = Loop(
+            SPECIMENS[name],
+            {**INLINE, "directory": Path(folder, name)},
+            seed=9 if name in checkpoints else 0,
+            wrap=replica,
+        )
         if name in checkpoints:
             loop.load(checkpoints[name])
         loop.step(steps)

@@ -1,9 +1,8 @@
-"""Models sharded by `fully_shard`: decided, frozen and trained as in one process, over the whole menagerie."""
+"""Models sharded by `fully_shard`: frozen by a plan and trained as in one process, over the whole menagerie."""
 
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import warnings
 from pathlib import Path
 
@@ -12,25 +11,23 @@ import torch
 from torch import distributed, nn
 
 from egeria import attach, read_journal
-from egeria.events import FaultCaught, IntervalMeasured, ModuleFrozen, PlasticityRead, StageChanged, Thawed
+from egeria.events import Declined, FaultCaught, ModuleFrozen, PlanMade, Thawed
 from egeria.layers.batch import Autocast, Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
-from egeria.layers.shards import element_shares, gather, is_sharded, outline
+from egeria.layers.shards import is_sharded, outline
 from egeria.layers.taps import forward_shares
 from egeria.parallel import Sharded, choose_parallel
-from egeria.testing import ScriptedController
-from loops import FAST, Loop, differences
-from menagerie import SPECIMENS, SUPPORTED_NAMES
-from ranks import each_third, run_ranks
+from loops import Loop, differences
+from menagerie import SPECIMENS, SUPPORTED_NAMES, of_menagerie
+from ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-CONFIG = {
-    **FAST,
-    "plasticity": {**FAST["plasticity"], "mode": "train"},
-    "freezing": {"tolerance_share": 3.0},
-}
-STEPS = 20
+CONFIG = {"plasticity": {"interval_steps": 2}}
+STEPS = 24
+PLAN = "0.25:1 0.5:2 0.75:0 0.85:1"
+EVERYTHING = 99
+"""More layer modules than there are: all but the last."""
 
 
 AS_ONE = {"InPlace", "TwoHeads", "stochastic_depth", "Tied"}
@@ -74,12 +71,9 @@ def train(name, folder):
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         specimen = sharded(specimen)
-    loop = Loop(specimen, {"config": CONFIG, "controller": "inline", "directory": Path(folder, name)})
+    loop = Loop(specimen, {"config": CONFIG, "plan": PLAN, "total_steps": STEPS, "directory": Path(folder, name)})
     frozen = []
-    for step in range(2 * STEPS):
-        if step == STEPS:
-            for group in loop.optimizer.param_groups:
-                group["lr"] /= 20
+    for _ in range(STEPS):
         loop.step()
         frozen.append(loop.run.frozen)
     loop.run.close()
@@ -92,15 +86,11 @@ def _is_close(first, second):
 
 def decisions(folder):
     journal = read_journal(folder)
-    read = [(e.step, e.evaluation, e.module, e.value) for e in journal.of(PlasticityRead)]
-    return [
-        *read,
-        *[(e.kind, e.step, e.reason) for kind in (StageChanged, ModuleFrozen, Thawed) for e in journal.of(kind)],
-    ]
+    return [(event.kind, event.step, event.reason) for kind in (ModuleFrozen, Thawed) for event in journal.of(kind)]
 
 
-@pytest.mark.parametrize("name", each_third(SUPPORTED_NAMES, always=AS_ONE | NOT_SHARDED.keys() | ROUNDED))
-def test_two_ranks_that_share_the_parameters_decide_and_train_like_one(name, tmp_path):
+@pytest.mark.parametrize("name", of_menagerie(SUPPORTED_NAMES))
+def test_two_ranks_that_share_the_parameters_freeze_and_train_like_one(name, tmp_path):
     two = run_ranks(train, name, str(tmp_path / "two"))
     if name in NOT_SHARDED:
         assert all(NOT_SHARDED[name] in found for found in two), "this model can be sharded now"
@@ -110,39 +100,30 @@ def test_two_ranks_that_share_the_parameters_decide_and_train_like_one(name, tmp
         assert also == frozen
         assert all(_is_close(*pair) for pair in zip(parts_end.values(), end.values(), strict=True))
         assert name in ROUNDED or differences(parts_end, end) == []
-    assert name in ROUNDED or decisions(tmp_path / "two" / name) == decisions(tmp_path / "one" / name)
-    assert max(frozen) > 0 and read_journal(tmp_path / "one" / name).of(Thawed)
-    assert not read_journal(tmp_path / "two" / name).of(FaultCaught)
+    one, of_parts = (read_journal(tmp_path / folder / name) for folder in ("one", "two"))
+    assert decisions(tmp_path / "two" / name) == decisions(tmp_path / "one" / name)
+    assert max(frozen) > 0 and one.of(Thawed) and not of_parts.of(FaultCaught)
+    shares = [journal.first(PlanMade).skipped_share for journal in (one, of_parts)]
+    assert shares[1] == pytest.approx(shares[0], rel=0.02)  # attention is counted a little differently without values
 
 
-# --- copies that one process can run ------------------------------------------------------------
+# --- a copy without weights that one process can run ----------------------------------------------
 
 
 def copies():
-    plain = encoder()
-    model = shard(encoder())
+    plain, model = encoder(), shard(encoder())
     before = {name: id(entry) for name, entry in model.named_parameters()}
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    autocast = Autocast.current("cpu")
-    batch = Batch(args=(x,), kwargs={}, autocast=autocast)
-    shares = forward_shares(*_with_modules(*outline(model, batch)))
-    plain_shares = forward_shares(plain, parse_modules(plain), batch)
-    leads = distributed.get_rank() == 0
-    copied = gather(model, keeps=leads)
-    outputs = torch.equal(model(x), plain(x))
-    same = not leads or (
-        torch.equal(copied(x), plain(x))
-        and type(copied) is type(plain)
-        and differences(copied.state_dict(), plain.state_dict()) == []
-        and pickle.loads(pickle.dumps(copied)) is not None
-        and not any(module._forward_pre_hooks or module._forward_hooks for module in copied.modules())
+    batch = Batch(args=(x,), kwargs={}, autocast=Autocast.current("cpu"))
+    copied, on_meta = outline(model, batch)
+    shares = forward_shares(copied, parse_modules(copied), on_meta)
+    is_plain = type(copied) is type(plain) and not any(
+        module._forward_pre_hooks or module._forward_hooks for module in copied.modules()
     )
+    is_counted = shares == pytest.approx(forward_shares(plain, parse_modules(plain), batch))
+    outputs = torch.equal(model(x), plain(x))
     untouched = before == {name: id(entry) for name, entry in model.named_parameters()}
-    return same, untouched, shares == pytest.approx(plain_shares), outputs
-
-
-def _with_modules(model, batch):
-    return model, parse_modules(model), batch
+    return is_plain, is_counted, outputs, untouched
 
 
 def encoder(width=8, depth=5):
@@ -151,110 +132,35 @@ def encoder(width=8, depth=5):
     return nn.Sequential(*layers)
 
 
-def test_copies_are_plain_and_the_model_stays_as_it_is():
+def test_the_copy_is_plain_and_the_model_stays_as_it_is():
     for found in run_ranks(copies):
         assert all(found)
 
 
-# --- what is measured, in parts -----------------------------------------------------------------
+# --- what is declined, and when something goes wrong ----------------------------------------------
 
 
-def measured(policy, folder):
-    """Train an encoder by a policy; in parts where there are several processes."""
-    model = encoder()
-    model = shard(model) if distributed.get_world_size() > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, MEASURED_STEPS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = {
-            "plasticity": {"interval_steps": 40 if policy == "smartfrz" else 2, "mode": "train"},
-            "controller": FAST["controller"],
-            "policy": {"watched_share": 1.0, "freeze_score": 1e-9},
-        }
-        run = attach(
-            model,
-            optimizer,
-            scheduler=scheduler,
-            total_steps=MEASURED_STEPS,
-            config=config,
-            policy=policy,
-            controller="inline",
-            directory=Path(folder, policy),
-        )
-        data = torch.Generator().manual_seed(0)
-        frozen = []
-        for _ in range(MEASURED_STEPS):
-            x = torch.randn(16, 8, generator=data)
-            run.model.train()
-            loss = (run.model(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            run.step(loss)
-            frozen.append(run.frozen)
-        run.close()
-    return frozen, whole({name: entry.detach() for name, entry in model.named_parameters()})
+class Branches(nn.Module):
+    """`front` is a branch of its own, in front of nothing that trains."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.front, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        return self.front(x), self.last(self.middle(x))
 
 
-MEASURED_STEPS = 80
-MEASURING = ("forecast", "autofreeze", "weight_change", "freezeout")
-
-
-@pytest.mark.parametrize("policy", MEASURING)
-def test_measures_of_parts_add_up_to_those_of_the_whole(policy, tmp_path):
-    [(frozen, weights)] = run_ranks(measured, policy, str(tmp_path / "one"), num_ranks=1)
-    two = run_ranks(measured, policy, str(tmp_path / "two"))
-    alone, parts = (read_journal(tmp_path / side / policy).of(IntervalMeasured) for side in ("one", "two"))
-    for name in ("gradients", "weight_changes", "noise", "way_ahead"):
-        values = [[getattr(event, name) for event in events] for events in (alone, parts)]
-        assert _flat(values[1]) == pytest.approx(_flat(values[0]), rel=1e-3, abs=1e-9, nan_ok=True)
-    assert any(getattr(event, name) for event in parts for name in ("gradients", "weight_changes", "noise")) or (
-        policy == "freezeout"
-    )
-    for also, parts_weights in two:
-        assert also == frozen
-        for name, weight in weights.items():
-            assert torch.allclose(parts_weights[name], weight, rtol=1e-4, atol=1e-6)
-    assert max(frozen) > 0 or policy == "weight_change"  # whose threshold is for longer runs
-
-
-def test_the_predictor_looks_at_a_part_and_all_processes_freeze_by_what_the_first_one_says(tmp_path):
-    found = run_ranks(measured, "smartfrz", str(tmp_path))
-    first, second = read_journal(tmp_path / "smartfrz").of(IntervalMeasured)
-    assert all(0 < score < 1 for score in first.freeze_scores) and first.frozen == 0 < second.frozen
-    assert found[0][0] == found[1][0] and max(found[0][0]) == second.frozen
-    assert not read_journal(tmp_path / "smartfrz").of(FaultCaught)
-
-
-def _flat(values):
-    numbers = [number for value in values for number in (value if isinstance(value, (list, tuple)) else [value])]
-    return [float("nan") if number is None else number for number in numbers]
-
-
-# --- when something goes wrong ------------------------------------------------------------------
-
-
-def fail(where, folder):
-    """Train a sharded encoder while something of ours fails in one process."""
-    model = shard(encoder())
+def train_encoder(where, folder, options):
+    """Train a sharded model while something happens in one process."""
+    model = shard(Branches() if where == "branch" else encoder())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     leads = distributed.get_rank() == 0
-
-    def refreshing(_model):
-        if where == "refresh":
-            raise RuntimeError("injected")
-
-    def reading(evaluation, module):
-        if where == "reading" and evaluation > 12:
-            raise RuntimeError("injected")
-        return 1.0
-
-    controller = ScriptedController(reading, refreshing)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = attach(model, optimizer, config=CONFIG, controller=controller, directory=Path(folder, where))
+        arguments = {"config": CONFIG, "total_steps": 40, "directory": Path(folder), **options}
+        run = attach(model, optimizer, **arguments) if where != "plain" else None
         frozen = []
         for step in range(40):
             if step == 20 and where == "policy" and not leads:
@@ -263,29 +169,49 @@ def fail(where, folder):
                 model.eval()
                 with torch.no_grad():
                     model(torch.zeros(2, 8))
-            run.model.train()
-            x = torch.full((4, 8), float(step + distributed.get_rank()))
-            loss = run.model(x).square().mean()
+            model.train()
+            x = torch.full((4, 8), 0.01 * (step + distributed.get_rank()))
+            output = model(x)
+            loss = sum(part.square().mean() for part in (output if isinstance(output, tuple) else (output,)))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            run.step(loss)
-            frozen.append(run.frozen)
-        run.close()
+            if run is not None:
+                run.step(loss)
+                frozen.append(run.frozen)
+        if run is not None:
+            run.close()
     trainable = all(parameter.requires_grad for parameter in model.parameters())
     return frozen, trainable, whole({name: entry.detach() for name, entry in model.named_parameters()})
 
 
-WAYS = ("nothing", "refresh", "reading", "policy", "evaluation of the loop")
+def reasons(folder):
+    return [event.reason for event in read_journal(folder).of(Declined) if event.what == "freezing"]
 
 
-@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize("where", ["nothing", "policy", "evaluation of the loop", "branch"])
 def test_a_failure_of_ours_leaves_no_process_waiting(where, tmp_path):
-    first, second = run_ranks(fail, where, str(tmp_path), timeout_s=30)
+    options = {"plan": f"0.2:1 0.4:{EVERYTHING}"}
+    first, second = run_ranks(train_encoder, where, str(tmp_path), options, timeout_s=30)
     assert first[0] == second[0] and first[1] and second[1]
     assert differences(first[2], second[2]) == []
-    depth = {"nothing": 3, "evaluation of the loop": 3, "refresh": 0, "reading": 0, "policy": 0}[where]
-    assert first[0][-1] == depth
+    assert first[0][-1] == {"nothing": 4, "evaluation of the loop": 4, "policy": 0, "branch": 0}[where]
+    assert (max(first[0]) > 0) == (where != "branch")
+    said = {"policy": "rank 1", "branch": "with front frozen an output of the model would have no gradient"}.get(where)
+    assert [said in reason for reason in reasons(tmp_path)] == ([True] if said else [])
+
+
+@pytest.mark.parametrize("controller", ["inline", "process"])
+def test_a_policy_that_compares_activations_is_declined_and_all_train_on(controller, tmp_path):
+    options = {"policy": "egeria", "controller": controller}
+    found = run_ranks(train_encoder, "declined", str(tmp_path), options, timeout_s=30)
+    plain = run_ranks(train_encoder, "plain", "", {}, timeout_s=30)
+    for frozen, trainable, weights in found:
+        assert frozen == [0] * 40 and trainable
+        assert differences(weights, plain[0][2]) == []
+    [reason] = reasons(tmp_path)
+    assert "sharded by fully_shard" in reason and "plan='0.5:1'" in reason
+    assert not read_journal(tmp_path).of(FaultCaught)
 
 
 # --- what a unit looks for at its first forward pass --------------------------------------------
@@ -323,8 +249,6 @@ def refused_meshes():
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
     replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
-    hybrid = fully_shard(encoder(), mesh=replicated)
-    hybrid_counted = set(element_shares(hybrid).values())
     at_the_root = fully_shard(encoder())
     with torch.no_grad():
         at_the_root(torch.ones(2, 8))  # leaves whole parameters
@@ -332,9 +256,10 @@ def refused_meshes():
     strategy.take(at_the_root)
     alone = choose_parallel(fully_shard(encoder(), mesh=replicated["shard"]))
     assert "some processes of the job only" in alone.refusal() and alone.num_ranks == 1
-    return hybrid_counted, type(strategy).__name__, set(element_shares(at_the_root).values()), is_sharded(encoder())
+    return type(strategy).__name__, all(hasattr(entry, "full_tensor") for entry in at_the_root.parameters())
 
 
-def test_parts_that_are_in_several_processes_are_counted_once():
+def test_parameters_are_put_in_parts_again_and_a_part_of_the_job_is_refused():
     for found in run_ranks(refused_meshes):
-        assert found == ({0.5}, "Sharded", {1.0}, False)
+        assert found == ("Sharded", True)
+    assert not is_sharded(encoder())

@@ -22,7 +22,7 @@ from egeria.skipping import prefix as skip
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.rows import RowArguments, signature
 from loops import outside
-from menagerie import SPECIMENS, SUPPORTED
+from menagerie import SPECIMENS, each_supported
 from menagerie.oddities import Parcel, Parts
 from skipping import Frozen, assert_replay_is_computing, batch_of, num_rows, unequal
 
@@ -31,21 +31,10 @@ REFUSED = {
     "Noisy": "is random",
     "Replacing": "carries state",
     "CarryingState": "carries state|parts.0 is called 2 times",
-    "Tied": 'freezing.tied = "freeze"',
+    "Tied": "untie it, or set its requires_grad to False",
     "one_dropout": "Dropout in parts.0 is in training mode",
 }
 """Specimens that cannot be skipped at any depth, and why."""
-
-of_each_kind = pytest.mark.parametrize(
-    "specimen",
-    [
-        pytest.param(
-            specimen, id=specimen.name, marks=[] if index % 4 == 0 or specimen.name in REFUSED else pytest.mark.slow
-        )
-        for index, specimen in enumerate(SUPPORTED)
-    ],
-)
-"""All specimens at night: law 3 takes each through a whole training anyway."""
 
 
 def example_of(specimen, seed=0):
@@ -56,7 +45,7 @@ def vectors(num_rows=6, seed=0, width=8):
     return (torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)),), {}
 
 
-@of_each_kind
+@each_supported
 def test_law_3_replaying_is_computing_or_refused_with_a_reason(specimen):
     example = example_of(specimen)
     deepest = len(Frozen(specimen.build, example).modules) - 1
@@ -78,7 +67,7 @@ def test_law_3_with_tied_weights_frozen():
     assert_replay_is_computing(plain, skipping, skipping.find(), example_of(specimen, 1))
 
 
-@of_each_kind
+@each_supported
 def test_trying_out_leaves_no_trace(specimen):
     frozen = Frozen(specimen.build, example_of(specimen), 1)
     batch = batch_of(example_of(specimen))

@@ -168,8 +168,8 @@ def with_egeria(aid, directory, make=new_model):
         )
     depths = []
     for step in range(STEPS):
-        run.model.train()
-        run.step(loop.step(run.model, batch(step)))
+        loop.model.train()
+        run.step(loop.step(loop.model, batch(step)))
         depths.append(run.frozen)
     end = [tensor.clone() for tensor in loop.end()]
     run.close()

@@ -73,24 +73,20 @@ def test_leaves_come_depth_first_in_the_order_of_the_containers():
     assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d)]
 
 
-@pytest.mark.parametrize(
-    "container",
-    [
+def test_containers_keep_their_type():
+    for container in [
         lambda tensor: Pair(tensor, 3),
         lambda tensor: collections.OrderedDict(b=tensor, a=1),
         lambda tensor: collections.UserDict(b=tensor, a=1),
         lambda tensor: MappingProxyType({"a": tensor}),
         lambda tensor: torch.max(tensor, dim=1),
         lambda tensor: torch.nn.utils.rnn.pack_sequence([tensor]),
-    ],
-    ids=["namedtuple", "OrderedDict", "UserDict", "proxy", "torch.return_types", "PackedSequence"],
-)
-def test_containers_keep_their_type(container):
-    value = container(torch.ones(2, 3, requires_grad=True))
-    cut = tree.detach(value)
-    assert type(cut) is type(value)
-    assert tree.requires_grad(value) and not tree.requires_grad(cut)
-    assert list(tree.leaves(cut)) != []
+    ]:
+        value = container(torch.ones(2, 3, requires_grad=True))
+        cut = tree.detach(value)
+        assert type(cut) is type(value)
+        assert tree.requires_grad(value) and not tree.requires_grad(cut)
+        assert list(tree.leaves(cut)) != []
 
 
 def test_the_output_of_a_transformer_keeps_its_type():
@@ -150,20 +146,16 @@ def test_a_batch_is_cut_beside_what_its_loss_is_divided_by():
     assert Batch.of_call((), {**kwargs, "scale": torch.tensor(2.0)}, "cpu").first_rows(4).kwargs["ids"].shape == (6, 2)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_a_tree_that_cannot_be_cut_safely_stays_whole():
+    for value in [
         (torch.ones(6, 2), torch.ones(5, 5)),
         (torch.ones(6, 2), torch.tensor(0.5)),
         torch.tensor(0.5),
         (torch.ones(3, 2), torch.ones(3)),
         (torch.ones(4, 2), torch.ones(4)),
         ("text", None),
-    ],
-    ids=["shared mask", "scalar", "only a scalar", "small enough", "just enough", "no tensors"],
-)
-def test_a_tree_that_cannot_be_cut_safely_stays_whole(value):
-    assert tree.take_rows(value, 4) is value
+    ]:
+        assert tree.take_rows(value, 4) is value
 
 
 class Slotted:
@@ -186,14 +178,20 @@ class Elements(set):
         self.name = "elements"
 
 
-@pytest.mark.parametrize(
-    "value",
-    [np.ones(2), {1}, frozenset(), bytearray(2), object(), torch.Generator(), iter([1]), Elements(), slice(np.ones(2))],
-    ids=lambda value: type(value).__name__,
-)
-def test_what_cannot_be_looked_into_is_named(value):
-    found = tree.unreadable({"a": [1, SimpleNamespace(b=value)]}, "kwargs")
-    assert found == f"kwargs.a.1.b ({type(value).__name__})"
+def test_what_cannot_be_looked_into_is_named():
+    for value in [
+        np.ones(2),
+        {1},
+        frozenset(),
+        bytearray(2),
+        object(),
+        torch.Generator(),
+        iter([1]),
+        Elements(),
+        slice(np.ones(2)),
+    ]:
+        found = tree.unreadable({"a": [1, SimpleNamespace(b=value)]}, "kwargs")
+        assert found == f"kwargs.a.1.b ({type(value).__name__})"
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.ones(2, device="meta")], ids=["sparse", "meta"])

@@ -51,7 +51,7 @@ class Chain(nn.Module):
 def train(model, directory, *, steps=20, schedule="0.2:1", optimizer=None, step=None, **attach):
     """Train by `step(model, x)`, which returns the loss; return the run, still open, and what was declined."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-    config = {**FAST, "policy": {"name": "static", "schedule": schedule}}
+    config = {**FAST, "policy": {"plan": schedule}}
     run = egeria.attach(model, optimizer, total_steps=steps, config=config, directory=directory, **attach)
     for index in range(steps):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(index))
@@ -378,7 +378,7 @@ def test_modes_that_a_resumed_run_found_in_evaluation_follow_the_loop(tmp_path):
     model = Chain().eval()
     model.load_state_dict(weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = {**FAST, "policy": {"name": "static", "schedule": "0.2:2"}}
+    config = {**FAST, "policy": {"plan": "0.2:2"}}
     run = egeria.attach(model, optimizer, total_steps=40, config=config, directory=tmp_path / "second")
     run.load_state_dict(state)
     assert run.frozen == 2

@@ -14,11 +14,10 @@ from examples.resnet import cifar_resnet
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
-from egeria.layers.freezing import Freezer
-from egeria.layers.modules import parse_modules
+from benchmarks.rivals.layers import Layers
 from egeria.parallel import Replicas
-from egeria.session.ranks import WORDS
 
 WARM_UP = 2
 """Iterations behind a freeze that are not timed: buckets are laid out anew in the first of them."""
@@ -72,14 +71,13 @@ class Replica:
     def __init__(self, subject: Subject, sizes: list[int] | None = None) -> None:
         torch.manual_seed(0)
         self._subject = subject
-        self._strategy = Replicas()
-        self.model = self._strategy.take(subject.build())
-        self._network = self._strategy.wrap()
-        self.modules = parse_modules(self.model)
-        self._freezer = Freezer(self.model, self.modules)
+        self._strategy, self._network = Replicas(), DistributedDataParallel(subject.build())
+        self.model = self._strategy.take(self._network)
+        self._layers = Layers(self.model)
+        self.modules = self._layers.modules
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         if sizes is not None:
-            self._network.register_comm_hook(sizes, _count)  # type: ignore[operator]
+            self._network.register_comm_hook(sizes, _count)
 
     @property
     def trainable_bytes(self) -> int:
@@ -88,8 +86,7 @@ class Replica:
 
     def freeze_to(self, depth: int) -> float:
         """Freeze so many front modules and no others; return the seconds that laying out the buckets took."""
-        self._freezer.thaw()
-        self._freezer.freeze_to(depth)
+        self._layers.freeze_to(depth)
         names = [name for module in self.modules[:depth] for name in module.submodules]
         began = time.perf_counter()
         self._strategy.update(names)
@@ -105,16 +102,6 @@ class Replica:
             self._optimizer.step()
             self._optimizer.zero_grad()
         return time.perf_counter() - began, time.process_time() - began_cpu
-
-    def exchange(self, count: int) -> list[float]:
-        """Let the ranks agree on something as often; return the seconds of each."""
-        found = []
-        for _ in range(count):
-            distributed.barrier()
-            began = time.perf_counter()
-            self._strategy.exchange([0.0] * (WORDS + 3))
-            found.append(time.perf_counter() - began)
-        return found
 
 
 def _count(sizes, bucket):  # without types: torch accepts no others than its own, and those not as text
@@ -165,16 +152,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--bytes", action="store_true", help="count bytes instead of taking times")
-    parser.add_argument("--exchange", type=int, metavar="N", help="time N exchanges instead of iterations")
     options = parser.parse_args()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     depths = [int(depth) for depth in options.depths.split(",")]
     subject = SUBJECTS[options.subject]()
-    found: list[Any]
-    if options.exchange:
-        found = Replica(subject).exchange(options.exchange)
-    elif options.bytes:
+    if options.bytes:
         found = count_bytes(subject, depths)
     else:
         found = measure(subject, depths, options.rounds, options.iterations)

@@ -5,7 +5,7 @@
 
 Times only, on made-up batches: what is learnt does not matter to them. Advice is asked for first. Then, for a quarter,
 half and three quarters of the layer modules, two copies train in one process in turn, a few steps at a time: one
-plainly, one attached with these modules frozen by the policy 'static' from the start. A turn ends when the accelerator
+plainly, one attached with these modules frozen by a plan from the start. A turn ends when the accelerator
 has done all of it. The saving is 1 less the ratio of the sums, its spread that of rounds. The cache is off, but in one
 more row for the half: the same few batches come again and again, so that there it may have all of them.
 """
@@ -18,7 +18,7 @@ import operator
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,6 @@ class Row:
     plain_peak_bytes: int | None
     """Most memory in use during a turn less what is in use between turns: activations, and gradients as they come."""
     frozen_peak_bytes: int | None
-    energy_saved: float | None
-    """Share of the accelerator's energy; None where it does not tell."""
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -148,21 +146,18 @@ class Trainer:
 
     def freeze(self, depth: int, directory: Path, *, cached: bool) -> None:
         """Attach, and train until the front `depth` layer modules are frozen."""
-        settings = {"policy": {"schedule": f"0:{depth}"}, "cache": {"enabled": "auto" if cached else False}}
-        self.run = egeria.attach(
-            self.model, self.optimizer, policy="static", total_steps=TOTAL_STEPS, config=settings, directory=directory
-        )
+        given: dict[str, Any] = {"plan": f"0:{depth}", "config": {"cache": {"enabled": "auto" if cached else False}}}
+        self.run = egeria.attach(self.model, self.optimizer, total_steps=TOTAL_STEPS, directory=directory, **given)
         for _ in range(MOST_STEPS_TO_FREEZE):  # a policy is asked at the end of an interval
             if self.run.frozen < depth:
                 self.train(1)
 
     def train(self, steps: int) -> None:
         """Make so many steps, and wait for the accelerator."""
-        network: Any = self.run.model if self.run else self.model
-        network.train()
+        self.model.train()
         for _ in range(steps):
             self._next = (self._next + 1) % NUM_BATCHES
-            loss = self.loss(network, self.batches[self._next])
+            loss = self.loss(self.model, self.batches[self._next])
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -173,21 +168,18 @@ class Trainer:
 
 @dataclass
 class Turns:
-    """Trains by turns, and notes what they take beside time."""
+    """Trains by turns, and notes the memory that they take."""
 
     trainer: Trainer
     steps: int
-    joules: list[float] = field(default_factory=list)
-    """Of each turn."""
     peak_bytes: int | None = None
-    """Of the last."""
+    """Of the last turn."""
 
     def __call__(self) -> None:
         """Take a turn."""
         device = self.trainer.device
-        held, energy = _memory(device, peak=False), _joules(device)
+        held = _memory(device, peak=False)
         self.trainer.train(self.steps)
-        self.joules.append(_joules(device) - energy)
         self.peak_bytes = _memory(device, peak=True) - held if device.type == "cuda" else None
 
 
@@ -216,7 +208,6 @@ def _row(name: str, advice: egeria.Advice, depth: int, options: argparse.Namespa
         assert run is not None and run.frozen == depth, "frozen from the start"
         run.close()
     low, _, high = statistics.quantiles(map(operator.truediv, found.second_wall_s, found.first_wall_s), n=4)
-    used, used_frozen = (sum(turns.joules[WARMUP:]) for turns in (plain, frozen))
     row = Row(
         model=name,
         frozen=depth,
@@ -228,7 +219,6 @@ def _row(name: str, advice: egeria.Advice, depth: int, options: argparse.Namespa
         plain_ms=1000 * statistics.fmean(found.first_wall_s) / options.steps,
         plain_peak_bytes=plain.peak_bytes,
         frozen_peak_bytes=frozen.peak_bytes,
-        energy_saved=1 - used_frozen / used if used else None,
     )
     print(row, flush=True)
     return row
@@ -248,20 +238,6 @@ def _memory(device: torch.device, *, peak: bool) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _joules(device: torch.device) -> float:
-    """Return what the first accelerator has used since its driver was loaded; 0 where it does not tell."""
-    if device.type != "cuda":
-        return 0.0
-    try:
-        import pynvml  # noqa: PLC0415 (where it is installed)
-
-        pynvml.nvmlInit()
-        millijoules: int = pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))
-    except Exception:  # NVML has an error of its own for each thing that is missing
-        return 0.0
-    return millijoules / 1000
-
-
 def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
     """Return the README of the record."""
     lines = [
@@ -272,19 +248,18 @@ def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
         f"Wall-clock time of iterations in bfloat16 on one {made_with['accelerator']}, batches of made-up data. "
         "[How it is measured](../../micro/accelerator.py), [in words](FINDINGS.md).",
         "",
-        "| model | frozen | plain iteration | foretold | saved (quartiles of rounds) | memory of a step | energy |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| model | frozen | plain iteration | foretold | saved (quartiles of rounds) | memory of a step |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         low, high = row.quartiles
         memory = "not counted"
         if row.plain_peak_bytes and row.frozen_peak_bytes:
             memory = f"{row.plain_peak_bytes / 2**30:.2f} to {row.frozen_peak_bytes / 2**30:.2f} GiB"
-        energy = "not told" if row.energy_saved is None else f"{-row.energy_saved:+.0%}"
         front = f"{row.frozen} of {row.num_modules}" + ", cached" * row.cached
         lines.append(
             f"| {row.model} | {front} | {row.plain_ms:.1f} ms | {row.foretold:.1%} "
-            f"| {row.measured:.1%} ({low:.1%} to {high:.1%}) | {memory} | {energy} |"
+            f"| {row.measured:.1%} ({low:.1%} to {high:.1%}) | {memory} |"
         )
     return "\n".join([*lines, ""])
 

@@ -1,229 +1,259 @@
-"""CPU time of an epoch with the front of a model frozen: computed, and from the activation cache.
+"""CPU time of an epoch with the front of a model frozen: computed, and from the cache on the disk and in memory.
 
     python -m benchmarks.micro.cached_iteration [--data DIR] [--subjects resnet20,bert] [--samples 2048] [--rounds 12]
-                                                [--precision bf16] [--layout nhwc] [--warm]
-                                                [--record RECORD]
-    python -m benchmarks.micro.cached_iteration --gate-overhead [--rounds 40]
+                                                [--precision bf16] [--warm] [--record RECORD]
 
-Each way trains a model of its own in this process, an epoch at a time, in turn; 'for nothing' has a front that always
-gives the same answer, which no cache can beat. CPU time is of all threads, reader and writer included. Each epoch
-is compared with the plain one of its round. The store's pages are dropped before each epoch, so that activations
-come from the disk, unless `--warm` is given; the epoch that fills the store, finding out included, is told apart.
-BERT-size: `--bert-samples` of 128 tokens in batches of 8.
-
-`--gate-overhead` sets the gate before a disk that is too slow and before a front too small to gain by:
-a run with the cache enabled, which stays off, against the same with `cache.enabled = false`.
+Each way trains a model of its own in this process, an epoch at a time, in turn; all but the plain one are attached with
+a plan that freezes the front at once. 'for nothing' has a front that always gives the same answer, which no cache can
+beat. CPU time is of all threads; each epoch is compared with the plain one of its round. The pages of stored files are
+dropped before each epoch, so that activations come from the disk, unless `--warm` is given. The first epoch behind the
+freeze, which fills the store, is not among the rounds: it is told apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from examples.cifar10 import Cifar10, load
+from examples.resnet import cifar_resnet
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 import egeria
-from benchmarks.micro.cache_gate import describe_gate, measure_gate
-from benchmarks.micro.frozen_training import Arm, Lap, Subject, bert, cache_settings, in_turn, residual_net
-from benchmarks.proving.running.recipe import commit
+from benchmarks.proving.comparing.tables import markdown
+from benchmarks.proving.journal import read_journal
+from benchmarks.proving.running.recipe import describe_circumstances
 
-PLAIN = "plain"
-FLOOR = "for nothing"
-"""The front gives the same answer to every batch: no cache can be faster."""
-TARGETS = {"resnet20": {"depth 1, cache": 0.50, "depth 2, cache": 0.25}, "bert": {"depth 3, cache": 0.35}}
-MOST_STALLS = 0.02
-LAYOUTS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
-HEADINGS = (
-    "way",
-    "CPU % of plain (quartiles)",
-    "wall % of plain (quartiles)",
-    "stalls % of time",
-    "hits %",
-    "MB read",
-    "CPU % of it in threads",
-    "CPU of the first epoch",
-    "target %",
-)
+PLAIN, FLOOR = "plain", "for nothing"
+KINDS: dict[str, dict[str, Any]] = {
+    "computed": {"enabled": False},
+    "disk": {"enabled": True, "gate": "open", "verify_batches": 10**9},
+    "memory": {"enabled": "auto", "gate": "open", "verify_batches": 10**9},
+    FLOOR: {"enabled": False},
+}
+"""Settings of the cache, by way."""
+TOTAL_STEPS = 4000
+"""That egeria is told, so that an interval is short and the end far."""
+MOST_EPOCHS_TO_FREEZE = 20
 
 
-def ways(subject: Subject, depths: Sequence[int], directory: Path) -> list[Arm]:
-    """Return the arms to compare; the first trains plainly."""
-    found = [Arm(PLAIN, subject, 0, None, directory)]
-    for depth in depths:
-        kinds = {
-            "computed": None,
-            "cache": cache_settings(gate="open", verify_batches=10**9),
-            FLOOR: None,
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model and what it is trained on; everything it makes is new and the same each time."""
+
+    build: Callable[[], nn.Module]
+    loader: Callable[[], DataLoader[Any]]
+    loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[[nn.Module], Optimizer]
+    depths: tuple[int, ...]
+
+
+class Way:
+    """One way to train: a model of its own, its loader, and egeria but for the plain one."""
+
+    def __init__(self, subject: Subject, depth: int, kind: str, autocast: bool, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.name = f"depth {depth}, {kind}" if depth else PLAIN
+        self.depth, self.folder, self.run = depth, folder / self.name.replace(" ", "-"), None
+        self._subject, self._kind, self._autocast = subject, kind, autocast
+        self.model, self.loader = subject.build().train(), subject.loader()
+        self.optimizer = subject.optimizer(self.model)
+        self._random_state = torch.get_rng_state()
+
+    def freeze(self) -> None:
+        """Attach, and train until the front is frozen; a policy is asked at the end of an interval."""
+        if not self.depth:
+            return
+        given: dict[str, Any] = {"plan": f"0:{self.depth}", "config": {"cache": KINDS[self._kind]}}
+        self.run = egeria.attach(
+            self.model, self.optimizer, self.loader, total_steps=TOTAL_STEPS, directory=self.folder, **given
+        )
+        for _ in range(MOST_EPOCHS_TO_FREEZE):
+            if self.run.frozen < self.depth:
+                self.epoch()
+        assert self.run.frozen == self.depth, "it freezes at once"
+        if self._kind == FLOOR:
+            self._answer_for_nothing(self.run)
+
+    @torch.no_grad()
+    def _answer_for_nothing(self, run: egeria.Run) -> None:
+        """Let the frozen front give the same answers to all batches."""
+        answers: dict[nn.Module, Any] = {}
+        names = [name for module in run.modules[: self.depth] for name in module.submodules]
+        roots = [self.model.get_submodule(name) for name in names]
+        handles = [root.register_forward_hook(lambda root, _, output: answers.update({root: output})) for root in roots]
+        self._loss(next(iter(self.loader)))
+        for handle in handles:
+            handle.remove()
+        for root in roots:
+            vars(root)["forward"] = partial(_answer, answers[root])
+
+    def _loss(self, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
+            return self._subject.loss(self.model, batch)
+
+    def epoch(self) -> None:
+        """Train for one epoch, with random numbers of its own: dropout is that of the other ways."""
+        torch.set_rng_state(self._random_state)
+        self.model.train()
+        for batch in self.loader:
+            loss = self._loss(batch)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.run is not None:
+                self.run.step(loss)
+        self._random_state = torch.get_rng_state()
+
+    def lap(self, *, warm: bool) -> dict[str, float]:
+        """Train for one epoch; return its CPU and wall-clock seconds."""
+        if not warm:
+            self._drop_pages()
+        began_cpu, began = time.process_time(), time.perf_counter()
+        self.epoch()
+        return {"cpu_s": time.process_time() - began_cpu, "wall_s": time.perf_counter() - began}
+
+    def _drop_pages(self) -> None:
+        """Let what is stored be on the disk only."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fdatasync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> dict[str, Any]:
+        """End the run; return what the cache decided and served."""
+        if self.run is None:
+            return {}
+        self.run.close()
+        journal = read_journal(self.folder)
+        decided = next((event for event in reversed(journal.of("cache")) if event["boundary"]), None)
+        used = journal.last("cache_used")
+        names = ("hits", "misses", "stall_s", "bytes_read", "thread_cpu_s")
+        return {
+            "mode": decided["mode"] if decided else "computed",
+            "reason": decided["reason"] if decided else "",
+            "used": {name: used[name] for name in names if name in used} if used else {},
         }
-        found += [Arm(f"depth {depth}, {kind}", subject, depth, chosen, directory) for kind, chosen in kinds.items()]
+
+
+def _answer(answer: Any, *_args: Any, **_named: Any) -> Any:
+    return answer
+
+
+def measure(subject: Subject, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Train all ways in turn; return the laps of each, the first of which fills the store, and what the cache did."""
+    autocast = options.precision == "bf16"
+    ways = [Way(subject, 0, PLAIN, autocast, folder)]
+    ways += [Way(subject, depth, kind, autocast, folder) for depth in subject.depths for kind in KINDS]
+    for way in ways:
+        way.epoch()
+        way.freeze()
+    laps: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+    for index in range(1 + options.rounds):
+        turn = index % len(ways)
+        for way in ways[turn:] + ways[:turn]:
+            laps[way.name].append(way.lap(warm=options.warm))
+    found = {way.name: {"laps": laps[way.name], **way.close()} for way in ways}
+    by_name = {way.name: way.model.state_dict() for way in ways}
+    for depth in subject.depths:
+        computed = by_name[f"depth {depth}, computed"]
+        for kind in ("disk", "memory"):
+            name = f"depth {depth}, {kind}"
+            found[name]["same_weights"] = all(torch.equal(by_name[name][key], computed[key]) for key in computed)
     return found
 
 
-def measure(subject: Subject, depths: Sequence[int], options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Train all ways in turn; return their laps, and what the cache decided."""
-    arms = ways(subject, depths, directory)
-    try:
-        for arm in arms:
-            arm.lap()
-            if arm.depth:
-                arm.freeze()
-            if arm.name.endswith(FLOOR):
-                arm.answer_for_nothing()
-        rounds = list(in_turn(arms, 1 + options.rounds, cold=not options.warm))
-        found: dict[str, Any] = {
-            arm.name: {
-                "laps": [asdict(entry[arm.name]) for entry in rounds],
-                "mode": arm.decided.mode if arm.decided else "",
-                "reason": arm.decided.reason if arm.decided else "",
-                "frozen": [module.name for module in arm.modules[: arm.depth]],
-            }
-            for arm in arms
-        }
-        for depth in depths:
-            computed, cached = (next(a for a in arms if a.name == f"depth {depth}, {k}") for k in ("computed", "cache"))
-            found[cached.name]["same_weights"] = same_weights(computed, cached)
-        return found
-    finally:
-        for arm in arms:
-            arm.close()
-        gc.collect()
+def table(found: dict[str, Any]) -> str:
+    """Return the table of a subject."""
+    header = (
+        "way",
+        "CPU % of plain (quartiles)",
+        "wall %",
+        "first epoch CPU %",
+        "hits %",
+        "weights as computed",
+        "mode",
+    )
+    plain, lines = found[PLAIN]["laps"], []
+    for name, entry in found.items():
+        first, *rest = entry["laps"]
+        ratios = [[lap[clock] / base[clock] for lap, base in zip(rest, plain[1:], strict=True)] for clock in first]
+        used = entry.get("used") or {}
+        served = f"{100 * used['hits'] / max(1, used['hits'] + used['misses']):.0f}" if used else ""
+        same = {True: "yes", False: "no", None: ""}[entry.get("same_weights")]
+        filling = f"{100 * first['cpu_s'] / plain[0]['cpu_s']:.0f}"
+        told = f"{entry['mode']}: {entry['reason']}" if entry.get("reason") else ""
+        lines.append((name, *map(_quartiles, ratios), filling, served, same, told))
+    return markdown(header, lines)
 
 
-def same_weights(first: Arm, second: Arm) -> bool:
-    """Tell whether two arms have come to the same weights, bit for bit."""
-    pairs = zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True)
-    return all(torch.equal(*pair) for pair in pairs)
-
-
-def row(name: str, entry: dict[str, Any], plain: dict[str, Any], target: float | None) -> list[str]:
-    """Return a row of the table: the filling epoch apart from the others."""
-    laps, plain_laps = ([Lap(**lap) for lap in which["laps"]] for which in (entry, plain))
-    filling, *rest = laps
-    pairs = list(zip(rest, plain_laps[1:], strict=True))
-    used, missed = sum(lap.hits for lap in rest), sum(lap.misses for lap in rest)
-    from_store = used + missed > 0
-    return [
-        name,
-        quartiles([lap.cpu_s / base.cpu_s for lap, base in pairs]),
-        quartiles([lap.wall_s / base.wall_s for lap, base in pairs]),
-        f"{100 * sum(lap.stall_s for lap in rest) / sum(lap.wall_s for lap in rest):.2f}" if from_store else "",
-        f"{100 * used / (used + missed):.1f}" if from_store else "",
-        f"{statistics.fmean(lap.bytes_read for lap in rest) / 1e6:.0f}" if from_store else "",
-        f"{100 * sum(lap.thread_cpu_s for lap in rest) / sum(lap.cpu_s for lap in rest):.1f}" if from_store else "",
-        f"{100 * filling.cpu_s / plain_laps[0].cpu_s:.0f} %" if entry["mode"] else "",
-        f"{100 * target:.0f}" if target else "",
-    ]
-
-
-def quartiles(values: Sequence[float]) -> str:
-    """Return median and quartiles in per cent."""
+def _quartiles(values: Sequence[float]) -> str:
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return f"{100 * middle:.1f} ({100 * low:.1f} - {100 * high:.1f})"
 
 
-def rows(subject: str, found: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of a subject."""
-    targets = TARGETS.get(subject.split(maxsplit=1)[0], {})
-    return [row(name, entry, found[PLAIN], targets.get(name)) for name, entry in found.items()]
+def residual_net(data: Path | None, samples: int) -> Subject:
+    """Return ResNet-20 on CIFAR-10 without augmentation, or on noise of that shape."""
+    generator = torch.Generator().manual_seed(0)
+    if data is None:
+        images = torch.randint(0, 256, (samples, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(0, 10, (samples,), generator=generator)
+    else:
+        sheets = [f"data_batch_{index}" for index in range(1, 1 + -(-samples // 10000))]
+        images, labels = (tensor[:samples] for tensor in load(data, sheets))
+    layout = torch.channels_last
+    loader = partial(
+        DataLoader,
+        Cifar10(images, labels),
+        batch_size=128,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=lambda batch: (batch[0].contiguous(memory_format=layout), batch[1]),
+    )
+    return Subject(
+        build=lambda: cifar_resnet(20).to(memory_format=layout),
+        loader=lambda: loader(generator=torch.Generator().manual_seed(1)),
+        loss=lambda network, batch: functional.cross_entropy(network(batch[0]), batch[1]),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4),
+        depths=(1, 2),
+    )
 
 
-def show(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
-    table = Table(title=title)
-    for heading in headings:
-        table.add_column(heading)
-    for line in lines:
-        table.add_row(*line)
-    Console(width=150).print(table)
+def bert(samples: int) -> Subject:
+    """Return an encoder of six layers of BERT's width with a head for two classes, on 128 random words a sample."""
+    from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - takes seconds
 
-
-def facts(subject: str, found: dict[str, Any]) -> list[str]:
-    """Return what else is to be said of a subject, a line each."""
-    plain = [lap["cpu_s"] for lap in found[PLAIN]["laps"]]
-    seconds, rounds = statistics.median(plain), len(plain) - 1
-    said = [f"{subject}: {rounds} rounds, in which an epoch of plain training takes {seconds:.2f} s of CPU time."]
-    for name, entry in found.items():
-        if entry["frozen"] and entry["mode"]:
-            said.append(f"{subject}, {name} ({' + '.join(entry['frozen'])}): {entry['mode']}, {entry['reason']}.")
-        if entry.get("same_weights") is not None:
-            said.append(f"{subject}, {name}: weights bit for bit as computed: {entry['same_weights']}.")
-    return said
-
-
-def describe(options: argparse.Namespace, results: dict[str, Any]) -> str:
-    """Return the text of the record."""
-    lines = [
-        "# Skipping the frozen forward pass: CPU time of an epoch",
-        "",
-        "A model with its front frozen, trained in one process in turn with a plain one, by epoch; CPU time of all "
-        "threads, reader and writer included, against the plain epoch of the same round: median and quartiles. bf16 "
-        f"and channels_last where nothing else is said, {options.threads} torch thread(s). Stored activations come "
-        "from the disk, not from the page cache, unless the command says `--warm`. "
-        "The first epoch behind the freeze, which fills the store, is told apart; it holds everything done to find out "
-        "what can be stored.",
-        "",
-        f"Judged by: the targets in the last column, and stalls of at most {100 * MOST_STALLS:.0f} % of time. "
-        f"'{FLOOR}' is a front that gives the same answer to every batch: what is left is the rest of the iteration.",
-        "",
+    config = BertConfig(num_hidden_layers=6)
+    words = torch.randint(1000, config.vocab_size, (samples, 128), generator=torch.Generator().manual_seed(0))
+    rows: Any = [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": torch.tensor(index % 2)}
+        for index, row in enumerate(words)
     ]
-    for subject, found in results["subjects"].items():
-        table = ["| " + " | ".join(line) + " |" for line in rows(subject, found)]
-        lines += [
-            f"## {subject}",
-            "",
-            "| " + " | ".join(HEADINGS) + " |",
-            "|" + "---|" * len(HEADINGS),
-            *table,
-            "",
-        ]
-        lines += [f"- {fact}" for fact in facts(subject, found)] + [""]
-    lines += describe_gate(results["gate"]) if results["gate"] else []
-    lines += [
-        f"Machine: {os.cpu_count()} cores, load {results['load']:.1f} at the end, no accelerator; "
-        f"python {platform.python_version()}, torch {torch.__version__}, egeria {egeria.__version__} "
-        f"at commit {', '.join(results['commits'])}.",
-        "",
-        "```",
-        *results["commands"],
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    return Subject(
+        build=lambda: BertForSequenceClassification(config),
+        loader=lambda: DataLoader(rows, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)),
+        loss=lambda network, batch: network(**batch).loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=2e-5),
+        depths=(3,),
+    )
 
 
-def record(options: argparse.Namespace, subjects: dict[str, Any], gate: dict[str, Any]) -> None:
-    """Write results.json and README.md; what an earlier command found of other things stays."""
-    path = options.record / "results.json"
-    options.record.mkdir(parents=True, exist_ok=True)
-    old = json.loads(path.read_text()) if path.exists() else {}
-    command = f"python -m benchmarks.micro.cached_iteration {' '.join(sys.argv[1:])}"
-    for place, name in ((options.data, "DIR"), (options.record, "RECORD"), (options.directory, "DISK")):
-        command = command.replace(str(place), name) if place else command
-    results = {
-        "subjects": {**old.get("subjects", {}), **subjects},
-        "gate": {**old.get("gate", {}), **gate},
-        "commits": sorted({*old.get("commits", []), commit()}),
-        "commands": list(dict.fromkeys([*old.get("commands", []), command])),
-        "load": os.getloadavg()[0],
-    }
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    (options.record / "README.md").write_text(describe(options, results))
-
-
-def parse() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Measure and print; with `--record` keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="CIFAR-10, as examples/cifar10.py reads it (default: noise)")
     parser.add_argument("--subjects", default="resnet20,bert")
@@ -231,41 +261,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bert-samples", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="nhwc", help="of images: channels last, or first")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--directory", type=Path, help="for the stores, on the disk to measure (default: a temporary)")
     parser.add_argument("--warm", action="store_true", help="leave what is stored in the page cache")
-    parser.add_argument("--gate-overhead", action="store_true", help="measure a cache that stays off instead")
     parser.add_argument("--record", type=Path)
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Measure, print, and write the record."""
-    options = parse()
-    torch.set_num_threads(options.threads)
-    autocast = options.precision == "bf16"
-    subjects: dict[str, Any] = {}
-    gate: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=options.directory) as place:
-        if options.gate_overhead:
-            subject = residual_net(20, options.data, options.samples, autocast=autocast)
-            gate = measure_gate(subject, Path(place), rounds=options.rounds)
-            print("\n".join(describe_gate(gate)))
-        for name in [] if options.gate_overhead else options.subjects.split(","):
-            depths = (3,) if name == "bert" else (1, 2)
-            if name == "bert":
-                subject = bert(options.bert_samples, autocast=autocast)
-            else:
-                subject = residual_net(
-                    20, options.data, options.samples, autocast=autocast, layout=LAYOUTS[options.layout]
-                )
-            label = " ".join([name, *([] if autocast else ["fp32"]), *(["nchw"] if options.layout == "nchw" else [])])
-            subjects[label] = measure(subject, depths, options, Path(place))
-            show(f"{label}, CPU time of an epoch", HEADINGS, rows(label, subjects[label]))
-            print("\n".join(facts(label, subjects[label])), flush=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    subjects = {
+        "resnet20": lambda: residual_net(options.data, options.samples),
+        "bert": lambda: bert(options.bert_samples),
+    }
+    found, texts = {}, [f"Stored activations come from {'the page cache' if options.warm else 'the disk'}.", ""]
+    for name in options.subjects.split(","):
+        with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+            found[name] = measure(subjects[name](), options, Path(folder))
+        texts += [f"## {name}, {options.precision}", "", table(found[name]), ""]
+        print("\n".join(texts[-4:]), flush=True)
     if options.record:
-        record(options, subjects, gate)
+        options.record.mkdir(parents=True, exist_ok=True)
+        kept = {"subjects": found, "made_with": describe_circumstances(torch.device("cpu"))}
+        (options.record / "results.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        (options.record / "tables.md").write_text("\n".join(texts), encoding="utf-8")
 
 
 if __name__ == "__main__":

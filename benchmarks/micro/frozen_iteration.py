@@ -15,8 +15,7 @@ from examples.resnet import cifar_resnet
 from torch.nn import functional
 
 from benchmarks.micro.interleaved import Comparison, compare
-from egeria.layers.freezing import Freezer
-from egeria.layers.modules import parse_modules
+from benchmarks.rivals.layers import Layers
 
 
 class Trainer:
@@ -44,7 +43,7 @@ def measure(depth: int = 20, rounds: int = 15, batch: int = 128, frozen: int = 1
     plain, other = Trainer(depth, batch), Trainer(depth, batch)
     plain.step()
     other.step()
-    Freezer(other.model, parse_modules(other.model)).freeze_to(frozen)
+    Layers(other.model).freeze_to(frozen)
     return compare(plain.step, other.step, rounds=rounds)
 
 

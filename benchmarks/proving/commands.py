@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,24 +15,16 @@ from benchmarks.proving.catalogue import REGISTRY, find_workloads, list_workload
 from benchmarks.proving.comparing import archive
 from benchmarks.proving.comparing.comparison import WorkloadComparison, compare
 from benchmarks.proving.comparing.record import write_record
-from benchmarks.proving.comparing.results import Outcome, read_results
-from benchmarks.proving.comparing.tables import oracle_table, overview, quality_table, time_table
+from benchmarks.proving.comparing.results import read_results
+from benchmarks.proving.comparing.tables import overview, quality_table, time_table
 from benchmarks.proving.errors import RefusedError
-from benchmarks.proving.policies import PLAIN, Policy, parse_policies, parse_policy, parse_settings
+from benchmarks.proving.policies import Policy, parse_policies
 from benchmarks.proving.running import recipe, runfile
 from benchmarks.proving.running.execution import build
 from benchmarks.proving.running.limit import UNLIMITED, Limit
 from benchmarks.proving.running.progress import Bars
 from benchmarks.proving.running.runfile import RunFile, WorkloadFacts
 from benchmarks.proving.running.runs import Place, describe_left, find_left, make, sort_out, status_of
-from benchmarks.proving.studies import posthoc, trials
-from benchmarks.proving.studies.oracle import Trials, survey
-from benchmarks.proving.studies.posthoc_record import describe_analysis, write_posthoc
-from benchmarks.proving.studies.sensitivity import section, write_sensitivity
-from benchmarks.proving.studies.smartfrz import Labelling, Wanted, Watched, watch_all
-from benchmarks.proving.studies.smartfrz_record import Lesson, train_and_record
-from benchmarks.proving.studies.sweeps import Study, load_study, parse_sweeps
-from benchmarks.proving.studies.trials_record import describe_findings, find_correlations, write_trials
 from benchmarks.workloads.workload import Training, Workload
 
 
@@ -68,9 +59,8 @@ def run_compare(options: argparse.Namespace, console: Console) -> int:
 def _compare(comparisons: Sequence[WorkloadComparison], options: argparse.Namespace, console: Console) -> None:
     for comparison in comparisons:
         console.print(f"\n{comparison.workload.name} ({comparison.tier})\n", style="bold")
-        for text in (quality_table(comparison), time_table(comparison), oracle_table(comparison)):
-            if text:
-                console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
+        for text in (quality_table(comparison), time_table(comparison)):
+            console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
     if options.out is not None:
         write_record(comparisons, options.out)
         console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
@@ -82,165 +72,6 @@ def run_table(options: argparse.Namespace, console: Console) -> int:
         comparisons = compare(read_results(results, options.workload, options.tier), options.against)
     console.print(overview(comparisons), highlight=False, soft_wrap=True, markup=False)
     return 0
-
-
-def run_oracle(options: argparse.Namespace, console: Console) -> int:
-    """Search the schedule of each workload that skips most without loss."""
-    for module, workload in _find_workloads(options):
-        console.print(f"\n{workload.name} ({options.tier})\n", style="bold")
-        _search(module, workload, options, console)
-    return 0
-
-
-def _search(module: str, workload: Workload, options: argparse.Namespace, console: Console) -> None:
-    pattern = _wanted(module, workload, parse_policy(PLAIN), options.seeds[0], options)
-    recipes = {workload.name: _recipe(workload, options)}
-
-    def make_all(wanted: Sequence[RunFile]) -> None:
-        if _make(wanted, recipes, options, console):
-            raise RefusedError("The search ends with the run that failed. Mend it; what is finished is kept.")
-
-    settings = parse_settings(options.setting)
-    known = survey(_build(workload, options), settings)
-    trials = Trials(
-        pattern, options.seeds, options.results, make_all, options.most_runs, known.is_in_order, settings
-    )  # fmt: skip
-    found = trials.search(known.weights, known.falls)
-    best = trials.confirm([seed for seed in options.confirm if seed not in options.seeds])
-    console.print(f"schedules tried: {len(found.tried)}, without loss {len(found.lossless)}, runs: {trials.num_runs}")
-    if not found.finished:
-        console.print(f"The budget of {options.most_runs} runs ended the search; more may be found with --most-runs.")
-    if best is None:
-        console.print("No schedule that was tried loses nothing.")
-        return
-    saved, difference = best.saved["cpu"], best.difference
-    assert difference is not None and best.skipped is not None, "judged by these"
-    console.print(
-        f"most without loss: {best.policy}, seeds {', '.join(map(str, best.seeds))}: {best.skipped.shows(1)} % of the "
-        f"compute, {saved.shows(1) if saved else '?'} % of CPU time, difference {difference.shows(signed=True)}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def run_sensitivity(options: argparse.Namespace, console: Console) -> int:
-    """Make the runs that sweeps need; print what each value does, and write the record where one is asked for."""
-    if bool(options.sweep) != bool(options.workload):
-        raise RefusedError("A sweep needs a workload, and a workload a sweep. Give both, or neither to read a record.")
-    if options.sweep:
-        study = _study(options)
-        if _make_policies(study.policies, options, console):
-            return 1
-        _show_sensitivity(study, options.results, options, console)
-        return 0
-    with archive.opened(options.results) as results:
-        _show_sensitivity(load_study(results), results, options, console)
-    return 0
-
-
-def _show_sensitivity(study: Study, results: Path, options: argparse.Namespace, console: Console) -> None:
-    comparisons = study.compare(results)
-    for comparison in comparisons:
-        console.print(f"\n{comparison.workload.name} ({comparison.tier})\n", style="bold")
-        for text in section(study, comparison):
-            console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
-    if options.out is not None:
-        write_sensitivity(study, comparisons, options.out)
-        console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
-
-
-def run_trials(options: argparse.Namespace, console: Console) -> int:
-    """Make trials of freezes and what they are held against; tell what foretold their cost, and write the record."""
-    if not options.workload:
-        with archive.opened(options.results) as results:
-            _show_trials(trials.choose(read_results(results)), options, console)
-        return 0
-    for module, workload in _find_workloads(options):
-        recipes, known = {workload.name: _recipe(workload, options)}, survey(_build(workload, options))
-        pattern = _wanted(module, workload, parse_policy(PLAIN), options.seeds[0], options)
-        for wanted in trials.plan(pattern, options.seeds, options.times, options.depths, known):
-            if _make(wanted, recipes, options, console):
-                return 1
-    outcomes = read_results(options.results, options.workload, options.tier)
-    _show_trials(trials.choose(outcomes, options.seeds, options.times, options.depths), options, console)
-    return 0
-
-
-def run_posthoc(options: argparse.Namespace, console: Console) -> int:
-    """Make plain training with its epochs kept, analyse it, and write the record where one is asked for."""
-    found: list[tuple[WorkloadComparison, int, posthoc.Analysis]] = []
-    for module, workload in _find_workloads(options):
-        known = survey(_build(workload, options))
-        pattern = _wanted(module, workload, parse_policy(PLAIN), options.seeds[0], options)
-        wanted = [dataclasses.replace(pattern, seed=seed, keeps_epochs=True) for seed in options.seeds]
-        if _make(wanted, {workload.name: _recipe(workload, options)}, options, console):
-            return 1
-        (comparison,) = compare(read_results(options.results, [workload.name], options.tier), PLAIN)
-        for run in wanted:
-            directory = options.results / run.place
-            finished = runfile.load(directory)
-            assert finished is not None, "it was just made"
-            training = build(workload, options.data, options.tier, run.seed, torch.device(run.device))
-            analysis = posthoc.analyse(training, finished, directory, known)
-            console.print(f"\n{workload.name} ({options.tier}), seed {run.seed}\n", style="bold")
-            for text in describe_analysis(analysis):
-                console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
-            found.append((comparison, run.seed, analysis))
-    if options.out is not None:
-        names, seeds = ",".join(options.workload), ",".join(map(str, options.seeds))
-        command = f"python -m benchmarks posthoc {names} --seeds {seeds} --tier {options.tier} --data DIR --out RECORD"
-        write_posthoc(found, options.out, command)
-        console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
-    return 0
-
-
-def run_smartfrz(options: argparse.Namespace, console: Console) -> int:
-    """Watch plain trainings, those that were watched left out, and train the predictor of 'smartfrz' on them."""
-    if options.out is not None and not (options.held_out and {*options.held_out} < {*options.seeds}):
-        raise RefusedError(
-            f"--held-out must be some of --seeds and not all, found {options.held_out} of {options.seeds}. Give both."
-        )
-    device, folder = torch.device(options.device or "cpu"), options.results / "smartfrz"
-    wanted = [
-        Wanted(
-            workload=workload.name,
-            modules=options.workloads,
-            data=options.data,
-            tier=options.tier,
-            seed=seed,
-            device=device,
-            kept=folder / workload.name / options.tier / f"seed{seed}.safetensors",
-        )
-        for _, workload in _find_workloads(options)
-        for seed in options.seeds
-    ]
-    watch_all([entry for entry in wanted if not entry.kept.is_file()], options.jobs)
-    if options.out is None:
-        return 0
-    torch.set_num_threads(1)
-    found = [Watched.load(entry.kept) for entry in wanted]
-    labelling = Labelling(span=options.span, most_variance=options.most_variance, least_cka=options.least_cka)
-    train_and_record(Lesson(found, options.held_out, labelling, options.epochs), options.out, console)
-    console.print(f"written: {options.out / 'CARD.md'}", soft_wrap=True)
-    return 0
-
-
-def _show_trials(outcomes: Sequence[Outcome], options: argparse.Namespace, console: Console) -> None:
-    points = trials.find_points(outcomes)
-    for text in describe_findings(points, find_correlations(points)):
-        console.print(text + "\n", highlight=False, soft_wrap=True, markup=False)
-    if options.out is not None:
-        write_trials(outcomes, options.out)
-        console.print(f"written: {options.out / 'README.md'}", soft_wrap=True)
-
-
-def _study(options: argparse.Namespace) -> Study:
-    return Study(
-        workloads=tuple(options.workload),
-        tier=options.tier,
-        seeds=tuple(options.seeds),
-        sweeps=parse_sweeps(options.sweep),
-    )
 
 
 def _make_policies(

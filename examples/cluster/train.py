@@ -26,12 +26,12 @@ import torch
 from sklearn import datasets
 from torch import Tensor, distributed, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import egeria
 
 SHARDS, SHARD_SIZE = 2, 32
-CONTROLLER = {"kind": "inline", "budget_share": 0.9}  # a minute is short: whatever time an evaluation takes
 
 
 class Transformer(nn.Module):
@@ -89,8 +89,8 @@ class Job:
         return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return what the loop calls; egeria wraps a bare model in DistributedDataParallel itself."""
-        return model
+        """Return what the loop calls: the model, wrapped where there are other processes."""
+        return DistributedDataParallel(model) if distributed.is_initialized() else model
 
     def attach(self, *parts: Any, **settings: Any) -> Any:
         """Attach egeria."""
@@ -151,15 +151,13 @@ def train(options: argparse.Namespace, job: Job) -> float:
     total_steps = len(loader) * options.epochs
     shape = partial(warmup_and_decay, num_warm=len(loader), num_steps=total_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
-    policy = {"name": "static", "schedule": options.freeze} if options.freeze else {}
     run = job.attach(
         network,
         optimizer,
         loader,
         scheduler=scheduler,
         total_steps=total_steps,
-        # By itself egeria asks as often as its share of the time allows, which is another in each run.
-        config={"policy": policy, "plasticity": {"interval_steps": 5}, "controller": CONTROLLER},
+        plan=options.freeze,
         directory=options.directory,
     )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -167,7 +165,7 @@ def train(options: argparse.Namespace, job: Job) -> float:
     with run:
         for epoch in range(job.load(parts, run), options.epochs):
             sampler.epoch = epoch
-            losses = train_epoch(run, loader, optimizer, scheduler, device)
+            losses = train_epoch(network, run, loader, optimizer, scheduler)
             accuracy = evaluate(model, held_out, device)
             metrics = {"loss": losses, "accuracy": accuracy, "epoch": epoch + 1, "processes": num_ranks}
             job.save(parts, run, epoch + 1, metrics)
@@ -182,19 +180,20 @@ def warmup_and_decay(step: int, num_warm: int, num_steps: int) -> float:
     return min((step + 1) / num_warm, max(0.0, 1 - step / num_steps))
 
 
-def train_epoch(run: Any, loader: Any, optimizer: Any, scheduler: Any, device: torch.device) -> float:
+def train_epoch(network: nn.Module, run: Any, loader: Any, optimizer: Any, scheduler: Any) -> float:
     """Train an epoch; return the mean loss over all processes, added up in the order of the shards."""
     rank, num_ranks = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    device = next(network.parameters()).device
     sums = torch.zeros(SHARDS, dtype=torch.float64, device=device)
     own = SHARDS // num_ranks
-    run.model.train()
+    network.train()
     for images, labels in loader:
         losses: list[Tensor] = []
         shards = zip(images.to(device).chunk(own), labels.to(device).chunk(own), strict=True)
-        for shard in reversed(list(shards)):  # the first comes last: what egeria looks at is the first process's then
-            loss = functional.cross_entropy(run.model(shard[0]), shard[1])
+        for shard in shards:
+            loss = functional.cross_entropy(network(shard[0]), shard[1])
             (loss / own).backward()
-            losses.insert(0, loss.detach())
+            losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -220,8 +219,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="written after each epoch, and gone on from")
     parser.add_argument("--directory", help="where the journal and the report go")
-    told = "by a schedule, such as '0.3:2 0.6:4', and not as egeria decides"
-    parser.add_argument("--freeze", metavar="SCHEDULE", help=told)
+    plan = "share of the training done : front layer modules frozen from then on (default: '0.5:2 0.75:4')"
+    parser.add_argument("--freeze", metavar="PLAN", default="0.5:2 0.75:4", help=plan)
     return parser.parse_args(arguments)
 
 

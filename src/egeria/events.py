@@ -1,6 +1,6 @@
 """What the journal of a run holds: one frozen record per kind of event.
 
-The journal writes them, the report and the replay read them; nothing else passes between the
+The journal writes them, the report reads them; nothing else passes between the
 parts that decide and the parts that show. `step` is the number of optimizer steps done so far.
 Times are seconds of wall clock (`wall_s`) and of CPU (`cpu_s`) in the training process, unless the
 name says that they are those of the controller process. In order: the run, intervals and readings,
@@ -33,7 +33,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted(Event, kind="run_started"):
-    """A run was attached; everything a replay or a report needs to know of it."""
+    """A run was attached; everything a report needs to know of it."""
 
     config: dict[str, Any]
     modules: list[dict[str, Any]]
@@ -79,19 +79,6 @@ class ComputeProfiled(Event, kind="compute_profiled"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryProfiled(Event, kind="memory_profiled"):
-    """Bytes that an iteration keeps for each layer module beside its weights, while it is in
-    training.
-    """
-
-    activations: list[int]
-    """For the backward pass, of one call of the model with a whole mini-batch."""
-    gradients: list[int]
-    optimizer_state: list[int]
-    """On the device of the weights."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLogged(Event, kind="metric"):
     """Numbers the user logged, such as the validation accuracy."""
 
@@ -131,12 +118,6 @@ class IntervalMeasured(Event, kind="interval"):
     iteration_wall_s: float
     """Median seconds from one step to the next, overhead of egeria excluded."""
     iteration_cpu_s: float
-    peak_bytes: int | None = None
-    """Most memory in use in the interval, with `accounts.peak_memory`."""
-    energy_j: float | None = None
-    """Joules that the interval took, with `accounts.energy`; our own work is in them."""
-    energy_window_s: float | None = None
-    """Seconds in which it took them."""
     overhead_wall_s: float | None = None
     """What egeria itself cost in this process so far, as in `RunClosed`; None in journals of
     earlier versions."""
@@ -162,9 +143,6 @@ class PlasticityRead(Event, kind="plasticity"):
     """CPU seconds of the controller process."""
     age: int | None = None
     """Evaluations since the reference was taken from the training weights."""
-    work_share: float | None = None
-    """Share of the model's forward operations that the module makes; None where they could not be
-    counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,15 +339,6 @@ class FaultCaught(Event, kind="fault"):
     where: str
     error: str
     count: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JournalCopied(Event, kind="journal_copied"):
-    """The store that gets a copy of the journal can be reached again, and has all of it."""
-
-    url: str
-    behind_s: float
-    """Seconds for which it could not be reached."""
 
 
 EVENT_TYPES: dict[str, type[Event]] = {

@@ -21,24 +21,9 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 """What objects of the user's may hold to draw from."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
-    """How far the generators that an object leads to are looked for."""
-
-    objects: int
-    """That are looked at."""
-    members: int
-    """Of a container: longer ones hold data, not transforms."""
-    depth: int
-    """Edges from the object."""
-    any_mapping: bool
-    """Whether others than plain dictionaries are looked into, which may read what they hold from
-    somewhere."""
-
-
-OFTEN = Reach(objects=500, members=64, depth=8, any_mapping=False)
-"""For each batch."""
-ONCE = Reach(objects=100_000, members=100, depth=11, any_mapping=True)
+MOST_OBJECTS, MOST_MEMBERS, DEEPEST = 100_000, 100, 11
+"""How far the generators that an object leads to are looked for: objects that are looked at,
+members of a container (longer ones hold data, not transforms), and edges from the object."""
 METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
 LEAVES = (
     str,
@@ -134,7 +119,7 @@ def kept_generators(*holders: Any) -> Iterator[None]:
     """Restore the generators that objects lead to, such as a loader, its data set and its
     augmentation.
     """
-    held = [source for holder in holders for source in held_generators(holder, ONCE).values()]
+    held = [source for holder in holders for source in held_generators(holder).values()]
     states = [restoring(source) for source in held]
     try:
         yield
@@ -143,7 +128,7 @@ def kept_generators(*holders: Any) -> Iterator[None]:
             restore()
 
 
-def held_generators(root: Any, reach: Reach = OFTEN) -> dict[str, Generator]:
+def held_generators(root: Any) -> dict[str, Generator]:
     """Return the generators an object holds, by the path to them, the same in every process.
 
     Looks into attributes, short containers, what functions, partials and methods were made with,
@@ -153,7 +138,7 @@ def held_generators(root: Any, reach: Reach = OFTEN) -> dict[str, Generator]:
     found: dict[str, Generator] = {}
     seen: set[int] = set()
     waiting = deque([("", root, 0)])
-    while waiting and len(seen) < reach.objects:
+    while waiting and len(seen) < MOST_OBJECTS:
         path, thing, depth = waiting.popleft()
         if id(thing) in seen:
             continue
@@ -162,22 +147,22 @@ def held_generators(root: Any, reach: Reach = OFTEN) -> dict[str, Generator]:
             if isinstance(thing, Generator):
                 if not isinstance(thing, random.SystemRandom):
                     found[f"{path} {len(found)}" if path in found else path] = thing
-            elif depth < reach.depth:
+            elif depth < DEEPEST:
                 waiting += [
                     (
                         f"{path}.{name if isinstance(name, (str, int)) else type(name).__name__}",
                         member,
                         depth + 1,
                     )
-                    for name, member in _members(thing, reach)
+                    for name, member in _members(thing)
                     if not issubclass(type(member), LEAVES)
                 ]
     return found
 
 
-def _members(thing: Any, reach: Reach) -> Iterable[tuple[Any, Any]]:
+def _members(thing: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(thing, (Mapping, list, tuple)):
-        return _entries(thing, reach)
+        return _entries(thing)
     if isinstance(thing, functools.partial):
         return ("function", thing.func), ("arguments", thing.args), ("keywords", thing.keywords)
     if isinstance(thing, types.MethodType):
@@ -193,10 +178,8 @@ def _members(thing: Any, reach: Reach) -> Iterable[tuple[Any, Any]]:
     ]
 
 
-def _entries(container: Any, reach: Reach) -> list[tuple[Any, Any]]:
-    if isinstance(container, Mapping) and not (reach.any_mapping or type(container) is dict):
-        return []  # a user's, of which even the length may cost much
-    if len(container) > reach.members:
+def _entries(container: Any) -> list[tuple[Any, Any]]:
+    if len(container) > MOST_MEMBERS:
         return []
     return list(container.items() if isinstance(container, Mapping) else enumerate(container))
 

@@ -13,18 +13,27 @@ MENAGERIE: tuple[Specimen, ...] = (*convolutions.SPECIMENS, *sequences.SPECIMENS
 SPECIMENS = {specimen.name: specimen for specimen in MENAGERIE}
 SUPPORTED = [specimen for specimen in MENAGERIE if not specimen.unsupported]
 SUPPORTED_NAMES = [specimen.name for specimen in SUPPORTED]
-STATELESS = [specimen for specimen in SUPPORTED if specimen.name != "CarryingState"]  # it has state in no checkpoint
+FIRST = {"residual", "stochastic_depth", "Tied", "Checkpointed", "Translator", "Backwards", "CalledTwice", "Replacing"}
+"""What `scripts/test` takes; the others are for `scripts/test-all`."""
 
-each_supported = pytest.mark.parametrize("specimen", SUPPORTED, ids=SUPPORTED_NAMES)
-each_stateless = pytest.mark.parametrize("specimen", STATELESS, ids=lambda specimen: specimen.name)
+
+def of_menagerie(specimens, *, always=()):
+    """Return specimens, or their names, as parameters of a test: slow ones, but for the first and those named."""
+    found = {getattr(entry, "name", entry): entry for entry in specimens}
+    return [
+        pytest.param(entry, id=name, marks=[] if name in {*FIRST, *always} else pytest.mark.slow)
+        for name, entry in found.items()
+    ]
+
+
+each_supported = pytest.mark.parametrize("specimen", of_menagerie(SUPPORTED))
 
 __all__ = [
     "MENAGERIE",
     "SPECIMENS",
-    "STATELESS",
     "SUPPORTED",
     "SUPPORTED_NAMES",
     "Specimen",
-    "each_stateless",
     "each_supported",
+    "of_menagerie",
 ]

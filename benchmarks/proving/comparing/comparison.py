@@ -12,7 +12,7 @@ from benchmarks.proving.comparing.results import Outcome
 from benchmarks.proving.comparing.statistics import Spread, spread
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import DEFAULT
-from benchmarks.proving.running.runfile import ORACLE, WorkloadFacts
+from benchmarks.proving.running.runfile import WorkloadFacts
 from benchmarks.workloads.registry import WORKLOADS
 
 POINTS, PER_CENT = 0.3, 1.0
@@ -24,7 +24,6 @@ class PolicyComparison:
     """One policy on one workload; what is paired is against the plain run of the same seed."""
 
     policy: str
-    purpose: str
     outcomes: tuple[Outcome, ...]
     unpaired: tuple[int, ...]
     """Seeds without a plain run: they are in `final` alone."""
@@ -89,25 +88,6 @@ class WorkloadComparison:
     def is_within(self, policy: PolicyComparison) -> bool:
         """Tell whether a policy loses no more quality than counts as none."""
         return policy.lost is not None and policy.lost <= self.tolerance
-
-    @property
-    def oracle(self) -> PolicyComparison | None:
-        """The schedule given in advance that skips most and loses nothing, over all the base's seeds."""
-        base = self.find(self.base)
-        candidates = [
-            policy
-            for policy in self.policies
-            if policy.purpose == ORACLE and policy.skipped is not None
-            if base is not None and set(policy.seeds) >= set(base.seeds) and self.is_within(policy)
-        ]
-        return max(candidates, key=lambda policy: policy.skipped.mean if policy.skipped else 0.0, default=None)
-
-    def oracle_share(self, policy: PolicyComparison) -> float | None:
-        """Return the compute a policy skips, in per cent of what the oracle's schedule does."""
-        oracle = self.oracle
-        if oracle is None or oracle.skipped is None or not oracle.skipped.mean or policy.skipped is None:
-            return None
-        return 100 * policy.skipped.mean / oracle.skipped.mean
 
 
 def clock_of(device: str) -> str:
@@ -179,7 +159,6 @@ def _compare_policy(
         lost = statistics.fmean(differences) * (-1 if workload.higher_is_better else 1)
     return PolicyComparison(
         policy=outcomes[0].run.policy.text,
-        purpose=outcomes[0].run.purpose,
         outcomes=tuple(outcomes),
         unpaired=tuple(outcome.run.seed for outcome in outcomes if outcome.run.seed not in plain),
         final=final,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from benchmarks.proving.comparing.accuracy_time import NUM_CONVERGED
 from benchmarks.proving.comparing.comparison import PER_CENT, POINTS, WorkloadComparison
-from benchmarks.proving.comparing.tables import oracle_table, overview, quality_table, time_table, timelines
-from benchmarks.proving.running.runfile import ORACLE
-from benchmarks.proving.schedules import settings_of
+from benchmarks.proving.comparing.tables import overview, quality_table, time_table, timelines
 
 HOW_SPREAD = """\
 - Mean ± sample standard deviation over seeds. A difference is paired: the run against the plain run of the same
@@ -37,12 +34,7 @@ HOW_COMPUTE = """\
   activations served. Backward is as much work as forward, and as much again for the gradients of weights, as far as
   they train. What measuring takes is not taken off: it is in the times."""
 HOW_LOSS = f"""\
-- 'Without loss' means a mean loss of at most {POINTS} points, or {PER_CENT:g} % where the metric is judged relatively.
-  The oracle is the schedule, given in advance, that skips most without loss among those that were tried."""
-
-HOW_BRANCHED = """\
-- Where plain training kept its epochs, a schedule that the oracle tried begins with the last of them before anything
-  freezes; until there its evaluations and times are those of plain training. Its `run.json` then counts two pieces."""
+- A mean loss of at most {POINTS} points, or {PER_CENT:g} % where the metric is judged relatively, counts as none."""
 
 
 def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[str, str], Sequence[str]]) -> str:
@@ -51,10 +43,8 @@ def describe(comparisons: Sequence[WorkloadComparison], pictures: Mapping[tuple[
     for comparison in comparisons:
         names = pictures[comparison.workload.name, comparison.tier]
         parts += _section(comparison, names)
-    has_trials = any(policy.purpose == ORACLE for comparison in comparisons for policy in comparison.policies)
     points = (HOW_SPREAD, HOW_INTERVAL, HOW_JUDGED, HOW_TIME, HOW_EQUAL_TIME, HOW_TARGETS, HOW_COMPUTE, HOW_LOSS)
-    told = method(*points, *([HOW_BRANCHED] if has_trials else []))
-    return "\n\n".join([*parts, told, circumstances(comparisons), _commands(comparisons)]) + "\n"
+    return "\n\n".join([*parts, method(*points), circumstances(comparisons), _commands(comparisons)]) + "\n"
 
 
 def method(*points: str) -> str:
@@ -83,9 +73,6 @@ def _section(comparison: WorkloadComparison, pictures: Sequence[str]) -> list[st
     lines = timelines(comparison)
     if lines:
         parts.append("Frozen layer modules, by epoch:\n\n" + "\n".join(lines))
-    tried = oracle_table(comparison)
-    if tried:
-        parts.append("What the oracle tried:\n\n" + tried)
     return parts
 
 
@@ -108,35 +95,17 @@ def circumstances(comparisons: Sequence[WorkloadComparison]) -> str:
 
 
 def _commands(comparisons: Sequence[WorkloadComparison]) -> str:
-    lines = [line for comparison in comparisons for line in (_command(comparison), *_oracle_command(comparison))]
+    lines = [_command(comparison) for comparison in comparisons]
     lines.append(f"python -m benchmarks compare --results RESULTS --against {comparisons[0].base} --out RECORD")
     told = "This page from the journals kept here: `--results RECORD/journals`."
     return "## Command\n\n```\n" + "\n".join(lines) + f"\n```\n\n{told}"
 
 
-def _oracle_command(comparison: WorkloadComparison) -> list[str]:
-    """Return how trials were made, a command for each setting: searched with the seeds that all of them have."""
-    trials: dict[tuple[str, ...], list[set[int]]] = {}
-    for policy in comparison.policies:
-        if policy.purpose == ORACLE:
-            trials.setdefault(settings_of(policy.policy), []).append(set(policy.seeds))
-    lines = []
-    for settings, seeds in sorted(trials.items()):
-        searched, confirmed = sorted(set.intersection(*seeds)), sorted(set.union(*seeds) - set.intersection(*seeds))
-        more = f" --confirm {','.join(map(str, confirmed))}" if confirmed else ""
-        more += "".join(f" --setting {setting}" for setting in settings)
-        lines.append(
-            f"python -m benchmarks oracle {comparison.workload.name} --seeds {','.join(map(str, searched))}{more} "
-            f"--tier {comparison.tier}{_device(comparison)} --data DIR --results RESULTS"
-        )
-    return lines
-
-
 def _command(comparison: WorkloadComparison) -> str:
-    policies: Any = [policy for policy in comparison.policies if policy.purpose != ORACLE]
+    policies = ",".join(policy.policy for policy in comparison.policies)
     seeds = ",".join(map(str, sorted({seed for policy in comparison.policies for seed in policy.seeds})))
     return (
-        f"python -m benchmarks run {comparison.workload.name} --policy {','.join(p.policy for p in policies)} "
+        f"python -m benchmarks run {comparison.workload.name} --policy {policies} "
         f"--seeds {seeds} --tier {comparison.tier}{_device(comparison)} --data DIR --results RESULTS"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,6 @@ from matplotlib.figure import Figure
 
 from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadComparison
 from benchmarks.proving.comparing.results import Outcome
-from benchmarks.proving.running.runfile import ORACLE
-from egeria.report.svg import module_colour
 
 LONGEST_LABEL = 44
 INK, GRID = "#767c84", "#8a919a"
@@ -44,12 +43,12 @@ CLOCK_NAMES = {"wall": "wall-clock", "cpu": "CPU"}
 
 def draw_all(comparison: WorkloadComparison, folder: Path) -> list[str]:
     """Draw what there is data for; return the names of the files."""
-    shown = [p for p in comparison.policies if p.purpose != ORACLE or p is comparison.oracle]
-    colours = {policy.policy: module_colour(place, len(shown)) for place, policy in enumerate(shown)}
+    shown = comparison.policies
+    colours = {policy.policy: _colour(place / max(1, len(shown) - 1)) for place, policy in enumerate(shown)}
     prefix = f"{comparison.workload.name}-{comparison.tier}"
     names = [f"{prefix}-accuracy.svg"]
     draw_curves(comparison, shown, colours, folder / names[0])
-    if any(outcome.run.policy.is_watched for policy in shown for outcome in policy.outcomes):
+    if any(outcome.num_modules for policy in shown for outcome in policy.outcomes):
         names.append(f"{prefix}-frozen.svg")
         draw_timeline(shown, colours, folder / names[-1])
     if any(policy.difference and policy.policy != comparison.base for policy in shown):
@@ -81,7 +80,7 @@ def draw_curves(
 
 def draw_timeline(shown: Sequence[PolicyComparison], colours: dict[str, str], path: Path) -> None:
     """Draw for each run how many modules are frozen when: the more, the stronger the colour."""
-    runs = [(policy, outcome) for policy in shown for outcome in policy.outcomes if outcome.run.policy.is_watched]
+    runs = [(policy, outcome) for policy in shown for outcome in policy.outcomes if outcome.num_modules]
 
     def paint(axes: Any) -> None:
         for row, (policy, outcome) in enumerate(runs):
@@ -149,14 +148,16 @@ def _short(text: str) -> str:
     return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL - 3]}..."
 
 
+def _colour(place: float) -> str:
+    """Return a colour from blue at 0 to orange at 1, to be read on a light and on a dark page alike."""
+    channels = colorsys.hls_to_rgb((0.58 + 0.5 * place) % 1.0, 0.45, 0.6)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
 def _save(path: Path, size: tuple[float, float], paint: Callable[[Any], None]) -> None:
-    save_figure(path, size, lambda figure: paint(figure.subplots()))
-
-
-def save_figure(path: Path, size: tuple[float, float], paint: Callable[[Figure], None]) -> None:
     """Write a picture in the style of the records; the same content gives the same bytes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
-        paint(figure)
+        paint(figure.subplots())
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})

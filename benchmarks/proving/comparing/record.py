@@ -1,11 +1,11 @@
-"""A record: a folder with README.md, results.json, pictures, and the journals that they were made from."""
+"""A record: a folder with README.md, pictures, and an archive of the journals they are made from and of the numbers."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,53 +15,31 @@ from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadCo
 from benchmarks.proving.comparing.description import describe
 from benchmarks.proving.comparing.pictures import draw_all
 from benchmarks.proving.comparing.results import Outcome
+from benchmarks.proving.journal import FILE_NAME
 from benchmarks.proving.running import runfile
-from egeria.journal import FILE_NAME
 
 
 def write_record(comparisons: Sequence[WorkloadComparison], folder: Path) -> None:
-    """Write a record, journals packed; what an earlier comparison left in the same files is replaced."""
+    """Write a record, journals and numbers packed; what an earlier comparison left in the same files is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = {(comparison.workload.name, comparison.tier): draw_all(comparison, folder) for comparison in comparisons}
-    keep_journals(comparisons, folder)
-    write_results([to_dict(found) for found in comparisons], folder)
-    (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
-
-
-def keep_journals(
-    comparisons: Sequence[WorkloadComparison], folder: Path, save: Callable[[Path], object] | None = None
-) -> None:
-    """Put the journals of all runs, and what they lie beside, into the archive of a record.
-
-    Args:
-        comparisons: of the runs.
-        folder: of the record.
-        save: writes into a folder what is kept beside the journals, such as what a `sensitivity` asked.
-    """
     with archive.unpacked(folder) as journals:
         for comparison in comparisons:
             for policy in comparison.policies:
                 for outcome in policy.outcomes:
                     _keep(outcome, journals / outcome.run.place)
-        if save is not None:
-            save(journals)
-
-
-def write_results(results: Any, folder: Path) -> None:
-    """Write the numbers of a record."""
-    text = json.dumps(_plain(results), indent=1, allow_nan=False)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(_plain([to_dict(found) for found in comparisons]), indent=1, allow_nan=False)
+        (journals / "results.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(describe(comparisons, pictures), encoding="utf-8")
 
 
 def to_dict(comparison: WorkloadComparison) -> dict[str, Any]:
     """Return a comparison as plain values."""
-    oracle = comparison.oracle
     return {
         "workload": asdict(comparison.workload),
         "tier": comparison.tier,
         "base": comparison.base,
         "tolerance": comparison.tolerance,
-        "oracle": oracle.policy if oracle else None,
         "recipe": comparison.policies[0].outcomes[0].run.recipe,
         "policies": [_policy_dict(comparison, policy) for policy in comparison.policies],
     }
@@ -74,7 +52,6 @@ def _policy_dict(comparison: WorkloadComparison, policy: PolicyComparison) -> di
     return {
         **{name: _as_dict(value) for name, value in record.items()},
         "unpaired": list(policy.unpaired),
-        "oracle_share": comparison.oracle_share(policy),
         "accuracy_times": {
             target: {clock: {**asdict(found), "num_reached": found.num_reached} for clock, found in by_clock.items()}
             for target, by_clock in policy.accuracy_times.items()

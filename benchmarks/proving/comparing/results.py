@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.proving.comparing.skipping import Skipped, Span, measure_skipped, spans
+from benchmarks.proving.comparing.skipping import UNKNOWN, Skipped, Span, measure_skipped, spans
 from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.journal import Journal, read_journal
 from benchmarks.proving.running import runfile
 from benchmarks.proving.running.course import CPU, EPOCH, JUDGED, WALL
 from benchmarks.proving.running.runfile import RunFile
-from egeria.errors import JournalError
-from egeria.events import Declined, FaultCaught, IntervalMeasured, MetricLogged, RunStarted
-from egeria.report.history import History, read_history
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +40,8 @@ class Outcome:
     num_modules: int
     remarks: tuple[str, ...]
     """What egeria declined, and what failed."""
-    interval_steps: int = 0
-    """Steps between evaluations of plasticity as the run began; 0 where nothing is judged."""
     judged: float | None = None
     """The workload's metric on the larger set that is asked at the end; None where there is none."""
-
-    predicted: tuple[tuple[float, tuple[bool, ...]], ...] = ()
-    """Of 'smartfrz', at the end of each interval: the epochs done, and for each layer module whether it is frozen or,
-    by the predictor, might be. That is what the original freezes, which goes by no order."""
 
     @property
     def final(self) -> Evaluation:
@@ -60,9 +52,6 @@ class Outcome:
     def quality(self) -> float:
         """The workload's metric at the end: the judge's, where there is one."""
         return self.final.value if self.judged is None else self.judged
-
-
-UNKNOWN = Skipped(backward=None, forward=None)
 
 
 def read_results(results: Path, workloads: Sequence[str] = (), tier: str | None = None) -> list[Outcome]:
@@ -98,17 +87,17 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
     Raises:
         RefusedError: its journal cannot be read, or does not reach to its end.
     """
-    history = _history(directory)
+    journal = _journal(directory)
     evaluations = tuple(
         Evaluation(
-            epoch=event.values[EPOCH],
-            step=event.step,
-            value=event.values[run.workload.metric],
-            wall_s=event.values[WALL],
-            cpu_s=event.values[CPU],
+            epoch=values[EPOCH],
+            step=event["step"],
+            value=float(values[run.workload.metric]),
+            wall_s=values[WALL],
+            cpu_s=values[CPU],
         )
-        for event in history.of(MetricLogged)
-        if {EPOCH, WALL, CPU, run.workload.metric} <= event.values.keys()
+        for event in journal.of("metric")
+        if {EPOCH, WALL, CPU, run.workload.metric} <= (values := event["values"]).keys()
     )
     num_evaluations = run.recipe["num_epochs"] * run.recipe.get("evaluations_per_epoch", 1)
     if len(evaluations) != num_evaluations:
@@ -116,49 +105,35 @@ def read_outcome(directory: Path, run: RunFile) -> Outcome:
             f"The journal of {run.name} must have {num_evaluations} evaluations; {directory} has "
             f"{len(evaluations)}. Remove that directory and make the run again."
         )
-    found = spans(history, run.recipe["steps_per_epoch"])
+    # What is not trained, or is left out, without being a front of layer modules is in no journal.
+    is_known = run.policy.is_plain or run.policy.is_watched or bool(journal.cut["modules"])
     return Outcome(
         run=run,
         directory=directory,
         evaluations=evaluations,
-        # What rests, or is left out, without egeria is in no journal.
-        skipped=measure_skipped(history) if run.policy.is_plain or run.policy.is_watched else UNKNOWN,
-        spans=found,
-        num_modules=max([len(getattr(event, "modules", ())) for event in history.events], default=0),
-        remarks=_remarks(history),
-        interval_steps=max([event.interval_steps for event in history.of(RunStarted)], default=0),
-        judged=_judged(history, run.workload.metric),
-        predicted=tuple(_predicted(history, run.recipe["steps_per_epoch"])),
+        skipped=measure_skipped(journal) if is_known else UNKNOWN,
+        spans=spans(journal, run.recipe["steps_per_epoch"]),
+        num_modules=len(journal.cut["modules"]),
+        remarks=_remarks(journal),
+        judged=_judged(journal, run.workload.metric),
     )
 
 
-def _predicted(history: History, steps_per_epoch: int) -> Iterator[tuple[float, tuple[bool, ...]]]:
-    limit = max(
-        [event.config.get("policy", {}).get("freeze_score", 0.0) for event in history.of(RunStarted)], default=0.0
-    )
-    for event in history.of(IntervalMeasured):
-        if event.freeze_scores is not None:
-            rests = (
-                place < event.frozen or (score is not None and score > limit)
-                for place, score in enumerate(event.freeze_scores)
-            )
-            yield event.step / steps_per_epoch, tuple(rests)
-
-
-def _judged(history: History, metric: str) -> float | None:
+def _judged(journal: Journal, metric: str) -> float | None:
     """Return what the judge found; None where nobody was asked, as in runs from before there were judges."""
-    found = [event.values.get(f"{JUDGED}{metric}") for event in history.of(MetricLogged) if EPOCH in event.values]
-    return found[-1] if found else None
+    logged = [event["values"] for event in journal.of("metric") if EPOCH in event["values"]]
+    found = logged[-1].get(f"{JUDGED}{metric}") if logged else None
+    return None if found is None else float(found)
 
 
-def _history(directory: Path) -> History:
+def _journal(directory: Path) -> Journal:
     try:
-        return read_history(directory)
-    except (OSError, JournalError) as error:
+        return read_journal(directory)
+    except OSError as error:
         raise RefusedError(f"The journal in {directory} cannot be read: {error} Make the run again.") from error
 
 
-def _remarks(history: History) -> tuple[str, ...]:
-    declined = [f"declined {event.what}: {event.reason}" for event in history.of(Declined)]
-    faults = [f"fault in {event.where}: {event.error}" for event in history.of(FaultCaught)]
+def _remarks(journal: Journal) -> tuple[str, ...]:
+    declined = [f"declined {event['what']}: {event['reason']}" for event in journal.of("declined")]
+    faults = [f"fault in {event['where']}: {event['error']}" for event in journal.of("fault")]
     return tuple(dict.fromkeys((*declined, *faults)))

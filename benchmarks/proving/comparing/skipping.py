@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import bisect
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from egeria.events import ComputeProfiled
-from egeria.report.freezing import backward_shares_of, depth_points, mean_over_steps
-from egeria.report.history import History
-from egeria.report.summary import list_uses
+from benchmarks.proving.journal import Event, Journal
+
+FREEZES = ("frozen", "resumed", "thawed", "declined")
+"""Kinds of event that may change how deep a run is frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A stretch of a run at one depth, and with the same periods."""
+    """A stretch of a run at one depth."""
 
     begin: float
     end: float
     """In epochs."""
     frozen: int
-    periods: tuple[int, ...] = ()
-    """For each layer module, how many steps lie between its updates; empty where all are updated at every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +28,10 @@ class Skipped:
     """Shares of the floating-point work of the whole run: forward, backward, and the gradients of what trains."""
 
     backward: float | None
-    """Backward passes of frozen layer modules, and of those that rest between updates, at the steps at which they do;
-    None where something froze or rested and nobody profiled the model."""
+    """Backward passes of frozen layer modules; None where something froze and nobody profiled the model, and in runs
+    of an earlier egeria that updated layer modules at some steps only."""
     forward: float | None
-    """Forward passes that were not made because the activations came from the store, by samples served."""
+    """Forward passes that were not made because the activations came from the cache, by samples served."""
 
     @property
     def total(self) -> float | None:
@@ -40,50 +39,100 @@ class Skipped:
         return None if self.backward is None or self.forward is None else self.backward + self.forward
 
 
-def spans(history: History, steps_per_epoch: int) -> tuple[Span, ...]:
-    """Return how deep a run was frozen, and what was updated rarely, from its first step to its last."""
-    points = depth_points(history)
-    steps = [*(point.step for point in points), history.last_step]
+UNKNOWN = Skipped(backward=None, forward=None)
+
+
+def spans(journal: Journal, steps_per_epoch: int) -> tuple[Span, ...]:
+    """Return how deep a run was frozen, from its first step to its last."""
     return tuple(
-        Span(begin=begin / steps_per_epoch, end=end / steps_per_epoch, frozen=point.frozen, periods=point.periods)
-        for point, begin, end in zip(points, steps, steps[1:], strict=False)
+        Span(begin=begin / steps_per_epoch, end=end / steps_per_epoch, frozen=depth)
+        for begin, end, depth in _stretches(journal)
     )
 
 
-def measure_skipped(history: History) -> Skipped:
-    """Return what freezing skipped, and what the store did."""
-    backward = mean_over_steps(depth_points(history), lambda point: point.skipped_share)
-    return Skipped(backward=backward, forward=_served_share(history))
+def measure_skipped(journal: Journal) -> Skipped:
+    """Return what freezing skipped, and what the cache did."""
+    shares = _backward_shares(journal)
+    trainable = journal.cut["trainable"]
+    skipped: float | None = 0.0
+    for begin, end, depth in _stretches(journal):
+        if depth and shares is None:
+            skipped = None
+        elif depth and shares is not None and skipped is not None:
+            # What has nothing to train has no backward pass that freezing could take away.
+            own = math.fsum(share for share, trains in zip(shares[:depth], trainable, strict=False) if trains)
+            skipped += own * (end - begin) / journal.last_step
+    return Skipped(backward=None if journal.of("periods") else skipped, forward=_served_share(journal, shares))
 
 
-def _served_share(history: History) -> float | None:
+def _stretches(journal: Journal) -> Iterator[tuple[int, int, int]]:
+    """Yield first step, last step and depth of each stretch."""
+    points = _depths(journal)
+    for (begin, depth), (end, _) in pairwise([*points, (journal.last_step, 0)]):
+        yield begin, max(begin, end), depth
+
+
+def _depths(journal: Journal) -> list[tuple[int, int]]:
+    """Return the steps from which on so many front layer modules are frozen; neighbours differ."""
+    at = {0: 0}
+    for event in journal.of(*FREEZES):
+        if event["event"] in ("frozen", "resumed"):
+            at[event["step"]] = event["frozen"]
+        elif event["event"] == "thawed" or event["what"] == "freezing":  # who cannot go on thaws everything
+            at[event["step"]] = 0
+    found: list[tuple[int, int]] = []
+    for step, depth in at.items():
+        if not found or found[-1][1] != depth:
+            found.append((step, depth))
+    return found
+
+
+def _backward_shares(journal: Journal) -> list[float] | None:
+    """Return the share of an iteration that goes with the backward pass of each layer module; None where not known.
+
+    Backward there is one part for each of the forward pass for the inputs, and another for the weights, as far as they
+    train: of a layer with LoRA hardly any do.
+    """
+    modules, profile = journal.cut["modules"], journal.last("compute_profiled")
+    if profile is None or len(profile["forward_shares"]) != len(modules):
+        return None
+    forward = [float(share) for share in profile["forward_shares"]]
+    if not all(map(math.isfinite, forward)):
+        return None
+    backward = [share * (1.0 + _trained_share(module)) for share, module in zip(forward, modules, strict=True)]
+    total = math.fsum(forward) + math.fsum(backward)
+    return [part / total for part in backward] if total else backward
+
+
+def _trained_share(module: Event) -> float:
+    count = module.get("num_parameters")
+    return module.get("num_trainable", count) / count if count else 1.0
+
+
+def _served_share(journal: Journal, backward: Sequence[float] | None) -> float | None:
     """Return the share of the work that stored activations spared.
 
-    Each generation counts from the step that decided it to that of the next decision, with the forward
-    share of the modules then frozen, and for the share of its samples that came from the store.
+    Each generation counts from the step that decided it to that of the next decision, with the forward share of the
+    modules then frozen, and for the share of its samples that came from the cache.
     """
-    uses = list_uses(history)
-    if not any(use.hit_share for use in uses):
+    used = {event["generation"]: event for event in journal.of("cache_used")}
+    decided = journal.of("cache")
+    hits = [_hit_share(used.get(event["generation"])) if event["mode"] == "stored" else 0.0 for event in decided]
+    if not any(hits):
         return 0.0
-    profile = history.last(ComputeProfiled)
-    last_step = history.last_step
-    backward = backward_shares_of(history)
+    profile, last_step, depths = journal.last("compute_profiled"), journal.last_step, _depths(journal)
     if profile is None or backward is None or not last_step:
         return None
-    points = depth_points(history)
-    steps = [point.step for point in points]
-    ends = [*(use.decided.step for use in uses[1:]), last_step]
     served = 0.0
-    for use, end in zip(uses, ends, strict=True):
-        depth = points[max(0, bisect.bisect_right(steps, use.decided.step) - 1)].frozen
-        num_steps = max(0, min(end, _thaw_step(history, use.decided.step)) - use.decided.step)
-        served += (use.hit_share or 0.0) * sum(profile.forward_shares[:depth]) * num_steps
+    for place, event in enumerate(decided):
+        begin = event["step"]
+        depth = next(frozen for step, frozen in reversed(depths) if step <= begin)
+        end = min([other["step"] for other in decided[place + 1 : place + 2]] + [last_step])
+        end = min([end, *(step for step, frozen in depths if step > begin and frozen != depth)])
+        served += hits[place] * sum(profile["forward_shares"][:depth]) * max(0, end - begin)
     return (1 - math.fsum(backward)) * served / last_step
 
 
-def _thaw_step(history: History, step: int) -> int:
-    """Return the first step after this one at which the depth changes."""
-    points = depth_points(history)
-    now = next((point.frozen for point in reversed(points) if point.step <= step), 0)
-    changes = [point.step for point in points if point.step > step and point.frozen != now]
-    return min(changes, default=history.last_step)
+def _hit_share(used: Event | None) -> float:
+    total = used["hits"] + used["misses"] if used else 0
+    return used["hits"] / total if used and total else 0.0

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 from benchmarks.proving.comparing.accuracy_time import CLOCKS, CONVERGED, NEARLY
 from benchmarks.proving.comparing.comparison import PolicyComparison, WorkloadComparison
-from benchmarks.proving.comparing.skipping import Span
 from benchmarks.proving.comparing.statistics import Spread
 from benchmarks.proving.policies import DEFAULT
-from benchmarks.proving.running.runfile import ORACLE
-from egeria.policy.rivals import ordinal
 
 NAMES = {"wall": "wall", "cpu": "CPU"}
 RULE = "egeria"
@@ -22,20 +19,17 @@ def quality_table(comparison: WorkloadComparison) -> str:
     header = (
         "policy", "seeds", f"final {comparison.workload.metric}",
         f"difference to {comparison.base}, {unit} [95 %]", "compute skipped %", "of it by the store %",
-        "of the oracle %",
     )  # fmt: skip
     lines = []
-    for policy in _shown(comparison):
-        share = comparison.oracle_share(policy)
+    for policy in comparison.policies:
         lines.append(
             (
-                _name(comparison, policy),
+                policy.policy,
                 _seeds(policy),
                 policy.final.shows(),
                 "" if policy.policy == comparison.base else _text(policy.difference, signed=True, interval=True),
                 _text(policy.skipped, digits=1) or "not known",
                 _text(policy.skipped_forward, digits=1),
-                f"{share:.0f}" if share is not None else "",
             )
         )
     return markdown(header, lines)
@@ -52,9 +46,9 @@ def time_table(comparison: WorkloadComparison) -> str:
     for target in (CONVERGED, NEARLY):
         header += [f"time to {target}: saved, {NAMES[clock]}" for clock in CLOCKS]
     lines = []
-    for policy in _shown(comparison):
+    for policy in comparison.policies:
         is_base = policy.policy == comparison.base
-        line = [_name(comparison, policy)]
+        line = [policy.policy]
         for clock in CLOCKS:
             saved = "" if is_base else _text(policy.saved[clock], digits=1, signed=True, interval=True)
             line += [policy.seconds[clock].shows(1), saved]
@@ -66,40 +60,13 @@ def time_table(comparison: WorkloadComparison) -> str:
     return markdown(header, lines)
 
 
-def oracle_table(comparison: WorkloadComparison) -> str:
-    """Return every schedule that the oracle tried, the one that skips most first; nothing where it tried none."""
-    tried = [policy for policy in comparison.policies if policy.purpose == ORACLE]
-    if not tried:
-        return ""
-    tried.sort(key=lambda policy: -(policy.skipped.mean if policy.skipped else 0.0))
-    header = ("schedule", "seeds", "difference [95 %]", "without loss", "compute skipped %", "CPU saved %")
-    return markdown(
-        header,
-        [
-            (
-                f"`{policy.policy}`",
-                _seeds(policy),
-                _text(policy.difference, signed=True, interval=True),
-                "yes" if comparison.is_within(policy) else "no",
-                _text(policy.skipped, digits=1),
-                _text(policy.saved["cpu"], digits=1, signed=True),
-            )
-            for policy in tried
-        ],
-    )
-
-
 def timelines(comparison: WorkloadComparison) -> list[str]:
-    """Return for each run that froze something how many modules were frozen, or updated rarely, by epoch."""
+    """Return for each run that froze something how many modules were frozen, by epoch."""
     lines = []
-    for policy in _shown(comparison):
+    for policy in comparison.policies:
         for outcome in policy.outcomes:
-            changes = [
-                f"{_resting(span)} from {span.begin:.1f}"
-                for span in outcome.spans
-                if span.frozen or span.periods or span.begin
-            ]
-            if outcome.run.policy.is_watched:
+            changes = [f"{span.frozen} from {span.begin:.1f}" for span in outcome.spans if span.frozen or span.begin]
+            if outcome.num_modules:
                 told = f" ({'; '.join(outcome.remarks)})" if outcome.remarks else ""
                 course = ", ".join(changes) or "nothing frozen"
                 lines.append(f"- {policy.policy}, seed {outcome.run.seed}: {course}{told}")
@@ -163,26 +130,9 @@ def _overview_cells(comparison: WorkloadComparison, policy: PolicyComparison | N
     ]
 
 
-def _shown(comparison: WorkloadComparison) -> list[PolicyComparison]:
-    """Return the policies without what the oracle tried, except its best."""
-    oracle = comparison.oracle
-    return [policy for policy in comparison.policies if policy.purpose != ORACLE or policy is oracle]
-
-
-def _name(comparison: WorkloadComparison, policy: PolicyComparison) -> str:
-    return f"oracle: `{policy.policy}`" if policy is comparison.oracle else policy.policy
-
-
 def _seeds(policy: PolicyComparison) -> str:
     missing = f" ({', '.join(map(str, policy.unpaired))} without plain)" if policy.unpaired else ""
     return ", ".join(map(str, policy.seeds)) + missing
-
-
-def _resting(span: Span) -> str:
-    """Return what rests, such as '1 (and 2 at every 4th step)'."""
-    behind = [period for period in span.periods[span.frozen :] if period > 1]
-    told = [f"{behind.count(period)} at every {ordinal(period)} step" for period in dict.fromkeys(behind)]
-    return f"{span.frozen} (and {', '.join(told)})" if told else str(span.frozen)
 
 
 def _accuracy_time(policy: PolicyComparison, target: str, clock: str, *, is_base: bool) -> str:

@@ -7,21 +7,17 @@ import io
 import json
 import os
 import pickle
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.proving.policies import Policy
+from benchmarks.proving.journal import read_journal
 from benchmarks.proving.running.course import EPOCH
 from benchmarks.proving.running.runfile import RunFile
-from egeria.errors import JournalError
-from egeria.events import MetricLogged
-from egeria.report.history import read_history
 
 FILE_NAME = "checkpoint.pt"
-KEPT_NAME = "epochs"
 SCHEMA = 2
 DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -50,7 +46,7 @@ class Checkpoint:
     training: dict[str, Any]
     """States of model, optimizer, scheduler and of chance."""
     egeria: dict[str, Any] | None
-    """State of egeria's run; None of a plain one."""
+    """State of egeria's run, or of a rival; its name is that of the files that are there."""
 
 
 def identify(run: RunFile) -> dict[str, Any]:
@@ -63,17 +59,13 @@ def identify(run: RunFile) -> dict[str, Any]:
         "the workload": run.workload.name,
         "the tier": run.tier,
         "the seed": run.seed,
-        **_identify_policy(run.policy),
+        "the policy": run.policy.name,
+        "its settings": run.policy.settings,
         "the device": run.device,
         **{name: run.made_with[name] for name in ("accelerator", "torch")},
         **run.recipe,
     }
     return dict(json.loads(json.dumps(found)))
-
-
-def rename(checkpoint: Checkpoint, policy: Policy) -> Checkpoint:
-    """Return a checkpoint as that of a run by another policy, which came to the same so far."""
-    return replace(checkpoint, identity={**checkpoint.identity, **_identify_policy(policy)})
 
 
 def save(checkpoint: Checkpoint, directory: Path) -> None:
@@ -100,9 +92,10 @@ def load(directory: Path, identity: dict[str, Any]) -> Checkpoint | None:
     Raises:
         UnusableError: it is damaged, of another run, or its journal does not reach so far.
     """
-    checkpoint = read(directory)
-    if checkpoint is None:
+    path = directory / FILE_NAME
+    if not path.exists():
         return None
+    checkpoint = _read(path)
     changed = [
         f"{name} was {checkpoint.identity.get(name)!r}, now {identity.get(name)!r}"
         for name in sorted(checkpoint.identity.keys() | identity.keys())
@@ -114,29 +107,10 @@ def load(directory: Path, identity: dict[str, Any]) -> Checkpoint | None:
     return checkpoint
 
 
-def kept(directory: Path, epoch: int) -> Path:
-    """Return where the checkpoint of an epoch is kept for runs that branch off there."""
-    return directory / KEPT_NAME / f"{epoch}"
-
-
-def read(directory: Path) -> Checkpoint | None:
-    """Read the checkpoint of a directory, whosever it is; None where there is none.
-
-    Raises:
-        UnusableError: it is damaged.
-    """
-    path = directory / FILE_NAME
-    return _read(path) if path.exists() else None
-
-
 def remove(directory: Path) -> None:
     """Remove the checkpoint of a run, and what was written of the next one."""
     for name in (FILE_NAME, f"{FILE_NAME}.new"):
         (directory / name).unlink(missing_ok=True)
-
-
-def _identify_policy(policy: Policy) -> dict[str, Any]:
-    return {"the policy": policy.name, "its settings": policy.settings}
 
 
 def _read(path: Path) -> Checkpoint:
@@ -157,8 +131,8 @@ def _read(path: Path) -> Checkpoint:
 def _check_journal(directory: Path, epoch: int) -> None:
     """Check that the journal has what the checkpoint stands on: a machine that crashed may have lost lines."""
     try:
-        logged = {event.values.get(EPOCH) for event in read_history(directory).of(MetricLogged)}
-    except JournalError as error:
+        logged = {event["values"].get(EPOCH) for event in read_journal(directory).of("metric")}
+    except OSError as error:
         raise UnusableError("has no journal beside it") from error
     if not logged.issuperset(range(1, epoch + 1)):
         raise UnusableError(f"is of epoch {epoch}, and the journal beside it does not reach so far")

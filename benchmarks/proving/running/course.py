@@ -1,4 +1,4 @@
-"""A run that goes on, with egeria or without, and its journal, which both have."""
+"""A run that goes on, with egeria or a rival, and its journal, which both have."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 import egeria
+from benchmarks.proving.journal import JournalWriter
 from benchmarks.proving.policies import Policy
-from benchmarks.proving.running.rivals import Resting
+from benchmarks.rivals import Rival, make_rival
 from benchmarks.workloads.workload import Training
-from egeria.events import MetricLogged, Resumed, RunClosed, RunStarted
-from egeria.journal import Recorder
-from egeria.policy import BOOTSTRAPPING
 
 WALL, CPU, EPOCH, LOSS = "train_wall_s", "train_cpu_s", "epoch", "train_loss"
 """What is logged beside the workload's metrics: seconds of training so far, the epoch, its mean training loss."""
@@ -22,23 +20,25 @@ JUDGED = "judge_"
 
 
 class Course:
-    """Tells the journal of a run; egeria does, where it is watched.
+    """Writes the journal of a run; where egeria is attached, egeria does.
 
     Args:
         training: what is trained.
-        policy: who decides what freezes.
+        policy: decides what is frozen.
         directory: gets the journal, behind what lies there.
     """
 
     def __init__(self, training: Training, policy: Policy, directory: Path) -> None:
         self._directory = directory
         self._total_steps = training.num_epochs * len(training.loader)
-        self._journal: Recorder | None = None
+        self._journal: JournalWriter | None = None
         self.run: egeria.Run | None = None
-        self._resting = Resting(training.model, policy) if policy.rests else None
+        self.rival: Rival | None = None
+        self._has_ended = False
         if not policy.is_watched:
-            self._journal = Recorder(directory)
-            self._journal.write(_plain_start(training, policy, self._total_steps))
+            self._journal = JournalWriter(directory)
+            self.rival = make_rival(training, policy.name, policy.settings, self._journal)
+            self._journal.write("run_started", 0, **_describe(training, policy, self.rival))
             return
         self.run = egeria.attach(
             training.model,
@@ -53,76 +53,77 @@ class Course:
     @property
     def frozen(self) -> int:
         """How many front layer modules are frozen."""
-        return self.run.frozen if self.run else 0
+        part = self.run or self.rival
+        return (part.frozen if isinstance(part, egeria.Run) else part.depth) if part else 0
 
     def begin_epoch(self, epoch: int) -> None:
         """Get ready for an epoch, counted from 1."""
-        if self._resting:
-            self._resting.begin_epoch(epoch)
+        if self.rival:
+            self.rival.begin_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of egeria's run; None of a plain one."""
-        return self.run.state_dict() if self.run else None
+        """Return the state of egeria's run, or of the rival."""
+        part = self.run or self.rival
+        return part.state_dict() if part else None
 
     def load_state_dict(self, state: dict[str, Any] | None, step: int) -> None:
         """Go on from a saved state; load model and optimizer first.
 
         Args:
-            state: that of egeria's run; None of a plain one, which egeria's may branch off.
+            state: from `state_dict`.
             step: how many steps were done.
         """
-        if self.run:
-            self.run.load_state_dict(state or _counted(self.run.state_dict(), step))
-        elif self._journal:
-            self._journal.write(Resumed(step=step, frozen=0, stage=BOOTSTRAPPING))
+        part = self.run or self.rival
+        if part and state is not None:
+            part.load_state_dict(state)
+        if self._journal:
+            self._journal.write("resumed", step, frozen=self.frozen, stage="bootstrapping")
 
     def end(self) -> None:
         """End what egeria does; what is logged after this goes behind its last line."""
         if self.run:
             self.run.close()
-            self._journal, self.run = Recorder(self._directory), None
+            self._journal, self.run = JournalWriter(self._directory), None
         elif self._journal:
-            self._journal.write(RunClosed(step=self._total_steps, frozen=0, overhead_wall_s=0.0, overhead_cpu_s=0.0))
+            self._has_ended = True
+            cost = {"overhead_wall_s": 0.0, "overhead_cpu_s": 0.0}
+            self._journal.write("run_closed", self._total_steps, frozen=self.frozen, **cost)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Tell what was measured."""
+        """Write down what was measured."""
         if self.run:
             self.run.log(**values)
         elif self._journal:
-            self._journal.write(MetricLogged(step=step, values=values))
+            self._journal.write("metric", step, values=values)
 
     def close(self) -> None:
-        """Leave the model as it was found, and the journal."""
+        """Leave the model as it was found, and the journal, where a rival's shares of the compute go now.
+
+        That takes one more batch; nobody takes its time.
+        """
         if self.run:
             self.run.close()
-        if self._resting:
-            self._resting.end()
+        if self.rival and self._journal and self._has_ended and (shares := self.rival.forward_shares()):
+            self._journal.write("compute_profiled", self._total_steps, forward_shares=shares)
+        if self.rival:
+            self.rival.close()
         if self._journal:
             self._journal.close()
 
 
-def _counted(state: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return the state of a new run as if it had watched so many steps, in which nothing was frozen."""
-    interval = state["interval_steps"]
-    return {**state, "step": step, "evaluation": step // interval, "interval_began": step - step % interval}
-
-
-def _plain_start(training: Training, policy: Policy, total_steps: int) -> RunStarted:
-    """Return how the journal begins of a run that egeria has no part in."""
-    return RunStarted(
-        step=0,
-        config={},
-        modules=[],
-        trainable=[],
-        deepest_freeze=0,
-        rule="none",
-        total_steps=total_steps,
-        interval_steps=0,
-        interval_reason=f"training under {policy.name!r}: nothing is judged",
-        environment={
+def _describe(training: Training, policy: Policy, rival: Rival) -> dict[str, Any]:
+    """Return how the journal of a rival begins."""
+    return {
+        "config": {},
+        **rival.describe(),
+        "rule": "none",
+        "total_steps": training.num_epochs * len(training.loader),
+        "interval_steps": 0,
+        "interval_reason": f"training under {policy.name!r}, without egeria",
+        "environment": {
             "model": type(training.model).__name__,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "steps_per_epoch": len(training.loader),
         },
-    )
+    }

@@ -29,9 +29,9 @@ from benchmarks.proving.running import checkpoint, recipe, runfile
 from benchmarks.proving.running.checkpoint import Checkpoint, UnusableError
 from benchmarks.proving.running.limit import UNLIMITED, Limit
 from benchmarks.proving.running.piece import Piece
-from benchmarks.proving.running.rivals import shortened
 from benchmarks.proving.running.runfile import RunFile
 from benchmarks.proving.running.training import train
+from benchmarks.rivals import shorten
 from benchmarks.workloads.workload import MissingDataError, Setting, Training, Workload
 
 NO_DATA_STATUS = 3
@@ -96,7 +96,7 @@ def _train(running: RunFile, directory: Path, data: Path, say: Say, limit: Limit
     made_with = recipe.describe_circumstances(device)
     running = dataclasses.replace(running, recipe=recipe.describe(training), made_with=made_with, epoch=0)
     identity = checkpoint.identify(running)
-    training = shortened(training, running.policy)
+    training = shorten(training, running.policy.name, running.policy.settings)
     piece = Piece(
         training,
         device,
@@ -106,7 +106,6 @@ def _train(running: RunFile, directory: Path, data: Path, say: Say, limit: Limit
         commit=made_with["commit"],
         begun=_find_checkpoint(directory, identity, say),
         saved=lambda epoch: dataclasses.replace(running, epoch=epoch).save(directory),
-        keeps_epochs=running.keeps_epochs,
     )
     running = dataclasses.replace(running, made_with={**made_with, **piece.made_with}, epoch=piece.num_done)
     running.save(directory)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from typing import Any
 import torch
 
 from benchmarks.proving.running import checkpoint
-from benchmarks.proving.running.branching import begin_epochs
 from benchmarks.proving.running.checkpoint import Checkpoint
 from benchmarks.proving.running.course import Course
 from benchmarks.proving.running.limit import UNLIMITED, Limit
@@ -42,8 +39,6 @@ class Piece:
         commit: that the run is made with now.
         begun: where to go on from; None begins with the first epoch.
         saved: told the epochs of each checkpoint.
-        keeps_epochs: whether checkpoints are kept, with or without a limit, for trials of the oracle to branch off and
-            for analysis afterwards, which needs the last one.
     """
 
     def __init__(
@@ -57,7 +52,6 @@ class Piece:
         commit: str = "",
         begun: Checkpoint | None = None,
         saved: Callable[[int], object] = lambda epoch: None,
-        keeps_epochs: bool = False,
     ) -> None:
         self._training = training
         self._device = device
@@ -66,8 +60,6 @@ class Piece:
         self._identity = identity or {}
         self._begun = begun
         self._tell_saved = saved
-        kept = begin_epochs(training.num_epochs) | {training.num_epochs}
-        self._kept_epochs = kept if keeps_epochs else frozenset()
         self._generators = find_generators(training.loader)
         self._lengths_s: Sequence[float] = begun.lengths_s if begun else ()
         self._commits = list(dict.fromkeys((*(begun.commits if begun else ()), commit)))
@@ -120,8 +112,6 @@ class Piece:
             course: of the run.
             watch: halted.
         """
-        if epoch in self._kept_epochs:
-            self._keep(epoch, course, watch)
         if not self._limit.is_set:
             return True
         now_s = time.perf_counter()
@@ -135,26 +125,12 @@ class Piece:
         self._began_s = time.perf_counter()
         return has_time
 
-    def end_training(self, course: Course, watch: Stopwatch) -> None:
-        """Leave what it came to, where that is asked for."""
-        if self._training.num_epochs in self._kept_epochs:
-            self._keep(self._training.num_epochs, course, watch)
-
     def _save(self, epoch: int, course: Course, watch: Stopwatch) -> None:
         began_s = time.perf_counter()
         checkpoint.save(self._describe(epoch, course, watch), self._directory)
         self._tell_saved(epoch)
         self._saved_s = time.perf_counter()
         self._saving_s = self._saved_s - began_s
-
-    def _keep(self, epoch: int, course: Course, watch: Stopwatch) -> None:
-        """Leave a checkpoint; without it, as on a disk that is full, trials begin with an earlier one."""
-        directory = checkpoint.kept(self._directory, epoch)
-        try:
-            checkpoint.save(self._describe(epoch, course, watch), directory)
-        except OSError as error:
-            shutil.rmtree(directory, ignore_errors=True)
-            warnings.warn(f"epoch {epoch} is not kept for trials and analysis: {error}", stacklevel=2)
 
     def _describe(self, epoch: int, course: Course, watch: Stopwatch) -> Checkpoint:
         training = self._training

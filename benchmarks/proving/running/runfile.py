@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from benchmarks.proving.policies import Policy
 
 FILE_NAME = "run.json"
-COMPARISON, ORACLE = "comparison", "oracle"
 WAITING, RUNNING, PAUSED, FINISHED, FAILED = "waiting", "running", "paused", "finished", "failed"
 
 
@@ -38,10 +37,6 @@ class RunFile:
     seed: int
     policy: Policy
     device: str
-    purpose: str = COMPARISON
-    """Or ORACLE for a schedule that the oracle tried."""
-    keeps_epochs: bool = False
-    """Whether up to sixteen checkpoints are kept, for trials of the oracle and for analysis afterwards."""
     error: str = ""
     pid: int = 0
     epoch: int = 0
@@ -74,6 +69,7 @@ def load(directory: Path) -> RunFile | None:
     try:
         record = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
         workload, policy = WorkloadFacts(**record.pop("workload")), Policy(**record.pop("policy"))
-        return RunFile(workload=workload, policy=policy, **record)
+        known = {entry.name for entry in fields(RunFile)}  # files of studies that are closed have more
+        return RunFile(workload=workload, policy=policy, **{name: record[name] for name in known & record.keys()})
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None

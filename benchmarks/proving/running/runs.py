@@ -20,7 +20,6 @@ import psutil
 
 from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.running import checkpoint, runfile
-from benchmarks.proving.running.branching import branch_off
 from benchmarks.proving.running.execution import NO_DATA_STATUS, OUTPUT_NAME, PAUSED_STATUS
 from benchmarks.proving.running.limit import LAST_S, UNLIMITED, Experience, Limit
 from benchmarks.proving.running.progress import Bars, Show
@@ -165,7 +164,7 @@ class Queue:
         found = runfile.load(directory)
         if found is not None and _is_alive(found):  # by a command that began after this one
             return f"process {found.pid} of another command is making it"
-        epoch = self._find_epoch(run, directory)
+        epoch = self._find_epoch(directory)
         if self._stopped:
             return ""
         is_begun = epoch is not None
@@ -190,15 +189,13 @@ class Queue:
             self._without_data[run.workload.name] = error
         return error
 
-    def _find_epoch(self, run: RunFile, directory: Path) -> int | None:
+    def _find_epoch(self, directory: Path) -> int | None:
         """Return the epoch of the checkpoint that a run goes on from; None, and an empty directory, without one."""
         found = runfile.load(directory)
-        # A trial has no other checkpoint than that of a plain run, which may have been made again since.
-        is_trial = found is None or runfile.ORACLE in (run.purpose, found.purpose)
-        if found is not None and not is_trial and (directory / checkpoint.FILE_NAME).exists():
+        if found is not None and (directory / checkpoint.FILE_NAME).exists():
             return found.epoch
         shutil.rmtree(directory, ignore_errors=True)  # of a run that was broken off: a journal is only appended to
-        return branch_off(run, self._place.results) if run.purpose == runfile.ORACLE else None
+        return None
 
     def _follow(self, process: subprocess.Popen[str], run: RunFile, show: Show) -> None:
         """Show what a run says of itself until it ends."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import egeria
 from benchmarks.proving.policies import Policy
 from benchmarks.proving.running.course import CPU, EPOCH, JUDGED, LOSS, WALL, Course
 from benchmarks.proving.running.piece import Piece
@@ -56,7 +54,7 @@ def train(
         num_steps = len(training.loader)
         for epoch in range(piece.go_on(course, watch) + 1, training.num_epochs + 1):
             course.begin_epoch(epoch)
-            for step, loss, is_end in train_epoch(training, course.run):
+            for step, loss, is_end in train_epoch(training, course):
                 frozen = course.frozen
                 is_last = is_end and epoch == training.num_epochs
                 if is_last:
@@ -75,20 +73,19 @@ def train(
                     told(epoch, frozen, values)
                 else:
                     watch.go()
-            if epoch == training.num_epochs:
-                piece.end_training(course, watch)
-            elif not piece.end_epoch(epoch, course, watch):
-                return False
-            else:
+            if epoch < training.num_epochs:
+                if not piece.end_epoch(epoch, course, watch):
+                    return False
                 watch.go()
         return True
     finally:
         course.close()
 
 
-def train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[int, float, bool]]:
+def train_epoch(training: Training, course: Course) -> Iterator[tuple[int, float, bool]]:
     """Train one epoch; halt where it is to be evaluated: steps of the epoch so far, their mean loss, is it the end."""
-    network: Any = run.model if run else training.model
+    network = training.model
+    run, rival = course.run, course.rival
     halts = training.evaluation_steps
     total: Tensor | float = 0.0
     num_steps = 0
@@ -103,6 +100,8 @@ def train_epoch(training: Training, run: egeria.Run | None) -> Iterator[tuple[in
         training.optimizer.zero_grad()
         if run:
             run.step(loss)
+        elif rival:
+            rival.end_step(loss.detach(), batch)
         total = total + loss.detach()  # its value is asked for in a halt: an accelerator is not kept waiting
         num_steps += 1
         if num_steps in halts:

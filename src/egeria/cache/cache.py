@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from egeria.cache.decision import GenerationOpener, Outlook, Share
-from egeria.cache.fingerprint import fingerprints
 from egeria.cache.forward_modes import (
     PlainForward,
     Rollback,
@@ -22,9 +21,8 @@ from egeria.cache.forward_modes import (
     UserForward,
     is_users_own,
 )
-from egeria.cache.generation import LEAST_ROWS, ChangedInputsError, Generation
+from egeria.cache.generation import LEAST_ROWS, Generation
 from egeria.cache.loader import SampleFeed
-from egeria.cache.repeats import RepeatedInputs
 from egeria.cache.samples import BatchIndices, NoSamplesError
 from egeria.cache.store.directory import CacheDirectory
 from egeria.cache.store.rows import StoreError
@@ -70,7 +68,6 @@ class ActivationCache:
     mode: PlainForward | Generation = field(default_factory=PlainForward)
     """How they are made now."""
     _directory: CacheDirectory | None = None
-    _repeats: RepeatedInputs = field(default_factory=RepeatedInputs)
     _longest: int | None = None
     _most_rows: int = 0
     _modules: tuple[LayerModule, ...] = ()
@@ -80,11 +77,6 @@ class ActivationCache:
     _has_reported_damage: bool = False
     _is_other_loader: bool = False
     """Whether nothing is stored only because the batches come from another loader, so far."""
-
-    def __post_init__(self) -> None:
-        """Refuse where the settings leave nothing to store."""
-        if self.settings.views == 0:
-            self.refusal = "cache.views is 0, so augmentation stays free"
 
     def move_boundary(self, modules: Sequence[LayerModule], outlook: Outlook) -> None:
         """Take note that other layer modules are frozen now; what is stored is of no use any more.
@@ -99,11 +91,8 @@ class ActivationCache:
             self.share.number_at(self._number),
         )
         self._switch_to(self._timed_forward() if modules else PlainForward())
-        if not modules:
-            if self.feed is not None:
-                self.feed.use_views(None)
-            if self._number:
-                self._record("computed", "nothing is frozen any more")
+        if not modules and self._number:
+            self._record("computed", "nothing is frozen any more")
 
     def forward(self, call: Callable[[], Any], batch: Batch) -> Any:
         """Make a training forward.
@@ -115,7 +104,7 @@ class ActivationCache:
         user_forward = UserForward(call)
         try:
             indices = self._indices_of(batch)
-            self._observe(batch, indices)
+            self._observe(batch)
             self._choose_mode(batch, indices)
             if self._rollback is not None:
                 self._rollback.save()
@@ -167,17 +156,13 @@ class ActivationCache:
             self.feed = None
             return None
 
-    def _observe(self, batch: Batch, indices: BatchIndices | None) -> None:
-        """Learn what later decisions need: whether inputs repeat, and how long samples can be."""
+    def _observe(self, batch: Batch) -> None:
+        """Learn how long samples can be, and tell of damaged rows."""
         if type(self.mode) is not PlainForward:
             check_runs_once()
         mask = batch.kwargs.get("attention_mask")
         if getattr(mask, "ndim", 0) == 2:
             self._longest = max(self._longest or 0, int(mask.shape[1]))  # type: ignore[union-attr]
-        if indices is not None and not indices.viewed and self._repeats.wants(indices.samples):
-            self._repeats.observe(
-                indices.samples, fingerprints(batch.args, batch.kwargs, len(indices.samples))
-            )
         if isinstance(self.mode, Generation):
             if self.mode.use.batches % REPORT_BATCHES == REPORT_BATCHES - 1:
                 self.report()
@@ -247,7 +232,7 @@ class ActivationCache:
             number=self._number,
         )
         if self.share.leads:
-            generation, reason, numbers = opener.open(self.place, repeating=self._is_repeating())
+            generation, reason, numbers = opener.open(self.place)
         else:
             generation, reason, numbers = opener.join(self.place())
         if generation is None:
@@ -255,13 +240,6 @@ class ActivationCache:
         self._switch_to(generation)
         self._record("stored", reason, numbers)
         return "", numbers
-
-    def _is_repeating(self) -> bool:
-        """Return whether a sample comes with the same input each time; unless seen to, it does
-        where views are set.
-        """
-        known = self._repeats.verdict
-        return known is not False if self.settings.views is None else bool(known)
 
     def _compute(self, reason: str, numbers: dict[str, float]) -> None:
         """Compute the frozen front until the boundary moves."""
@@ -276,21 +254,6 @@ class ActivationCache:
             return
         failed = self.mode
         self._switch_to(PlainForward())
-        can_fix_views = (
-            self.feed is not None and not self.feed.views_refusal and self.settings.views is None
-        )
-        if (
-            isinstance(error, ChangedInputsError)
-            and can_fix_views
-            and self._repeats.verdict is not False
-        ):
-            # Random augmentation, not noticed before, may be why inputs have changed.
-            self._repeats.note_random()
-            self._switch_to(self._timed_forward())
-            self._record(
-                "computed", f"{error}; in case they are augmented at random, that is fixed next"
-            )
-            return
         if isinstance(error, (StaleError, StoreError, UncacheableError)):
             self.recorder.decline(WHAT, str(error))
         else:

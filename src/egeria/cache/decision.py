@@ -39,10 +39,6 @@ UNKNOWN_BYTES = 2**30
 """What a store may take where nobody knows how many samples there are."""
 MANY_EPOCHS = 1000.0
 """Stands for an end that nobody knows."""
-ROOMY_VIEWS = 4
-"""Views of a sample where there is room and time."""
-LONG_AHEAD = 12.0
-"""Epochs ahead that make that many views worth their filling."""
 NUMBERS_PER_BOUNDARY = 100
 """Generation numbers from one boundary to the next, where processes share them."""
 MAX_DEFERRALS = 200
@@ -106,12 +102,11 @@ class GenerationOpener:
     number: int
     """Of the generation."""
 
-    def open(self, place: Callable[[], CacheDirectory], *, repeating: bool) -> Opening:
+    def open(self, place: Callable[[], CacheDirectory]) -> Opening:
         """Open a generation where storing pays.
 
         Args:
             place: makes or returns the directory for stores.
-            repeating: whether a sample has the same input each time.
         """
         prospects = self._foresee()
         pays, reason = self._ask_gate(prospects)
@@ -119,7 +114,7 @@ class GenerationOpener:
             return None, reason, prospects.to_dict()
         prefix, rows, layouts = self._find_prefix()
         directory = place()
-        prospects = self._size_up(prospects, layouts, directory.room_bytes(), repeating)
+        prospects = self._size_up(prospects, layouts, directory.room_bytes())
         pays, reason = self._ask_gate(prospects)
         capacity = directory.capacity(
             layouts.stored, prospects.needed_bytes // bytes_per_position(layouts.stored)
@@ -133,8 +128,6 @@ class GenerationOpener:
             layouts.stored,
             capacity,
             boundary=self.modules[-1].name,
-            num_views=prospects.num_views,
-            is_viewed=not repeating,
             front=checksum(prefix.weights()),
             ignores_padding=prefix.ignores_padding,
         )
@@ -142,9 +135,8 @@ class GenerationOpener:
             unless_used.callback(store.close)
             prospects = self._time_store(prospects, store, layouts, layouts.to_store(rows))
             pays, reason = self._ask_gate(prospects)
-            refusal = self._fix_views(store.num_views) if pays and not repeating else ""
-            if not pays or refusal:
-                return None, refusal or reason, prospects.to_dict()
+            if not pays:
+                return None, reason, prospects.to_dict()
             generation = self._generation(prefix, layouts, store)
             unless_used.pop_all()
         hosts = {"num_hosts": float(self.outlook.num_hosts)} if self.outlook.num_hosts > 1 else {}
@@ -169,8 +161,6 @@ class GenerationOpener:
                 )
             elif layouts is None:
                 reason = "the first process of this host stores rows of another kind"
-            elif store.is_viewed:
-                reason = self._fix_views(store.num_views)
             if layouts is None or reason:
                 return None, reason, {}
             generation = self._generation(prefix, layouts, store)
@@ -184,9 +174,7 @@ class GenerationOpener:
         return (
             prefix,
             rows,
-            Layouts.of(
-                prefix.row_leaves, rows, storage=self.settings.storage, longest=self.longest
-            ),
+            Layouts.of(prefix.row_leaves, rows, longest=self.longest),
         )
 
     def _foresee(self) -> Prospects:
@@ -194,7 +182,7 @@ class GenerationOpener:
         seconds = []
         for _ in range(REPEATS):
             begin = time.perf_counter()
-            self._keys(has_length=True, ignores_padding=False, num_views=1)
+            self._keys(has_length=True, ignores_padding=False)
             seconds.append(time.perf_counter() - begin)
         return Prospects(
             iteration_s=self.timed.iteration_s,
@@ -204,15 +192,10 @@ class GenerationOpener:
             epochs_ahead=self.outlook.epochs(self.feed.num_batches),
         )
 
-    def _keys(self, *, has_length: bool, ignores_padding: bool, num_views: int) -> BatchKeys:
+    def _keys(self, *, has_length: bool, ignores_padding: bool) -> BatchKeys:
         """Return what the rows of the batch are known by, as in every forward to come."""
-        positions = self.indices.samples * num_views + self.indices.views
         keys = BatchKeys.of(
-            self.batch,
-            self.indices,
-            positions,
-            has_length=has_length,
-            ignores_padding=ignores_padding,
+            self.batch, self.indices, has_length=has_length, ignores_padding=ignores_padding
         )
         if keys is None:
             raise UncacheableError("the input of the model cannot be told apart by sample")
@@ -223,41 +206,18 @@ class GenerationOpener:
             return True, "cache.gate is 'open'"
         return judge(prospects, minimum_epochs=self.settings.minimum_epochs)
 
-    def _size_up(
-        self, prospects: Prospects, layouts: Layouts, room_bytes: int, repeating: bool
-    ) -> Prospects:
-        """Add what the store would take, and how many views of each sample it would have."""
+    def _size_up(self, prospects: Prospects, layouts: Layouts, room_bytes: int) -> Prospects:
+        """Add what the store would take."""
         row_bytes = bytes_per_position(layouts.stored)
-        views = self._choose_views(prospects.epochs_ahead, repeating, row_bytes, room_bytes)
         num_samples = self.feed.num_samples
         if num_samples is None:  # where nobody knows, as many as fit
-            num_samples = max(1, min(room_bytes, UNKNOWN_BYTES) // (row_bytes * views))
+            num_samples = max(1, min(room_bytes, UNKNOWN_BYTES) // row_bytes)
         return replace(
             prospects,
-            num_views=views,
             batch_bytes=row_bytes * len(self.indices.samples),
-            needed_bytes=row_bytes * num_samples * views,
+            needed_bytes=row_bytes * num_samples,
             room_bytes=room_bytes,
         )
-
-    def _choose_views(
-        self, epochs_ahead: float, repeating: bool, row_bytes: int, room_bytes: int
-    ) -> int:
-        if self.settings.views is not None:
-            return self.settings.views
-        if repeating or self.feed.views_refusal:
-            return 1
-        fits = (
-            self.feed.num_samples is None
-            or self.feed.num_samples * row_bytes * ROOMY_VIEWS <= room_bytes
-        )
-        return ROOMY_VIEWS if fits and epochs_ahead >= LONG_AHEAD else 2
-
-    def _fix_views(self, num_views: int) -> str:
-        """Fix the augmentation of the loader; return why that cannot be done, empty if it is."""
-        if self.feed.use_views(num_views):
-            return ""
-        return self.feed.views_refusal or "the augmentation of a sample cannot be fixed"
 
     def _time_store(
         self, prospects: Prospects, store: DiskStore, layouts: Layouts, rows: Sequence[torch.Tensor]
@@ -266,9 +226,7 @@ class GenerationOpener:
         that this takes.
         """
         has_length, ignores_padding = layouts.has_length, store.ignores_padding
-        keys = self._keys(
-            has_length=has_length, ignores_padding=ignores_padding, num_views=store.num_views
-        )
+        keys = self._keys(has_length=has_length, ignores_padding=ignores_padding)
         begin = time.perf_counter()
         store.write(keys.positions, [leaf.clone() for leaf in rows], keys.prints, keys.lengths)
         fill_s = time.perf_counter() - begin

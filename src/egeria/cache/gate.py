@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 
 LEAST_SHARE = 0.1
 """Share of the samples that must fit, or looking them up is not worth the trouble."""
+LEAST_EPOCHS = 2
+"""Epochs that a store on the disk needs: the first one fills it."""
 LEAST_GAIN = 0.02
 """Share of an iteration that skipping must save: below it, what is measured is mostly noise."""
 
@@ -34,10 +36,9 @@ class Prospects:
     batch_bytes: int = 0
     """Stored size of a batch."""
     needed_bytes: int = 0
-    """Stored size of all samples in all views."""
+    """Stored size of all samples."""
     room_bytes: int = 0
     """What may be used on the disk."""
-    num_views: int = 1
     repeated_share: float = 1.0
     """Share of the samples that come again just as they were."""
     epochs_ahead: float = 0.0
@@ -63,8 +64,8 @@ class Prospects:
         """Seconds per batch of an epoch, over all epochs ahead: what hits save less what filling
         costs.
         """
-        epochs_served = max(0.0, self.epochs_ahead - self.num_views) * self.repeated_share
-        epochs_filled = min(self.epochs_ahead, self.num_views)
+        epochs_served = max(0.0, self.epochs_ahead - 1) * self.repeated_share
+        epochs_filled = min(self.epochs_ahead, 1.0)
         return self.stored_share * (epochs_served * self.gain_s - epochs_filled * self.fill_s)
 
     def to_dict(self) -> dict[str, float]:
@@ -87,7 +88,7 @@ def judge(
         is_in_memory: whether that is where activations go: filling costs little there, and less
             than an epoch pays it.
     """
-    needed_epochs = minimum_epochs if is_in_memory else max(minimum_epochs, prospects.num_views + 1)
+    needed_epochs = minimum_epochs if is_in_memory else max(minimum_epochs, LEAST_EPOCHS)
     if prospects.epochs_ahead < needed_epochs:
         return False, (
             f"the boundary may move or the run end within {prospects.epochs_ahead:.1f} epochs, "

@@ -32,15 +32,12 @@ class Layouts:
     innermost."""
 
     @classmethod
-    def of(
-        cls, leaves: Sequence[Leaf], rows: Sequence[Tensor], *, storage: str, longest: int | None
-    ) -> Layouts:
+    def of(cls, leaves: Sequence[Leaf], rows: Sequence[Tensor], *, longest: int | None) -> Layouts:
         """Lay out what crosses.
 
         Args:
             leaves: what crosses.
             rows: an example of each [B, ...].
-            storage: 'native', 'fp16' or 'int8'.
             longest: the greatest padded length seen so far; None where samples have no length.
         """
         orders = tuple(_order(tensor) for tensor in rows)
@@ -51,9 +48,7 @@ class Layouts:
                 shape[leaf.length_axis] = max(shape[leaf.length_axis], longest)
             axis = None if leaf.length_axis is None else order.index(leaf.length_axis + 1) - 1
             shuffled = tuple(shape[dimension - 1] for dimension in order[1:])
-            stored.append(
-                RowLayout(shape=shuffled, dtype=tensor.dtype, storage=storage, length_axis=axis)
-            )
+            stored.append(RowLayout(shape=shuffled, dtype=tensor.dtype, length_axis=axis))
         return cls(tuple(stored), orders)
 
     def like(self, stored: Sequence[RowLayout]) -> Layouts | None:
@@ -96,7 +91,7 @@ class BatchKeys:
     number: int
     """Of the batch."""
     positions: Integers
-    """[B] in the store."""
+    """[B] in the store: the numbers of the samples."""
     prints: Floats
     """[B, 2] of the model's input, and of how the model is called."""
     lengths: Integers | None
@@ -109,7 +104,6 @@ class BatchKeys:
         cls,
         batch: Batch,
         indices: BatchIndices,
-        positions: Integers,
         *,
         has_length: bool,
         ignores_padding: bool,
@@ -120,7 +114,6 @@ class BatchKeys:
         Args:
             batch: arguments of the call.
             indices: the samples that the loader handed out last.
-            positions: of these in the store [B].
             has_length: whether rows have lengths.
             ignores_padding: whether rows are the same whatever length the batch is padded to; else
                 that counts.
@@ -132,7 +125,7 @@ class BatchKeys:
         prints = described(prints, describe(batch, num_rows, shapes=not ignores_padding))
         lengths = true_lengths(batch.kwargs, num_rows) if has_length else None
         padded_length = None if lengths is None else int(batch.kwargs["attention_mask"].shape[1])
-        return cls(indices.number, positions, prints, lengths, padded_length)
+        return cls(indices.number, indices.samples, prints, lengths, padded_length)
 
     def take(self, rows: Integers) -> BatchKeys:
         """Return those of some rows [b]."""

@@ -1,9 +1,8 @@
 """`SampleFeed`: the samples of the batches that a loader hands out, and of those to come.
 
 The loader gets one attribute of its own in front of a method, `_get_iterator`. While that makes an
-iterator, and only then, the recording sampler and the wrapped data set stand in the loader for the
-user's. The classes, the user's code and everything that can be read from the loader stay as they
-are.
+iterator, and only then, the recording sampler stands in the loader for the user's. The classes, the
+user's code and everything that can be read from the loader stay as they are.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from egeria.cache.augmentation import BatchKind, ViewedDataset
 from egeria.cache.samples import (
     BatchIndices,
     EpochIterator,
@@ -33,23 +31,21 @@ over."""
 class SampleFeed:
     """Follows a loader: knows each batch by the numbers of its samples, and the batches to come.
 
-    Until `upcoming` or `use_views` is called, the loader draws and augments bit for bit as without
-    it. Where the sampler cannot tell the samples, they are read from a column of the batch; then
-    nothing is known of the batches to come, and there are no views.
+    Until `upcoming` is called, the loader draws bit for bit as without it. Where the sampler cannot
+    tell the samples, they are read from a column of the batch; then nothing is known of the batches
+    to come.
 
     Args:
         loader: the training `DataLoader`, or one of Accelerate's or Lightning Fabric's around it.
         id_column: key of a batch that holds one integer for each row; None looks for one where that
             is needed.
-        base_seed: root of all seeds of stateless augmentation; the same in every process and after
-            a resume.
 
     Raises:
         NoSamplesError: the samples cannot be identified. Where the first batch decides, `current`
             raises it.
     """
 
-    def __init__(self, loader: Any, *, id_column: str | None, base_seed: int) -> None:
+    def __init__(self, loader: Any, *, id_column: str | None) -> None:
         loader = _innermost(loader)
         if not isinstance(loader, DataLoader):
             raise NoSamplesError(
@@ -66,13 +62,8 @@ class SampleFeed:
             if id_column
             else _refusal(loader)
         )
-        self._passes = Passes(column=IdColumn(id_column), batch_kind=BatchKind(), refusal=reason)
-        self._dataset: ViewedDataset | None = None
-        if reason is None and not isinstance(
-            loader.dataset, MapDataPipe
-        ):  # torch takes those apart itself
-            self._dataset = ViewedDataset(loader.dataset, base_seed, self._passes.batch_kind)
-        self._hook = LoaderHook(loader, self._passes, self._dataset)
+        self._passes = Passes(column=IdColumn(id_column), refusal=reason)
+        self._hook = LoaderHook(loader, self._passes)
         self._finalizer = weakref.finalize(self, self._hook.close)
         self._finalizer.atexit = False
 
@@ -123,45 +114,6 @@ class SampleFeed:
             latest.draw_ahead(count)
         return [*self._passes.pending.waiting(), *latest.coming(count)][:count]
 
-    def use_views(self, num_views: int | None) -> bool:
-        """Make the augmentation stateless, with so many views of each sample, one after the other
-        from epoch to epoch.
-
-        None goes back to augmentation as the user wrote it. Holds for batches drawn from now on;
-        with workers that persist since before the loader was watched, from the next epoch on.
-        Workers find out themselves whether views are possible, so `views_refusal` may turn up
-        later; until then batches that cannot be viewed come freely augmented, `viewed` all the
-        same. Returns whether it could be done; `views_refusal` says why not.
-        """
-        if num_views is not None and num_views < 1:
-            raise ValueError(f"num_views must be at least 1 or None, found {num_views}")
-        if num_views is None:
-            self._passes.num_views = None
-            return True
-        if self._draws_ahead and self._dataset is not None and self._passes.current is not None:
-            self._dataset.egeria_views.examine(int(self._passes.current.samples[0]))
-        if self.views_refusal is not None:
-            return False
-        if self._passes.num_views != num_views:
-            self._passes.num_views = num_views
-            self._passes.views_since_epoch = max(0, self._passes.num_epochs - 1)
-        self._hook.restart_workers()
-        return True
-
-    @property
-    def views_refusal(self) -> str | None:
-        """Return why there can be no views, or None as long as nothing speaks against them."""
-        if not self._finalizer.alive:
-            return "the loader is not watched any more"
-        if self._passes.refusal is not None:
-            return f"{self._passes.refusal}, so the seed of a sample is not known when it is made"
-        if self._dataset is None:
-            return (
-                "the data set is a MapDataPipe, which torch takes apart itself; use a "
-                "map-style data set"
-            )
-        return self._passes.batch_kind.refusal
-
     def close(self) -> None:
         """Give the loader back exactly as it was, also in the middle of an epoch; what is drawn is
         still handed out.
@@ -207,14 +159,11 @@ class LoaderHook:
     collection.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], passes: Passes, dataset: ViewedDataset | None
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], passes: Passes) -> None:
         if isinstance(vars(loader).get(METHOD), LoaderHook):
             raise NoSamplesError("another run already watches this loader; close that run first")
         self._loader = weakref.ref(loader)
         self._passes = passes
-        self._dataset = dataset
         self._before = vars(loader).get(METHOD)
         self._is_open = True
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -226,10 +175,8 @@ class LoaderHook:
                 f"{type(loader).__name__} does not let its iterators be watched; pass a plain "
                 "DataLoader"
             )
-        if (
-            loader._iterator is not None
-        ):  # of persistent workers, started before; they have the user's data set
-            self._follow(loader._iterator, has_dataset=False)
+        if loader._iterator is not None:  # of persistent workers, started before
+            self._follow(loader._iterator)
 
     def __call__(self) -> Any:
         """Make an iterator over the loader, and follow it."""
@@ -239,32 +186,16 @@ class LoaderHook:
         if not self._is_open:
             return make()
         attributes = vars(loader)  # the loader itself forbids that these be set
-        sampler, dataset = attributes["batch_sampler"], attributes["dataset"]
+        sampler = attributes["batch_sampler"]
         try:
-            attributes["batch_sampler"] = self._recording(
-                sampler, can_view=self._dataset is not None
-            )
-            if self._dataset is not None:
-                attributes["dataset"] = self._dataset
+            attributes["batch_sampler"] = self._recording(sampler)
             iterator = make()
         finally:
-            attributes["batch_sampler"], attributes["dataset"] = sampler, dataset
+            attributes["batch_sampler"] = sampler
         if isinstance(iterator, _BaseDataLoaderIter):
-            self._follow(iterator, has_dataset=self._dataset is not None)
+            self._follow(iterator)
         self._passes.begun(iterator)
         return iterator
-
-    def restart_workers(self) -> None:
-        """Let the next pass start new workers, if those that persist do not have the wrapped data
-        set.
-        """
-        loader: Any = self._loader()
-        if (
-            loader is not None
-            and loader._iterator is not None
-            and loader._iterator._dataset is not self._dataset
-        ):
-            loader._iterator = None
 
     def close(self) -> None:
         """Give the loader, and what iterates over it now, back as they were."""
@@ -280,13 +211,13 @@ class LoaderHook:
             _release(iterator)
         self._iterators.clear()
 
-    def _recording(self, sampler: Any, *, can_view: bool) -> Any:
+    def _recording(self, sampler: Any) -> Any:
         if self._passes.refusal is not None or isinstance(sampler, RecordingBatchSampler):
             return sampler
-        return RecordingBatchSampler(sampler, self._passes, can_view=can_view)
+        return RecordingBatchSampler(sampler, self._passes)
 
-    def _follow(self, iterator: Any, *, has_dataset: bool) -> None:
-        iterator._index_sampler = self._recording(iterator._index_sampler, can_view=has_dataset)
+    def _follow(self, iterator: Any) -> None:
+        iterator._index_sampler = self._recording(iterator._index_sampler)
         reference = weakref.ref(iterator)
 
         def next_data() -> Any:
@@ -323,8 +254,3 @@ def _release(iterator: Any) -> None:
         iterator._index_sampler = iterator._index_sampler.sampler
     if isinstance(iterator._sampler_iter, EpochIterator):
         iterator._sampler_iter = iterator._sampler_iter.rest()
-    fetcher = getattr(iterator, "_dataset_fetcher", None)
-    for holder, name in ((iterator, "_dataset"), (fetcher, "dataset")):
-        dataset = getattr(holder, name, None)
-        if type(dataset) is ViewedDataset:
-            setattr(holder, name, dataset.egeria_views.dataset)

@@ -1,66 +1,13 @@
-"""Whether inputs come again just as they were: by the numbers of samples, or by what they hold
-alone.
-"""
+"""Whether inputs come again just as they were, by what they hold."""
 
 from __future__ import annotations
 
 import hashlib
 
-import numpy as np
 from torch import Tensor
 
-from egeria.cache.fingerprint import agree, describe, row_hashes
+from egeria.cache.fingerprint import describe, row_hashes
 from egeria.layers.batch import Batch
-
-MAX_WATCHED = 512
-"""Samples whose first input is remembered."""
-NEEDED = 32
-"""Samples seen twice before there is a verdict."""
-
-
-class RepeatedInputs:
-    """Distinguishes a data set that gives a sample as it is from one that augments it at random.
-
-    The data set itself is never called for this: the inputs of the training forwards are compared,
-    by fingerprint, for the first samples that come round again.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[int, np.ndarray] = {}
-        self._num_equal = 0
-        self._num_other = 0
-
-    def note_random(self) -> None:
-        """Take it as known that inputs are random."""
-        self._num_equal, self._num_other = 0, NEEDED
-
-    @property
-    def verdict(self) -> bool | None:
-        """True if inputs repeat, False if they are random, None while too few came twice."""
-        if self._num_equal + self._num_other < NEEDED:
-            return None
-        return self._num_equal > self._num_other
-
-    def wants(self, samples: np.ndarray) -> bool:
-        """Return whether the fingerprints of these samples [B] would teach anything."""
-        if self.verdict is not None:
-            return False
-        return len(self._first) < MAX_WATCHED or any(
-            int(sample) in self._first for sample in samples
-        )
-
-    def observe(self, samples: np.ndarray, prints: np.ndarray) -> None:
-        """Take in the samples of a batch [B] and the fingerprints of their inputs [B, 2]."""
-        for sample, print_ in zip(samples.tolist(), prints, strict=True):
-            first = self._first.get(sample)
-            if first is None:
-                if len(self._first) < MAX_WATCHED:
-                    self._first[sample] = print_
-            elif bool(agree(first[None], print_[None])[0]):
-                self._num_equal += 1
-            else:
-                self._num_other += 1
-
 
 NUM_RUNS, RUN_BATCHES = 8, 8
 """Of each epoch so many runs of so many batches are looked at; all of an epoch that has no more."""

@@ -10,7 +10,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from egeria import tree
-from egeria.cache.augmentation import BatchKind, ViewedIndex
 from egeria.cache.pending import PendingBatches
 from egeria.errors import EgeriaError
 
@@ -41,10 +40,6 @@ class BatchIndices:
     out leaves a gap."""
     samples: np.ndarray
     """Index of each row's sample in the data set, int64 [B]."""
-    views: np.ndarray
-    """Number of each row's augmentation variant, int64 [B]; zeros unless `viewed`."""
-    viewed: bool = False
-    """Whether the batch is made with stateless augmentation."""
 
 
 @dataclass(kw_only=True)
@@ -52,7 +47,6 @@ class Passes:
     """What all passes over one loader have in common, and what came last in them."""
 
     column: IdColumn
-    batch_kind: BatchKind
     refusal: str | None
     """Why the samples cannot be identified from what the sampler draws; then they are read from the
     column."""
@@ -62,17 +56,7 @@ class Passes:
     failure: str | None = None
     """Why the samples cannot be identified at all."""
     num_ahead: int = 0
-    num_views: int | None = None
-    views_since_epoch: int = 0
-    num_epochs: int = 0
-    """Passes in which a batch was drawn."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def view_of(self, epoch: int) -> int | None:
-        """Return the view to make in an epoch; None for augmentation as the user wrote it."""
-        if self.num_views is None or self.batch_kind.refusal is not None:
-            return None
-        return (epoch - self.views_since_epoch) % self.num_views
 
     def begun(self, iterator: Any) -> None:
         """Record that an iterator of the loader begins a pass."""
@@ -120,9 +104,7 @@ class Passes:
             unexpected = f"reading the numbers of the samples from the batch failed: {error!r}"
             self.failure = str(error) if isinstance(error, NoSamplesError) else unexpected
             return None
-        return BatchIndices(
-            number=next(self.numbers), samples=samples, views=np.zeros_like(samples)
-        )
+        return BatchIndices(number=next(self.numbers), samples=samples)
 
 
 @dataclass(eq=False)
@@ -131,12 +113,9 @@ class RecordingBatchSampler:
 
     sampler: Any
     passes: Passes
-    _: KW_ONLY
-    can_view: bool
-    """Whether the data set behind it understands a `ViewedIndex`."""
 
     def __iter__(self) -> EpochIterator:
-        return EpochIterator(self.sampler, self.passes, can_view=self.can_view)
+        return EpochIterator(self.sampler, self.passes)
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -150,13 +129,11 @@ class EpochIterator:
     numbers, which it does not without us where the loop leaves the pass early.
     """
 
-    def __init__(self, sampler: Any, passes: Passes, *, can_view: bool) -> None:
+    def __init__(self, sampler: Any, passes: Passes) -> None:
         self.num_taken = 0
         self._sampler = sampler
         self._batches: Iterator[Any] = iter(sampler)
         self._passes = passes
-        self._can_view = can_view
-        self._epoch: int | None = None
         self._ahead: deque[tuple[Any, BatchIndices | None]] = deque()
         self._taken: deque[BatchIndices | None] = deque()
         self._end: BaseException | None = None
@@ -177,8 +154,6 @@ class EpochIterator:
             self._taken.append(drawn)
             self.num_taken += 1
             self.draw_ahead(self._passes.num_ahead)
-        if drawn is not None and drawn.viewed:
-            return type(indices)(map(ViewedIndex, indices, drawn.views.tolist()))
         return indices
 
     def draw_ahead(self, count: int) -> None:
@@ -228,12 +203,9 @@ class EpochIterator:
 
     def _draw(self) -> None:
         indices = next(self._batches)
-        if self._epoch is None:
-            self._epoch = self._passes.num_epochs
-            self._passes.num_epochs += 1
-        self._ahead.append((indices, self._record(indices, self._epoch)))
+        self._ahead.append((indices, self._record(indices)))
 
-    def _record(self, indices: Any, epoch: int) -> BatchIndices | None:
+    def _record(self, indices: Any) -> BatchIndices | None:
         if self._passes.refusal is not None:
             return None
         try:
@@ -244,11 +216,7 @@ class EpochIterator:
                 "it give the position of each sample"
             )
             return None
-        is_plain = type(indices) in (list, tuple) and all(type(index) is int for index in indices)
-        view = self._passes.view_of(epoch) if self._can_view and is_plain else None
-        views = np.full(len(samples), view or 0, dtype=np.int64)
-        number = next(self._passes.numbers)
-        return BatchIndices(number=number, samples=samples, views=views, viewed=view is not None)
+        return BatchIndices(number=next(self._passes.numbers), samples=samples)
 
 
 def _sample_numbers(indices: Any) -> np.ndarray:

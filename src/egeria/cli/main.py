@@ -10,24 +10,26 @@ from rich.console import Console
 from rich.markup import escape
 
 import egeria
-from egeria.cli import advise, cache, demo, doctor, modules, runs
+from egeria.cli import advise, doctor, modules
 from egeria.errors import EgeriaError
 
+
+def report(arguments: argparse.Namespace, console: Console) -> int:
+    """Print the summary of a run and write its page."""
+    console.print(egeria.report(arguments.directory))
+    return 0
+
+
 VERBS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
-    "demo": demo.run,
     "advise": advise.run,
     "modules": modules.run,
-    "report": runs.report,
-    "replay": runs.replay,
-    "cache": cache.run,
+    "report": report,
     "doctor": doctor.run,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return the exit status: 0 done, 1 a check or a comparison
-    failed, 2 bad input.
-    """
+    """Run one verb; return the exit status: 0 done, 1 a check failed, 2 bad input."""
     chosen = _parser().parse_args(arguments)
     console = Console()
     try:
@@ -43,18 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="egeria", description=about)
     parser.add_argument("--version", action="version", version=f"egeria {egeria.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    verb = verbs.add_parser(
-        "demo", help="fine-tune on handwritten digits, plainly and with egeria, and compare"
-    )
-    verb.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
-    verb.add_argument("--epochs", type=int, help="epochs of a run (default 34)")
-    verb.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("egeria_runs/demo"),
-        help="where journals and reports go",
-    )
 
     verb = verbs.add_parser(
         "advise", help="measure what freezing could save in a training, on a copy of it"
@@ -79,21 +69,6 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = verbs.add_parser("report", help="print what a run did, and write its page report.html")
     verb.add_argument("directory", metavar="DIR", help="directory of the run, or its URL")
-
-    verb = verbs.add_parser(
-        "replay", help="decide a run again from its journal, with its own settings or others"
-    )
-    verb.add_argument("directory", metavar="DIR", help="directory of the run, or its URL")
-    verb.add_argument("--config", type=Path, help="TOML file with the settings to try")
-
-    verb = verbs.add_parser(
-        "cache", help="list, check and prune the stored activations in a cache directory"
-    )
-    verb.add_argument("directory", type=Path, metavar="DIR", help="the cache directory")
-    verb.add_argument(
-        "--verify", action="store_true", help="read every stored row and compare its checksum"
-    )
-    verb.add_argument("--prune", action="store_true", help="remove what no running process holds")
 
     verb = verbs.add_parser(
         "doctor", help="show what this machine offers: threads, quantization, disk, torch"

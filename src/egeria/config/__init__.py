@@ -2,7 +2,6 @@
 
 from egeria.config.config import Config
 from egeria.config.groups import (
-    AccountsConfig,
     BootstrappingConfig,
     CacheConfig,
     ControllerConfig,
@@ -15,7 +14,6 @@ from egeria.config.groups import (
 )
 
 __all__ = [
-    "AccountsConfig",
     "BootstrappingConfig",
     "CacheConfig",
     "Config",

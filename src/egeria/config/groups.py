@@ -19,7 +19,6 @@ from egeria.config.checks import (
     optional,
     regular_expression,
     require,
-    satisfies,
     setting,
 )
 from egeria.config.plan_text import PLAN_TEXT, wrong_plan
@@ -92,9 +91,6 @@ class PlasticityConfig(SettingsGroup):
     num_samples: int = setting(32, count(2))
     """Samples of the mini-batch that an evaluation looks at. 32 of 128 correlate at 0.996 with all
     of them."""
-    mode: str = setting("eval", choice("eval", "train"))
-    """'eval' runs the prefix again in inference mode; 'train' takes the training activations (the
-    paper's way)."""
     largest_map: int = setting(16, count())
     """Side in pixels above which feature maps are average-pooled by powers of two before they are
     compared."""
@@ -152,13 +148,6 @@ class FreezingConfig(SettingsGroup):
     """`T` of a module as a share of its largest early slope. Paper: 20 %."""
     tolerance_readings: int = setting(3, count())
     """Slopes of a module that count as early. Paper: 3."""
-    tied: str = setting("keep", choice("keep", "freeze"))
-    """Weights shared with an active module: 'keep' trains them on through that module, 'freeze'
-    freezes them too."""
-    release_optimizer_state: str = setting("keep", choice("keep", "cpu", "drop"))
-    """What becomes of the optimizer's state of frozen parameters: 'keep' leaves it; 'cpu' moves it
-    to main memory and back at a thaw; 'drop' throws it away, so that after a thaw the optimizer
-    begins anew for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,16 +177,11 @@ class CacheConfig(SettingsGroup):
 
     enabled: bool | str = setting("auto", flag_or("auto"))
     """What the frozen front puts out is stored and the front skipped, where that pays: 'auto' in
-    memory, for inputs that come again just as they were; true on the disk (and 'auto' where
-    `directory` is set), with the augmentation of samples fixed, for which `attach` needs the
-    loader; false never."""
+    memory; true on the disk (and 'auto' where `directory` is set), for which `attach` needs the
+    loader; false never. Where inputs are augmented at random nothing is stored."""
     memory_share: float = setting(0.25, SHARE)
     """'auto': share of the memory free at a freeze that may be used, by all processes of a host.
     Our choice."""
-    views: int | None = setting(None, optional(count(0)))
-    """Augmentation variants of a sample that are stored: 1 is the paper's fixed augmentation, 0
-    leaves augmentation free and stores nothing. None: 1 where inputs repeat, 2 where they are
-    random, 4 where there is room and time."""
     directory: str | None = setting(None, optional(NAME))
     """Where activations are stored, best on a fast local disk. None: in the directory of the
     run."""
@@ -205,9 +189,6 @@ class CacheConfig(SettingsGroup):
     """Largest size on disk. None: `limit_share` of what is free."""
     limit_share: float = setting(0.5, SHARE)
     """Share of the free disk space that may be used. Our choice: leave as much again to others."""
-    storage: str = setting("native", choice("native", "fp16", "int8"))
-    """'native' keeps the number format, exactly; 'fp16' halves float32; 'int8', one scale a
-    channel, quarters it."""
     id_column: str | None = setting(None, optional(NAME))
     """Key of the batch that names its samples, where the loader cannot. None looks for the usual
     names."""
@@ -224,26 +205,3 @@ class CacheConfig(SettingsGroup):
     def is_on_disk(self) -> bool:
         """Whether activations are stored on the disk."""
         return self.enabled is True or (self.enabled == "auto" and self.directory is not None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AccountsConfig(SettingsGroup):
-    """What is measured beside time, for the report. Memory that a freeze gives back is counted in
-    any case.
-    """
-
-    peak_memory: bool = setting(False, FLAG)
-    """Measures the most memory in use in each interval: of CUDA's allocator, or resident in main
-    memory (Linux). Both counters are set back for that, `torch.cuda.max_memory_allocated` among
-    them, so that nobody else may use them."""
-    energy: bool = setting(False, FLAG)
-    """Measures energy by Zeus (`pip install "egeria[energy]"`): of the GPUs that the model is on,
-    and of the CPU and its memory, all processes on them included, where RAPL can be read. Zeus
-    starts a process for RAPL: keep the script under `if __name__ == "__main__":`, or it runs a
-    second time."""
-    price_per_hour: float | None = setting(None, optional(POSITIVE))
-    """What an hour of the machine costs, so that the report can tell what was saved."""
-    currency: str = setting(
-        "", satisfies(lambda value: isinstance(value, str), "text, such as EUR")
-    )
-    """What that is in."""

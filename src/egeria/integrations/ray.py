@@ -45,11 +45,11 @@ def attach(
     """Watch the training of a Ray worker and freeze its front layers as they converge.
 
     Call it in all workers, before a checkpoint is loaded, and `restore` after that. The loop goes
-    on calling `model(...)` where `prepare_model` returned it, else `run.model(...)`; it calls
-    `run.step(loss)` after each optimizer step, and `run.report` in place of `ray.train.report`.
+    on calling what `prepare_model` returned; it calls `run.step(loss)` after each optimizer step,
+    and `run.report` in place of `ray.train.report`.
 
     Args:
-        model: as `ray.train.torch.prepare_model` returned it, or bare.
+        model: as `ray.train.torch.prepare_model` returned it.
         optimizer: of the loop, or a list of them.
         loader: the training loader, as `ray.train.torch.prepare_data_loader` returned it, or
             another.

@@ -2,7 +2,7 @@
 
 from egeria.journal.reader import FILE_NAME, Journal, read_journal
 from egeria.journal.recorder import EgeriaWarning, Recorder, run_directory
-from egeria.journal.store import is_url, without_login, write_bytes
+from egeria.journal.store import is_url, upload, without_login
 
 __all__ = [
     "FILE_NAME",
@@ -12,6 +12,6 @@ __all__ = [
     "is_url",
     "read_journal",
     "run_directory",
+    "upload",
     "without_login",
-    "write_bytes",
 ]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from egeria.errors import JournalError
 from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Event
-from egeria.journal.store import is_url, local_directory, read_bytes
+from egeria.journal.store import download, is_url, local_directory
 
 FILE_NAME = "journal.jsonl"
 RUNS = Path("egeria_runs")
@@ -78,13 +78,11 @@ def _read(directory: str | Path) -> tuple[Path, str]:
     place: object = directory
     try:
         if is_url(directory):
-            place = url = f"{str(directory).rstrip('/')}/{FILE_NAME}"
-            content = read_bytes(url)
+            place = url = str(directory)
+            content = download(url, FILE_NAME).decode("utf-8", errors="replace")
             if not content:
-                raise FileNotFoundError(f"there is no {url}")
-            return local_directory(str(directory), RUNS) / FILE_NAME, content.decode(
-                "utf-8", errors="replace"
-            )
+                raise FileNotFoundError(f"there is no {FILE_NAME} in {url}")
+            return local_directory(url, RUNS) / FILE_NAME, content
         path = Path(directory)
         place = path = path / FILE_NAME if path.is_dir() else path
         return path, path.read_text(encoding="utf-8", errors="replace")

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from egeria.events import SCHEMA_VERSION, Declined, Event, FaultCaught, JournalCopied
+from egeria.events import SCHEMA_VERSION, Declined, Event, FaultCaught
 from egeria.journal.reader import FILE_NAME, RUNS
-from egeria.journal.store import JournalCopy, is_url, local_directory
+from egeria.journal.store import download, is_url, local_directory, upload, without_login
 
 KEPT_IN_MEMORY = 1000
 
@@ -38,7 +38,7 @@ class Recorder:
 
     Args:
         directory: where the journal lives; None keeps it in memory.
-        url: of a directory in a store, where a copy of it follows behind.
+        url: of a directory in a store, to which its files are copied by `upload` and by `close`.
         echoes: whether another process of the job says the same, so that only failures of this one
             are told here.
     """
@@ -48,7 +48,6 @@ class Recorder:
     ) -> None:
         self.directory = directory
         self._url = url
-        self._copy: JournalCopy | None = None
         self.step = 0
         self.recent: deque[Event] = deque(maxlen=KEPT_IN_MEMORY)
         self._echoes = echoes
@@ -65,8 +64,6 @@ class Recorder:
         self.recent.append(event)
         if self._file is not None:
             self._guard(lambda: self._append(event.to_dict()))
-        if self._copy is not None and (news := self._copy.news()):
-            self._tell(*news)
         for key, listener in list(self._listeners.items()):
             try:
                 listener(event)
@@ -93,17 +90,26 @@ class Recorder:
         return remove
 
     def close(self) -> None:
-        """Close the file and release the listeners; further events stay in memory."""
+        """Copy the directory to the store, close the file and release the listeners; further events
+        stay in memory.
+        """
+        self.upload()
         self._listeners.clear()
         file, self._file = self._file, None
         if file is not None:
             self._guard(file.close)
-        copy, self._copy = self._copy, None
-        if copy is not None and (error := copy.close()):
-            self.warn(
-                "copy",
-                f"egeria: the end of the journal is in {self.directory} only: {copy.url}: {error}.",
-            )
+
+    def upload(self) -> None:
+        """Copy the files of the directory to the store, if it has a URL; training waits for it.
+
+        A failure is journaled and told once; the next call tries again.
+        """
+        if self._url is None or self._file is None or self.directory is None:
+            return
+        try:
+            upload(self.directory.iterdir(), self._url)
+        except Exception as error:  # of the store's own kind
+            self._decline_copy(self._url, error)
 
     def warn(self, what: str, message: str) -> None:
         """Warn unless there was a warning about `what` before."""
@@ -143,7 +149,7 @@ class Recorder:
     def _open(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILE_NAME
-        copy = JournalCopy(path, f"{self._url.rstrip('/')}/{FILE_NAME}") if self._url else None
+        lost = self._fetch(path)
         torn = path.exists() and not _ends_with_newline(path)
         self._file = path.open("a", encoding="utf-8")
         weakref.finalize(
@@ -152,24 +158,27 @@ class Recorder:
         if torn:
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
-        if copy is not None:
-            try:
-                copy.start()
-                self._copy = copy
-            except RuntimeError as error:  # no more threads
-                self.decline(f"copy the journal to {copy.url}", f"{error}; it is in {directory}")
+        if lost is not None and self._url is not None:
+            # What other hosts may have written there must not be replaced.
+            self._decline_copy(self._url, lost)
+            self._url = None
 
-    def _tell(self, error: str, seconds: float) -> None:
-        """Say that the store is away, or journal that it is back."""
-        copy = self._copy
-        assert copy is not None
-        if error:
-            self.decline(
-                f"copy the journal to {copy.url}",
-                f"{error}; it is kept in {self.directory} until that works",
-            )
-        else:
-            self.write(JournalCopied(step=self.step, url=copy.url, behind_s=seconds))
+    def _fetch(self, path: Path) -> Exception | None:
+        """Take over the store's journal if it is longer than this host's; return why not."""
+        if self._url is None:
+            return None
+        try:
+            stored = download(self._url, path.name)
+        except Exception as error:  # of the store's own kind
+            return error
+        if len(stored) > (path.stat().st_size if path.exists() else 0):
+            path.write_bytes(stored)
+        return None
+
+    def _decline_copy(self, url: str, error: Exception) -> None:
+        reason = without_login(f"{type(error).__name__}: {error}")
+        what = f"copy the journal to {without_login(url)}"
+        self.decline(what, f"{reason}; it is in {self.directory}")
 
     def _append(self, record: dict[str, Any]) -> None:
         assert self._file is not None
@@ -196,7 +205,7 @@ def run_directory(given: str | Path | None) -> Path:
     """Return what was given, else make one that no other run writes to; where that fails, the
     journal says so.
 
-    Of a URL it is the local directory behind which the copy there follows.
+    Of a URL it is the local directory that is copied there.
     """
     if given is not None:
         return _local_directory(str(given)) if is_url(given) else Path(given)

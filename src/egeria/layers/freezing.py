@@ -5,14 +5,13 @@ tensors.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from egeria import tree
@@ -70,15 +69,14 @@ class Freezer:
     A frozen layer module has parameters that need no gradient and hold none, and stays in inference
     mode whoever calls `model.train()`: normalisation keeps its statistics, dropout is off. A
     submodule that active modules use too, such as one dropout in all blocks, keeps its mode until
-    everything that it serves is frozen. Optimizer state and groups are never touched, so thawing
+    everything that it serves is frozen. A weight that an active module uses too trains on through
+    that module; what it contributes at the front is detached, so that no backward pass enters the
+    prefix. Optimizer state and groups are never touched, so thawing
     resumes where freezing stopped.
 
     Args:
         model: the model the modules were cut from.
         modules: its layer modules, front to back.
-        freeze_tied: what to do with a weight that an active module uses too. True freezes it. False
-            trains it on through that module; what it contributes at the front is then detached, so
-            that no backward pass enters the prefix.
         trainable: for each layer module whether it had anything to train in the beginning; by
             default all may.
     """
@@ -88,12 +86,10 @@ class Freezer:
         model: nn.Module,
         modules: Sequence[LayerModule],
         *,
-        freeze_tied: bool = False,
         trainable: Sequence[bool] | None = None,
     ) -> None:
         self._model = model
         self._modules = tuple(modules)
-        self._freeze_tied = freeze_tied
         self._trainable = (True,) * len(self._modules) if trainable is None else tuple(trainable)
         self._records: list[_Record] = []
         self._held: list[nn.Parameter] = []
@@ -110,12 +106,7 @@ class Freezer:
         """Elements of the parameters that are frozen: without tied weights that train on through an
         active module.
         """
-        return sum(map(nn.Parameter.numel, self.frozen))
-
-    @property
-    def frozen(self) -> list[nn.Parameter]:
-        """The parameters that are frozen, likewise."""
-        return [parameter for record in self._records for parameter in record.parameters]
+        return sum(parameter.numel() for record in self._records for parameter in record.parameters)
 
     @property
     def is_undone(self) -> bool:
@@ -147,9 +138,7 @@ class Freezer:
             input_needs_grad: something in front of the model is in training, so nothing is
                 detached.
         """
-        keeps_tied = not self._freeze_tied and any(
-            module.shared_parameters for module in self._modules[:depth]
-        )
+        keeps_tied = any(module.shared_parameters for module in self._modules[:depth])
         in_use = self._used_outside(depth)
         for index in range(self.depth, depth):
             self._records.append(
@@ -208,7 +197,7 @@ class Freezer:
 
     def _freeze(self, index: int, in_use: set[nn.Module], *, detaches: bool) -> _Record:
         module = self._modules[index]
-        kept = set() if self._freeze_tied else set(module.shared_parameters)
+        kept = set(module.shared_parameters)
         own = [self._model.get_parameter(name) for name in module.parameters if name not in kept]
         parameters = tuple(
             parameter for parameter in own if parameter.requires_grad and self._trainable[index]
@@ -313,75 +302,3 @@ def checksum(places: Iterable[Entry]) -> int:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
     return found
-
-
-CPU = torch.device("cpu")
-
-
-class ReleasedState:
-    """The optimizer's state of parameters that are frozen, in main memory or dropped.
-
-    An optimizer steps what has a gradient, so that it does not meet what was moved; where the loop
-    trains a frozen parameter nevertheless, a hook on its step brings the state back first. What it
-    saves is complete, but for what was dropped. State that somebody loads meanwhile stays where it
-    is loaded.
-
-    Args:
-        optimizers: of the user.
-        drops: throw it away rather than move it; the optimizer begins anew for what thaws.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], *, drops: bool) -> None:
-        self._optimizers, self._drops = optimizers, drops
-        self._released: set[nn.Parameter] = set()
-        self._moved: list[tuple[Optimizer, nn.Parameter, str]] = []
-        self._handles: list[RemovableHandle] = []
-
-    def follow(self, frozen: Collection[nn.Parameter]) -> None:
-        """Release the state of these parameters, and bring back that of all others."""
-        if self._released - set(frozen):  # a thaw is of everything
-            self._bring_back()
-        for parameter in set(frozen) - self._released:
-            self._released.add(parameter)
-            for optimizer in self._optimizers:
-                self._release(optimizer, parameter)
-        if self._moved and not self._handles:
-            self._handles = [
-                optimizer.register_step_pre_hook(self._before_step)
-                for optimizer in self._optimizers
-            ]
-
-    def _release(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-        state: dict[str, Any] | None = optimizer.state.get(parameter)
-        if state and self._drops:
-            del optimizer.state[parameter]
-        for name, value in (state or {}).items():
-            if (
-                not self._drops
-                and isinstance(value, Tensor)
-                and value.device == parameter.device != CPU
-            ):
-                self._moved.append((optimizer, parameter, name))
-                state[name] = value.to(CPU)  # type: ignore[index]
-
-    def _bring_back(self) -> None:
-        moved, self._moved = self._moved, []
-        self._released.clear()
-        while self._handles:
-            self._handles.pop().remove()
-        self._return(moved)
-
-    def _before_step(self, *_args: Any) -> None:
-        self._return([entry for entry in self._moved if entry[1].grad is not None])
-
-    def _return(self, entries: Sequence[tuple[Optimizer, nn.Parameter, str]]) -> None:
-        """Move state back; where there is no room the optimizer begins anew for the parameter,
-        rather than fail.
-        """
-        for optimizer, parameter, name in entries:
-            state = optimizer.state.get(parameter, {})
-            try:
-                if isinstance(state.get(name), Tensor):
-                    state[name] = state[name].to(parameter.device)
-            except RuntimeError:  # out of memory
-                optimizer.state.pop(parameter, None)

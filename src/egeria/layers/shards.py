@@ -5,14 +5,13 @@ parts of parameters.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from egeria import dist, tree
+from egeria import tree
 from egeria.layers.batch import Batch
 from egeria.layers.copies import deepcopy_as_is, without_ours
 
@@ -71,29 +70,6 @@ def own_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def element_shares(model: nn.Module) -> dict[str, float]:
-    """Return by which share each process counts what it finds in its own part of a parameter, by
-    the names of those.
-
-    Shares of all processes add up to 1 for each element: some may be in several processes. In a
-    model that is not in parts a process counts all.
-    """
-    if not is_sharded(model):
-        return {name: 1.0 for name, _ in model.named_parameters()}
-    world = dist.world_size()
-    return {name: _num_parts(parameter) / world for name, parameter in model.named_parameters()}
-
-
-def _num_parts(parameter: nn.Parameter) -> int:
-    """Return into how many different parts a parameter is cut."""
-    if not _is_part(parameter):
-        return 1
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return math.prod(
-        mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate()
-    )
-
-
 def reshard(model: nn.Module) -> None:
     """Put the parts back in place of whole parameters that a forward pass has left behind."""
     for module in model.modules():
@@ -136,44 +112,6 @@ def _is_of_shards(kind: type) -> bool:
     return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
-def gather(model: nn.Module, *, keeps: bool) -> nn.Module:
-    """Return the model as a plain one, with all of its weights; one that is not in parts as it is.
-
-    All processes call this together; parameters are gathered one by one, so that there is room for
-    it on their device.
-
-    Args:
-        model: the model in training.
-        keeps: whether this process is to have the copy. Others get an empty one.
-
-    Raises:
-        Exception: the copy cannot be made. Where there is no room to keep it, all parameters have
-            been gathered nevertheless, so that no other process waits; where there is none to
-            gather even one, others do.
-    """
-    if not is_sharded(model):
-        return model
-    whole: dict[int, Tensor] = {}
-    failed: Exception | None = None
-    for parameter in model.parameters():
-        detached = parameter.detach()
-        weights: Tensor = detached.full_tensor() if _is_part(detached) else detached  # type: ignore[attr-defined]
-        try:
-            if keeps and failed is None:
-                whole[id(parameter)] = weights.to("cpu", copy=True)
-        except Exception as error:
-            failed, whole = error, {}
-        del weights
-    if failed is not None:
-        raise failed
-    if not keeps:
-        return nn.Module()
-    rest = (tensor for tensor in _held(model) if id(tensor) not in whole)
-    return _plain_copy(
-        model, {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in rest} | whole
-    )
-
-
 def outline(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
     """Return a model and a batch for a forward pass of which only shapes and gradient functions
     matter.
@@ -181,22 +119,18 @@ def outline(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
     Both as they are, but for a model in parts: a copy on the meta device then, which has no weights
     and takes no time.
     """
-    if not is_sharded(model):
-        return model, batch
-    empty = {
+    return (_copy_on_meta(model), batch.on("meta")) if is_sharded(model) else (model, batch)
+
+
+def _copy_on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in parts as one that is whole, with empty tensors."""
+    memo: dict[int, Any] = {
         id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for tensor in _held(model)
+        for module in model.modules()
+        for tensor in tree.leaves(vars(module))
     }
-    return _plain_copy(model, empty), batch.on("meta")
-
-
-def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
-    """Return a deep copy with these tensors, by the identity of those they stand for."""
-    memo: dict[int, Any] = dict(tensors)
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            tensors[id(parameter)], requires_grad=parameter.requires_grad
-        )
+    for entry in model.parameters():
+        memo[id(entry)] = nn.Parameter(memo[id(entry)], requires_grad=entry.requires_grad)
     shells = []
     for module in model.modules():
         attributes = _attributes(module)
@@ -204,20 +138,12 @@ def _plain_copy(model: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
             kind for kind in type(module).__mro__ if not _is_of_shards(kind)
         )
         if plain is not type(module) or attributes != vars(module):  # `fully_shard` has changed it
-            memo[id(module)] = object.__new__(
-                plain
-            )  # that of torch.fx makes another class, which has no `forward`
+            # `object`, since torch.fx has a `__new__` that makes another class, without `forward`.
+            memo[id(module)] = object.__new__(plain)
             shells.append((memo[id(module)], attributes))
     for shell, attributes in shells:
         shell.__dict__.update(deepcopy_as_is(attributes, memo))
     return copy.deepcopy(model, memo)
-
-
-def _held(model: nn.Module) -> Iterator[Tensor]:
-    """Yield all tensors that the modules hold: parameters, buffers, and those in
-    plain attributes.
-    """
-    return (tensor for module in model.modules() for tensor in tree.leaves(vars(module)))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

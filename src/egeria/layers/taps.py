@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from egeria import tree
 from egeria.layers.batch import Batch
-from egeria.layers.copies import PlainCopies
 from egeria.layers.modules import LayerModule
 from egeria.layers.undisturbed import undisturbed
 
@@ -45,33 +43,6 @@ def capture(model: nn.Module, tap: str, batch: Batch) -> Tensor | None:
         handle.remove()
     activation = tree.first_activation(captured)
     return None if activation is None else activation.detach()
-
-
-class TrainingTap:
-    """Keeps the activation of one submodule, up to `num_rows` rows, from the user's own training
-    forward (paper's way).
-
-    It is a copy, since an in-place operation behind the tap may overwrite the original.
-    """
-
-    def __init__(self, model: nn.Module, tap: str, num_rows: int) -> None:
-        self.activation: Tensor | None = None
-        self._num_rows = num_rows
-        watched = model.get_submodule(tap)
-        self._handles = watched.register_forward_hook(self._keep), PlainCopies(watched)
-
-    def close(self) -> None:
-        """Remove the hook."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingTap:
-        return self  # a model in shards is copied hooks and all, for a moment
-
-    def _keep(self, module: nn.Module, _args: Any, output: Any) -> None:
-        activation = tree.first_activation(output)
-        if activation is not None and module.training and torch.is_grad_enabled():
-            self.activation = activation.detach()[: self._num_rows].clone()
 
 
 @contextmanager

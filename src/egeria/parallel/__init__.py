@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from egeria.parallel.refusals import COMPILED_SHARDS
+from egeria.parallel.refusals import COMPILED_SHARDS, refuse_plasticity
 from egeria.parallel.strategies import (
     ParallelStrategy,
     Replicas,
@@ -18,4 +18,5 @@ __all__ = [
     "Sharded",
     "SingleProcess",
     "choose_parallel",
+    "refuse_plasticity",
 ]

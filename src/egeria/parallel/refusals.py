@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from egeria import dist
-from egeria.layers.shards import is_compiled, without_wrapper
+from egeria.layers.shards import is_compiled, is_sharded, without_wrapper
 
 _DDP = "Build DistributedDataParallel without it, or give attach the bare model, which it wraps"
 _FSDP2 = (
@@ -97,6 +97,17 @@ def refuse_shards(model: nn.Module) -> str | None:
             f"{_SHARDS}"
         )
     return None
+
+
+def refuse_plasticity(model: nn.Module) -> str | None:
+    """Return why no reading of plasticity can be made of a model; None if it can."""
+    if not is_sharded(model):
+        return None
+    return (
+        "the model is sharded by fully_shard, so that no process can run it alone, and the policy "
+        "compares its activations with those of a copy. Follow a plan, such as "
+        "attach(..., plan='0.5:1'), or use DistributedDataParallel where a replica fits"
+    )
 
 
 def refuse_options(wrapper: DistributedDataParallel) -> str | None:

@@ -16,7 +16,7 @@ from egeria.parallel.refusals import refuse_model, refuse_options, refuse_shards
 _BARE = (
     "the model is trained by several processes and called without DistributedDataParallel, so "
     "that nothing joins "
-    "their gradients. Call run.model in its place, which wraps it, or wrap it yourself"
+    "their gradients. Wrap it: model = DistributedDataParallel(model), before attach or after it"
 )
 _PART = (
     "DistributedDataParallel joins only some processes of the job. Wrap the model before "
@@ -43,19 +43,19 @@ class ParallelStrategy:
         self.num_ranks = 1
         self._group: Any = None
         """What the processes exchange numbers of the CPU in; None where there is one only."""
-        self.called: nn.Module | None = None
-        """What `run.model` calls; None as long as it is open what wraps the model."""
+        self.given: nn.Module | None = None
+        """What was given to `attach`; None for a bare replica, whose wrapper is not known yet."""
         self._model = nn.Module()
         """The model itself, without any wrapper."""
 
     @property
     def is_compiled(self) -> bool:
         """Whether what was given to `attach` is compiled."""
-        return self.called is not None and without_wrapper(self.called) is not self.called
+        return self.given is not None and without_wrapper(self.given) is not self.given
 
     def take(self, model: nn.Module) -> nn.Module:
         """Take over what was given to `attach`; return the model itself, without any wrapper."""
-        self.called, self._model = model, without_wrapper(model)
+        self.given, self._model = model, without_wrapper(model)
         return self._model
 
     def refusal(self) -> str | None:
@@ -85,11 +85,6 @@ class ParallelStrategy:
             Whether it is made in `join()`, where processes that have no batches left make none.
         """
         return False
-
-    def wrap(self) -> nn.Module:
-        """Return what `run.model` calls, made now if it has to be."""
-        assert self.called is not None
-        return self.called
 
     def update(self, frozen: Collection[str] = ()) -> None:
         """Let what wraps the model follow, now that gradients may have been switched on or off.
@@ -121,17 +116,12 @@ class Replicas(ParallelStrategy):
     reduction of gradients.
 
     The wrapper is the one that was given, or the one that a bare model is found in at its first
-    training call, as frameworks wrap it; else the first call of `run.model` makes one. It stays the
-    same object with its options and communication hooks, and its buckets are rebuilt whenever
-    layers freeze or thaw.
-
-    Args:
-        options: of `DistributedDataParallel`, where it is made here.
+    training call, as frameworks wrap it. It stays the same object with its options and
+    communication hooks, and its buckets are rebuilt whenever layers freeze or thaw.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._options = options
         self._wrapper: Any = None
         self._is_bare = False
         """Whether the last training call was in no wrapper, as far as that is known."""
@@ -146,12 +136,11 @@ class Replicas(ParallelStrategy):
         """Return the model itself."""
         wrapper, group = without_wrapper(model), distributed.group.WORLD
         if isinstance(wrapper, DistributedDataParallel):
-            self.called, self._model = model, without_wrapper(wrapper.module)
+            self.given, self._model = model, without_wrapper(wrapper.module)
             self._adopt(wrapper)
             group = wrapper.process_group
         else:
             self._model = wrapper
-            self._given = model
         self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
         self._group = _group_on_the_cpu(group)
         return self._model
@@ -179,23 +168,11 @@ class Replicas(ParallelStrategy):
         if distributed.get_world_size(wrapper.process_group) != self.num_ranks:
             self._refused = _PART
         else:
-            self.called = wrapper
             self._adopt(wrapper)
             if self._refused is None and refuse_options(wrapper) is None and self._frozen:
                 # A resumed state has frozen layers before the wrapper was known, or made.
                 self._rebuild()
                 wrapper.reducer.prepare_for_forward()
-
-    def wrap(self) -> nn.Module:
-        """Return the wrapper, made now if there is none."""
-        if self.called is None:
-            self.called = DistributedDataParallel(
-                self._given, **{**_device(self._model), **self._options}
-            )
-            self._adopt(self.called)
-            if self._frozen:
-                self._rebuild()
-        return self.called
 
     def update(self, frozen: Collection[str] = ()) -> None:
         """Rebuild the buckets of the wrapper if other parameters train than before."""
@@ -246,7 +223,8 @@ class Sharded(ParallelStrategy):
 
     def refusal(self) -> str | None:
         """Refuse what cannot be watched, and what is in parts of another kind."""
-        return super().refusal() or refuse_shards(self.wrap())
+        given = self._model if self.given is None else self.given
+        return super().refusal() or refuse_shards(given)
 
     def settle(self) -> None:
         """Put parameters in parts, where an evaluation of the loop's own has left whole ones: no
@@ -278,13 +256,6 @@ def _group_on_the_cpu(group: Any) -> Any:
         timeout=timeout,
         use_local_synchronization=True,
     )
-
-
-def _device(model: nn.Module) -> dict[str, Any]:
-    """Return the option for a replica on one accelerator; nothing for others."""
-    devices = {parameter.device for parameter in model.parameters()}
-    is_single = len(devices) == 1 and next(iter(devices)).type not in ("cpu", "meta")
-    return {"device_ids": [next(iter(devices))]} if is_single else {}
 
 
 def _buffers_of(wrapped: nn.Module, model: nn.Module, frozen: Collection[str]) -> list[str]:
@@ -322,18 +293,6 @@ def _rebuild(
     del held.reducer, held.logger
     for _, state in held._comm_hooks:
         _forget_buckets(state)
-    _make_reducer(wrapper)
-
-
-_REDUCING = ("reducer", "logger", "_has_rebuilt_buckets")
-"""Attributes of a wrapper that change with what it reduces."""
-
-
-def _make_reducer(wrapper: DistributedDataParallel) -> None:
-    """Give a wrapper what reduces the gradients that are needed now, beside what it may have had
-    for others.
-    """
-    held: Any = wrapper
     hooks, held._comm_hooks = list(held._comm_hooks), []
     parameters, expects_sparse = held._build_params_for_reducer()
     names = held._build_debug_param_to_name_mapping(parameters)

@@ -44,9 +44,6 @@ class Reading:
     value: float
     age: int | None = None
     """Evaluations since the snapshot that it was compared with."""
-    work_share: float | None = None
-    """Share of the model's forward operations that the module makes; None where they could not be
-    counted."""
     wall_s: float = 0.0
     """Seconds the reading took in the training process: for the journal, no policy may decide by
     it."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from egeria.journal import is_url, without_login, write_bytes
+from egeria.journal import is_url, upload, without_login
 from egeria.report.history import read_history
 from egeria.report.summary import Clock, Summary, summarize
 from egeria.report.wording import (
-    beside_time,
     cautions,
     duration,
     frozen_when,
@@ -105,7 +104,7 @@ def report(directory: str | Path) -> Report:
     if is_url(directory):
         url = f"{str(directory).rstrip('/')}/{PAGE_NAME}"
         try:
-            write_bytes(url, page)
+            upload([path], str(directory))
             message += f", and {without_login(url)}"
         except Exception as error:  # of the store's own kind
             message += without_login(f"; {url} cannot be written: {error}")
@@ -143,7 +142,6 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("progress", f"{progress(summary)}, {summary.stage}"),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
-        *beside_time(summary),
         ("egeria's overhead", f"{at_least}{percent(summary.wall.overhead_share)} of training time"),
         (
             f"frozen {frozen_when(summary)}",

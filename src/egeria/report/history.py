@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from egeria.events import (
     Event,
-    IntervalChanged,
     IntervalMeasured,
     PlasticityRead,
     ReferenceRefreshed,
@@ -45,9 +44,6 @@ class History:
     """How many processes wrote this course: 1 plus the number of times it was resumed."""
     num_overridden: int
     """Events after the point that a resumed run went back to."""
-    num_missing_steps: int
-    """Steps that a resumed run had behind it and this journal knows nothing of: their part was
-    never written."""
     num_earlier_runs: int
     """Runs in the same directory that a fresh run replaced; nothing here speaks of them."""
     num_damaged: int
@@ -74,7 +70,7 @@ def read_history(directory: str | Path) -> History:
 def course_of(journal: Journal) -> History:
     """Keep the course that the last process of a journal stands on."""
     kept: list[list[Event]] = []
-    num_overridden = num_earlier_runs = num_missing_steps = 0
+    num_overridden = num_earlier_runs = 0
     for process in _processes(journal):
         if kept and not any(isinstance(event, Resumed) for event in process):
             if all(event.step <= process[0].step for event in process):
@@ -85,7 +81,6 @@ def course_of(journal: Journal) -> History:
         for event in process:
             if isinstance(event, Resumed):
                 num_overridden += _rewind(kept, event.step)
-                num_missing_steps += _missing(kept, event.step)
             kept[-1].append(event)
     begins = (
         event
@@ -104,25 +99,9 @@ def course_of(journal: Journal) -> History:
         closed=any(isinstance(event, RunClosed) for process in kept[-1:] for event in process),
         num_processes=len(kept),
         num_overridden=num_overridden,
-        num_missing_steps=num_missing_steps,
         num_earlier_runs=num_earlier_runs,
         num_damaged=journal.num_damaged,
     )
-
-
-def _missing(kept: list[list[Event]], step: int) -> int:
-    """Return how many steps before this one have no events; an interval has its only at its end."""
-    intervals = [
-        event for process in kept for event in process if isinstance(event, IntervalMeasured)
-    ]
-    if not intervals:
-        return 0
-    last = intervals[-1]
-    changed = [
-        event.after for process in kept for event in process if isinstance(event, IntervalChanged)
-    ]
-    missing = step - last.step
-    return missing if missing > max([last.num_steps, *changed[-1:]]) else 0
 
 
 def _processes(journal: Journal) -> list[list[Event]]:

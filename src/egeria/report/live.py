@@ -10,7 +10,7 @@ from egeria.errors import JournalError
 from egeria.journal import Journal, read_journal
 from egeria.report import freezing
 from egeria.report.history import History, course_of
-from egeria.report.summary import beside_time, stage_of, wall_clock
+from egeria.report.summary import stage_of, wall_clock
 
 COUNTING = (
     *(
@@ -27,7 +27,7 @@ COUNTING = (
         events.Thawed,
         events.Declined,
     ),
-    *(events.PlanMade, events.MemoryProfiled),
+    events.PlanMade,
 )
 """Events that a `RunSummary` is computed from; others are not kept in memory."""
 
@@ -60,13 +60,6 @@ class RunSummary:
     """Seconds that egeria itself took; while the run is open, to the end of its newest interval."""
     overhead_share: float | None
     """The overhead as a share of the training time."""
-    memory_freed_bytes: int | None
-    """That an iteration no longer keeps beside the weights, as counted."""
-    energy_saved_j: float | None
-    """Estimated joules saved so far, by what the machine's counters show; with
-    `accounts.energy`."""
-    money_saved: float | None
-    """By `accounts.price_per_hour` and the wall time saved."""
     plasticity: float | None
     """The newest reading."""
     closed: bool
@@ -125,7 +118,6 @@ class LiveHistory:
         started, clock = history.last(events.RunStarted), wall_clock(history)
         depths = freezing.depth_points(history)
         reading = history.last(events.PlasticityRead)
-        beside = beside_time(history, depths[-1].frozen, clock.saved_s)
         return RunSummary(
             step=max(step, history.last_step),
             total_steps=started.total_steps if started else None,
@@ -137,9 +129,6 @@ class LiveHistory:
             time_saved_s=clock.saved_s,
             overhead_s=clock.overhead_s,
             overhead_share=clock.overhead_share,
-            memory_freed_bytes=beside.freed.num_bytes if beside.freed else None,
-            energy_saved_j=beside.energy.saved if beside.energy else None,
-            money_saved=beside.money,
             plasticity=reading.value if reading else None,
             closed=history.closed,
         )

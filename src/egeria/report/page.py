@@ -39,7 +39,6 @@ def render_page(summary: Summary) -> str:
         verdict=wording.verdict(summary),
         cautions=wording.cautions(summary),
         frozen_when=wording.frozen_when(summary),
-        beside_time=wording.beside_time(summary) + wording.not_measured(summary),
         pictures=draw_pictures(summary),
         events=[
             (wording.count(event.step), *line(event))

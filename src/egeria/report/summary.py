@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from egeria import events
 from egeria.policy import first_stage
 from egeria.report import freezing
-from egeria.report.accounts import BesideTime, accounts_of
 from egeria.report.diagnosis import why_nothing_froze
 from egeria.report.history import History, setting
 
@@ -184,8 +183,6 @@ class Summary:
     wall: Clock
     cpu: Clock
     paces: tuple[DepthPace, ...]
-    beside: BesideTime
-    """Memory, energy and money."""
     depths: tuple[freezing.DepthPoint, ...]
     mean_parameter_share: float | None
     """Frozen share of the parameters, mean over the steps done."""
@@ -243,7 +240,6 @@ def summarize(history: History) -> Summary:
         wall=wall,
         cpu=cpu,
         paces=_paces(intervals, wall.unfrozen_iteration_s, cpu.unfrozen_iteration_s),
-        beside=beside_time(history, depths[-1].frozen, wall.saved_s),
         depths=depths,
         mean_parameter_share=freezing.mean_over_steps(depths, lambda point: point.parameter_share),
         mean_skipped_share=freezing.mean_over_steps(depths, lambda point: point.skipped_share),
@@ -282,13 +278,6 @@ def wall_clock(history: History) -> Clock:
 def cpu_clock(history: History) -> Clock:
     """Return the training time by the CPU clock."""
     return _clock(measured_intervals(history), "iteration_cpu_s", history.overhead_cpu_s)
-
-
-def beside_time(history: History, frozen: int, saved_s: float | None) -> BesideTime:
-    """Return what a run gave back beside time; `frozen` front modules and `saved_s` seconds at its
-    end.
-    """
-    return accounts_of(history, measured_intervals(history), _is_full, frozen, saved_s)
 
 
 def measured_intervals(history: History) -> list[events.IntervalMeasured]:

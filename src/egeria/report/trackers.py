@@ -24,9 +24,7 @@ def scalars(summary: RunSummary) -> dict[str, float]:
         `egeria/frozen`: front layer modules that are frozen; `egeria/params_frozen`: share of the
         trainable parameters that is frozen; `egeria/compute_skipped`: share of the compute so far;
         `egeria/time_saved_s`: seconds of wall clock, less the overhead; `egeria/plasticity`: the
-        newest reading; `egeria/overhead`: share of the training time;
-        `egeria/memory_freed_bytes`: that an iteration no longer keeps; `egeria/energy_saved_j` and
-        `egeria/money_saved` where the settings under `accounts` ask for them.
+        newest reading; `egeria/overhead`: share of the training time.
     """
     known = {
         "egeria/frozen": float(summary.frozen),
@@ -35,9 +33,6 @@ def scalars(summary: RunSummary) -> dict[str, float]:
         "egeria/time_saved_s": summary.time_saved_s,
         "egeria/plasticity": summary.plasticity,
         "egeria/overhead": summary.overhead_share,
-        "egeria/memory_freed_bytes": summary.memory_freed_bytes,
-        "egeria/energy_saved_j": summary.energy_saved_j,
-        "egeria/money_saved": summary.money_saved,
     }
     return {name: float(value) for name, value in known.items() if value is not None}
 

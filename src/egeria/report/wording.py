@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from egeria.events import RunStarted
-from egeria.report.accounts import ENERGY, PEAK
 from egeria.report.history import History
 from egeria.report.summary import Summary
 
@@ -55,17 +54,6 @@ def mebibytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def joules(amount: float | None) -> str:
-    """Write an amount of energy in the unit that reads best."""
-    if amount is None or not math.isfinite(amount):
-        return UNKNOWN
-    size, sign = abs(amount), _MINUS if amount < 0 else ""
-    for limit, factor, unit in ((999.5, 1.0, "J"), (999.5e3, 1e-3, "kJ"), (999.5e6, 1e-6, "MJ")):
-        if size < limit:
-            return f"{sign}{size * factor:.3g}{_SPACE}{unit}"
-    return f"{sign}{size / 3.6e6:,.0f}{_SPACE}kWh"
-
-
 def plural(amount: int, singular: str) -> str:
     """Write an amount of things."""
     return f"{amount:,} {singular}{'' if amount == 1 else 's'}"
@@ -82,69 +70,6 @@ def progress(summary: Summary) -> str:
     """Return how far the run came."""
     total = summary.started.total_steps
     return f"{count(summary.steps_done)} {'' if total is None else f'of {count(total)} '}steps"
-
-
-def beside_time(summary: Summary) -> list[tuple[str, str]]:
-    """Return what freezing gave back beside time, each under its name; what is not known is left
-    out.
-    """
-    beside, found = summary.beside, list[tuple[str, str]]()
-    if (freed := beside.freed) is not None:
-        names = ("activations", "gradients", "optimizer state")
-        parts = zip(names, (freed.activations, freed.gradients, freed.optimizer_state), strict=True)
-        of_what = ", ".join(f"{name} {mebibytes(amount)}" for name, amount in parts if amount)
-        text = (
-            f"{mebibytes(freed.num_bytes)} of {mebibytes(freed.kept_before)} that an iteration "
-            "keeps, counted"
-        )
-        found.append(("memory freed", f"{text} ({of_what})" if of_what else text))
-    if (peak := beside.peak) is not None:
-        found.append(
-            (
-                "peak memory",
-                f"{mebibytes(peak.now)}; {mebibytes(peak.unfrozen)} while nothing was frozen",
-            )
-        )
-    if (energy := beside.energy) is not None:
-        saved = (
-            "what was saved is not known: nothing ran unfrozen, or an earlier version did not "
-            "time intervals"
-        )
-        if energy.saved is not None:
-            saved = f"{joules(energy.saved)} saved ({percent(energy.saved_share, signed=True)})"
-        found.append(("energy", f"{joules(energy.used)} used, {saved}"))
-    if beside.money is not None:
-        found.append(("money saved", _minus(f"{beside.money:.2f} {beside.currency}".rstrip())))
-    return found
-
-
-def not_measured(summary: Summary) -> list[tuple[str, str]]:
-    """Return what is not known of that, and why."""
-    beside, declined = summary.beside, dict(summary.declined)
-    reasons = {
-        "memory freed": None
-        if beside.freed
-        else (
-            "it is counted at the first freeze of a run in one process, unless the model is "
-            "compiled"
-        ),
-        "peak memory": None
-        if beside.peak
-        else _why_not(beside.is_peak_asked, "peak_memory", declined.get(PEAK)),
-        "energy": None
-        if beside.energy
-        else _why_not(beside.is_energy_asked, "energy", declined.get(ENERGY)),
-        "money saved": None
-        if beside.money is not None
-        else "accounts.price_per_hour is not set, or no time is known",
-    }
-    return [
-        (name, f"not known: {reason}") for name, reason in reasons.items() if reason is not None
-    ]
-
-
-def _why_not(is_asked: bool, name: str, declined: str | None) -> str:
-    return declined or ("there was nothing to compare" if is_asked else f"accounts.{name} is off")
 
 
 def frozen_when(summary: Summary) -> str:
@@ -272,13 +197,6 @@ def _doubts(history: History) -> list[str]:
             f"The run was resumed {plural(history.num_processes - 1, 'time')}; "
             f"{plural(history.num_overridden, 'event')} after the points it went back to are left "
             "out."
-        )
-    if history.num_missing_steps > 0:
-        found.append(
-            f"The journal has a gap of {plural(history.num_missing_steps, 'step')}: a process "
-            "that ended before it was "
-            "written, or could not reach where the journal is kept. What was saved in them is not "
-            "counted."
         )
     if history.num_earlier_runs > 0:
         found.append(

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from egeria import tree
 from egeria.events import FreezeWaits, ModuleFrozen, Rewrapped, Thawed
 from egeria.layers.batch import Batch
-from egeria.layers.freezing import Freezer, ReleasedState
+from egeria.layers.freezing import Freezer
 from egeria.layers.gradients import InputGradients
 from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.policy import Decision, Freeze, Thaw
-from egeria.report.accounts import RELEASING
 from egeria.session.following import HarmfulFreezeError, Training
 from egeria.session.measuring.compiling import Compiling
 from egeria.session.measuring.timing import Stopwatch
@@ -50,18 +49,12 @@ class Applier:
 
     def __post_init__(self) -> None:
         self.recorder, self.parallel = self.training.recorder, self.training.parallel
-        self._freezer = Freezer(
-            self.training.model,
-            self.modules,
-            freeze_tied=self.training.config.freezing.tied == "freeze",
-            trainable=tuple(self.trainable),
-        )
+        self._freezer = Freezer(self.training.model, self.modules, trainable=tuple(self.trainable))
         self._num_trainable = sum(
             map(count_trainable, parameters_of(self.training.model, self.modules))
         )
         self._gradients = InputGradients(self._decline_saving)
         self._has_declined = False
-        self._state = self._find_state()
         self.waiting: list[int] = []
         """Layer modules that were decided to freeze, and train on until compiling again repays
         itself."""
@@ -158,8 +151,6 @@ class Applier:
             self.recorder.write(
                 Rewrapped(step=self.recorder.step, wall_s=watch.read()[0], reduced_bytes=size_bytes)
             )
-        if self._state is not None:
-            self._state.follow(self._freezer.frozen)
 
     def release(self) -> None:
         """Thaw everything without a decision, for good."""
@@ -182,24 +173,6 @@ class Applier:
             if parameter.requires_grad
         )
         return f"{self.depth} {' '.join(names)}"
-
-    def _find_state(self) -> ReleasedState | None:
-        """Return what releases the optimizer's state of what is frozen; None where it stays."""
-        wish, model = self.training.config.freezing.release_optimizer_state, self.training.model
-        refusal = ""
-        if wish != "keep" and self.training.is_sharded:
-            refusal = "each process holds a part of it"
-        elif wish == "cpu" and all(
-            parameter.device.type == "cpu" for parameter in model.parameters()
-        ):
-            refusal = "it is in main memory already"
-        if refusal:
-            self.recorder.decline(RELEASING, refusal)
-        return (
-            None
-            if refusal or wish == "keep"
-            else ReleasedState(self.training.optimizers, drops=wish == "drop")
-        )
 
     def _reason_to_wait(self, saved_s: float | None) -> str:
         """Return why a freeze has to wait: compiling the model again would take longer than it
@@ -299,8 +272,6 @@ class Applier:
         if branch is None:
             return
         self._freezer.thaw()
-        if self._state is not None:
-            self._state.follow(())
         raise HarmfulFreezeError(
             f"with {branch.name} frozen an output of the model would have no gradient left, "
             f"because it is a branch of its own and not in front of the others"

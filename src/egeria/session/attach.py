@@ -24,7 +24,7 @@ from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClo
 from egeria.journal import Recorder, is_url, run_directory
 from egeria.layers.modules import LayerModule
 from egeria.layers.pretrained import find_trained_norms
-from egeria.parallel import ParallelStrategy
+from egeria.parallel import ParallelStrategy, refuse_plasticity
 from egeria.policy import (
     PLASTICITY,
     Plan,
@@ -49,9 +49,9 @@ from egeria.session.checks import (
 )
 from egeria.session.cutting import Cut, first_cut
 from egeria.session.following import ModelHooks, Training
-from egeria.session.handle import ModelHandle, Packed
 from egeria.session.loop import Session
 from egeria.session.measuring.timing import Stopwatch
+from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks
 from egeria.session.showing import Showing, as_html, in_a_line
 
@@ -93,8 +93,8 @@ def attach(
             nothing.
         config: a `Config`, nested dictionaries, or the path of a TOML file.
         directory: where the journal and the report go; None makes one under `egeria_runs/`. Of a
-            URL that fsspec knows, such as 's3://bucket/run', it is one there too, and a copy of the
-            journal follows to the URL.
+            URL that fsspec knows, such as 's3://bucket/run', it is one there too, whose files are
+            copied to the URL at `close` and whenever the state is saved.
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your
             own.
         policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
@@ -116,9 +116,7 @@ def attach(
     """
     watch, settings = Stopwatch(), read_config(config, controller, policy, plan)
     loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
-    model, optimizers, settings, parallel = check_training(
-        model, optimizer, total_steps, settings, parallel
-    )
+    model, optimizers, parallel = check_training(model, optimizer, total_steps, parallel)
     _check_unwatched(model)
     rule_name, rule = choose_rule(settings, scheduler, total_steps)
     choice, make_controller = choose_controller(settings, model, controller, loader)
@@ -158,7 +156,7 @@ def attach(
         recorder.close()
         raise
     session.timer.add_overhead(*watch.read())
-    run = _OPEN_RUNS[id(model)] = Run(ModelHandle(training.hooks, parallel), session, showing)
+    run = _OPEN_RUNS[id(model)] = Run(session, showing)
     return run
 
 
@@ -166,13 +164,10 @@ class Run:
     """One training run that egeria watches. Made by `egeria.attach`; also a context manager.
 
     Attributes:
-        model: may be called in place of the model; wraps a bare one in `DistributedDataParallel`
-            where several processes train it.
         directory: where the journal and the report live; None if nothing is written.
     """
 
-    def __init__(self, handle: ModelHandle, session: Session, showing: Showing) -> None:
-        self.model = handle
+    def __init__(self, session: Session, showing: Showing) -> None:
         self._session, self._showing = session, showing
         self._recorder = recorder = session.recorder
         self.directory: Path | None = recorder.directory
@@ -281,6 +276,7 @@ class Run:
 
         Plain values and tensors; save it beside the states of the model and the optimizer.
         """
+        self._recorder.upload()
         return {"schema": STATE_SCHEMA, **self._session.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -367,7 +363,7 @@ def _check_unwatched(model: nn.Module) -> None:
         return [
             run
             for run in open_runs
-            if any(id(parameter) in own for parameter in run.model.parameters())
+            if any(id(entry) in own for entry in run._session.training.model.parameters())
         ]
 
     if others():
@@ -416,12 +412,12 @@ def _begin(
     rule_name: str,
     loader: Any,
 ) -> tuple[Cut | None, int]:
-    """Return the cut of the model, None where nothing can be frozen, and `n`; journal how the run
-    begins.
-    """
+    """Return the cut (None where nothing can freeze) and `n`; journal how the run begins."""
     cut, refusal = first_cut(training)
     needs = make_policy(cut).needs if cut else frozenset()
-    if cut and PLASTICITY not in needs:
+    if PLASTICITY in needs:
+        refusal = refuse_plasticity(training.model) or refusal
+    elif cut:
         reason = f"the policy {training.policy_name!r} reads no plasticity"
         choice = ControllerChoice(kind="none", device="", reason=reason)
     interval_steps, interval_reason = choose_interval(

@@ -27,7 +27,6 @@ from egeria.controller import (
 )
 from egeria.errors import ConfigError
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import is_sharded
 from egeria.parallel import ParallelStrategy, choose_parallel
 from egeria.policy import (
     UnfreezeRule,
@@ -76,33 +75,19 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
 
 
 def check_training(
-    model: Any,
-    optimizer: Any,
-    total_steps: Any,
-    settings: Config,
-    parallel: ParallelStrategy | None,
-) -> tuple[nn.Module, list[Optimizer], Config, ParallelStrategy]:
-    """Return the model without its wrapper, all optimizers, the settings, and how several processes
-    train together.
+    model: Any, optimizer: Any, total_steps: Any, parallel: ParallelStrategy | None
+) -> tuple[nn.Module, list[Optimizer], ParallelStrategy]:
+    """Return the model without its wrapper, all optimizers, and how several processes train
+    together.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the "
             "model itself."
         )
-    inner, given = _unwrap(model, INNER_MODELS), model
+    inner = _unwrap(model, INNER_MODELS)
     parallel = parallel or choose_parallel(inner)
     model = parallel.take(inner)
-    if given is not inner and not parallel.is_compiled:
-        parallel.called = given
-    if is_sharded(model):
-        # Plasticity is read in the training pass, the only one that all processes make. The
-        # reference has all of the weights, for which an accelerator may have no room.
-        device = "cpu" if settings.reference.device == "auto" else settings.reference.device
-        plasticity = replace(settings.plasticity, mode="train")
-        settings = replace(
-            settings, plasticity=plasticity, reference=replace(settings.reference, device=device)
-        )
     optimizers = _check_optimizers(model, optimizer, is_refused=parallel.refusal() is not None)
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_whole and total_steps > 0):
@@ -111,7 +96,7 @@ def check_training(
             "0, "
             f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
         )
-    return model, optimizers, settings, parallel
+    return model, optimizers, parallel
 
 
 INNER_MODELS = {"_FabricModule": "_forward_module"}
@@ -233,7 +218,11 @@ def choose_rule(
     maker = find_policy(config.policy.name)
     if isinstance(config.policy.name, str):  # one of the user's own is not made just to be checked
         maker(
-            config, trainable=(True, True), rule=found, total_steps=total_steps, deepest_freeze=None
+            config,
+            trainable=(True,) * 3,  # the fewest of which a plan drawn up freezes one
+            rule=found,
+            total_steps=total_steps,
+            deepest_freeze=None,
         )
     return name, found
 

@@ -11,7 +11,12 @@ from torch.optim import LBFGS
 from egeria.errors import UnsupportedModelError
 from egeria.events import ModulesOrdered
 from egeria.layers.gradients import prompts_refusal
-from egeria.layers.modules import LayerModule, count_trainable, parameters_of
+from egeria.layers.modules import (
+    LayerModule,
+    count_trainable,
+    parameters_of,
+    trains_elsewhere,
+)
 from egeria.layers.order import CallOrder
 from egeria.session.following import HarmfulFreezeError, Training
 
@@ -36,13 +41,13 @@ class Cut:
         """Return the cut into these layer modules.
 
         To freeze one that is called again after active modules, in `returned_to`, saves nothing:
-        the backward pass runs through it. Of one that only has tied weights nothing would freeze
-        where those are kept in training.
+        the backward pass runs through it. Of one that only has weights tied to layers behind it
+        nothing would freeze.
         """
         bounds = (
             i
             for i, m in enumerate(modules)
-            if m.tap in returned_to or training.keeps_in_training(m)
+            if m.tap in returned_to or trains_elsewhere(training.model, m)
         )
         chain, parameters = next(bounds, len(modules) - 1), parameters_of(training.model, modules)
         return cls(
@@ -78,10 +83,10 @@ class Cut:
                 f"{limit.tap} is called again after layers behind it, so freezing it would "
                 "save nothing"
             )
-        elif training.keeps_in_training(limit):
+        elif trains_elsewhere(training.model, limit):
             reason = (
-                "its weights are tied to layers behind it, which train them on; "
-                "freezing.tied='freeze' freezes them"
+                "its weights are tied to layers behind it, which train them on. Untie them to have "
+                "it frozen"
             )
         elif cut.deepest_freeze < len(cut.modules) - 1:
             reason = (

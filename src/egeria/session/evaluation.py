@@ -28,14 +28,12 @@ from egeria.events import (
 )
 from egeria.layers.batch import Batch
 from egeria.layers.modules import LayerModule
-from egeria.layers.shards import gather, outline
-from egeria.layers.taps import TrainingTap, capture, forward_shares
+from egeria.layers.shards import outline
+from egeria.layers.taps import capture, forward_shares
 from egeria.layers.undisturbed import CommunicationError, undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
 from egeria.session.following import Training
-from egeria.session.measuring.accounts import count_memory
 from egeria.session.measuring.timing import Budget, IterationTimer, Stopwatch, count_iterations
-from egeria.session.ranks import Subject
 
 FAILURES_BEFORE_GIVING_UP = 3
 BACKWARD_SHARE = 2 / 3
@@ -50,8 +48,8 @@ class Evaluation:
     model up to date.
 
     `arm` keeps the batch of the coming forward pass, `request` hands it to the controller with the
-    training activation, `judge` gives finished readings to the policy, the same in all processes.
-    Only the first one has a controller.
+    model's activation for it, `judge` gives finished readings to the policy, the same in all
+    processes. Only the first one has a controller.
     """
 
     training: Training
@@ -70,11 +68,10 @@ class Evaluation:
         """Share of the forward pass' operations that each layer module takes; None where they
         cannot be counted."""
         self._num_samples = self.training.config.plasticity.num_samples
-        self._reads_training = self.training.config.plasticity.mode == "train"
-        self._is_profiled = self._is_counted = self._needs_whole_batch = self._has_read = False
-        self._samples, self._most_samples, self._num_failures, self._largest_call = 0, [0, 0], 0, 0
-        self._armed: int | None = None
-        self._tap: TrainingTap | None = None
+        self._is_profiled = self._needs_whole_batch = self._has_read = False
+        self._samples, self._most_samples, self._num_failures = 0, [0, 0], 0
+        self._is_armed = False
+        """Whether the batch is kept for an evaluation."""
         self._evaluations_since_refresh: int | None = None
         """Requested ones: intervals without a loss do not count."""
         self._refreshed_at: int | None = None
@@ -98,31 +95,20 @@ class Evaluation:
         Also without a monitored module: to calibrate the first reference on, or to rehearse a
         freeze on.
         """
-        index, hooks = self.policy.monitored, self.training.hooks
+        index = self.policy.monitored
         is_first = self.policy.stage == BOOTSTRAPPING or self._evaluations_since_refresh is None
         if index is None and not is_first and PLASTICITY in self.policy.needs:
             return
         self.disarm()
-        self._armed, self._samples = index, 0
-        hooks.keep_next(self._keep)
+        self._is_armed, self._samples = index is not None, 0
+        self.training.hooks.keep_next(self._keep)
         if index is None:
             self._take_in(self.controller.poll())
-        elif self._reads_training and hooks.is_compiled:
-            reason = (
-                "the model is compiled, where nothing can be read; readings are made in "
-                "inference mode"
-            )
-            self.recorder.decline("reading the training pass itself", reason)
-        elif self._reads_training:
-            self._tap = TrainingTap(self.training.model, self.modules[index].tap, self._num_samples)
 
     def disarm(self) -> None:
-        """Release the batch and the hook on the training forward."""
+        """Release the batch."""
         self.training.hooks.keep_next(None)
-        self.batch = self._armed = None
-        if self._tap is not None:
-            self._tap.close()
-            self._tap = None
+        self.batch, self._is_armed = None, False
 
     def begin(self, evaluation: int, interval_steps: int) -> int:
         """Make the first reference, or where there are no evaluations for a while foresee their
@@ -140,9 +126,11 @@ class Evaluation:
         """Request the plasticity of a layer module on the batch kept for it; what prevents that is
         journaled.
         """
-        if self._is_stale(evaluation):
+        if self._evaluations_since_refresh is None:  # no reference to read by
             return
         self.profile()
+        if not self._is_armed:  # it is monitored since this very step: nothing was kept for it
+            return
         watch = Stopwatch()
         activation = self._read_activation(evaluation, index)
         if activation is None or self.batch is None:
@@ -169,10 +157,6 @@ class Evaluation:
         if not self.has_given_up:
             self._take_in(self.controller.poll())
             own, self._finished = self._finished, []
-        if self._work_shares is not None:
-            own = [
-                replace(reading, work_share=self._work_shares[reading.module]) for reading in own
-            ]
         shared = own if self.ranks.is_alone else self.ranks.readings(own)
         for reading in own or shared:
             if reading.module != self.policy.monitored:
@@ -189,36 +173,28 @@ class Evaluation:
         """Bring the reference model up to date with the training weights, if that
         is due or forced.
         """
-        config, watch, leads = self.training.config, Stopwatch(), self.ranks.leads
+        config, watch = self.training.config, Stopwatch()
         period = 0 if is_forced else config.reference.refresh_evaluations or self.policy.window
-        is_old = self._is_stale(evaluation) or (self._evaluations_since_refresh or 0) >= period
-        is_due = leads and is_old and not self.has_given_up
-        if self.training.is_sharded:  # all processes gather the parameters together
-            is_due = self.ranks.from_leader(Subject.REFRESH, is_due)
-        if not is_due:
+        since = self._evaluations_since_refresh
+        is_due = since is None or since >= period
+        if not (self.ranks.leads and is_due) or self.has_given_up:
             return
-        model = gather(self.training.model, keeps=leads)
-        own_watch = Stopwatch()
         calibration = None if self.batch is None else self._rows(self.batch)
-        if not leads or not self.controller.refresh(evaluation, model, calibration):
+        if not self.controller.refresh(evaluation, self.training.model, calibration):
             return
-        self._evaluations_since_refresh, self._refreshed_at, self._refresh_cost = (
-            0,
-            evaluation,
-            own_watch.read(),
-        )
+        self._evaluations_since_refresh, self._refreshed_at = 0, evaluation
+        self._refresh_cost = watch.read()
         self._take_in(self.controller.poll())
         if period and self.timer.iteration_s > 0:
-            # A policy may ask for several in a row; what counts is how often they come in the long
-            # run.
+            # After a thaw the window is shorter for a while; what counts is the long run.
             usual = config.reference.refresh_evaluations or config.plasticity.window
-            self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, max(period, usual))
+            self.budget.note_refresh(watch.read()[0] / self.timer.iteration_s, usual)
 
     def fit_interval(self, interval_steps: int, index: int | None) -> int:
         """Return the `n` that keeps evaluations of a layer module within their budget, and journal
         a change.
         """
-        evaluated, changed = None if self._reads_training else self.evaluated, None
+        evaluated, changed = self.evaluated, None
         is_on_cpu = evaluated is not None and evaluated.autocast.device_type == "cpu"
         if index is not None and self._work_shares is not None and is_on_cpu:
             looked_at, samples = self._most_samples
@@ -268,18 +244,6 @@ class Evaluation:
             )
         return self._work_shares
 
-    def count_memory(self, batch: Batch | None, *, is_first: bool) -> None:
-        """Count, once, what an iteration keeps: before the first freeze, with a training batch or
-        its first rows.
-        """
-        whole = self.batch or batch
-        if whole is not None and is_first and not self._is_counted:
-            self._is_counted = True
-            scale = (
-                1.0 if whole is self.batch else max(1.0, self._largest_call / (whole.num_rows or 1))
-            )
-            count_memory(self.training, self.modules, whole, scale)
-
     def close(self, *, keeps_controller: bool = False) -> None:
         """Release everything held, but for a controller that is used on."""
         self.disarm()
@@ -296,7 +260,7 @@ class Evaluation:
             "most_samples": [*self._most_samples, dist.world_size()],
             "num_failures": self._num_failures,
             "work_shares": self._work_shares,
-            "controller": {} if self.training.is_sharded else self.controller.state_dict(),
+            "controller": self.controller.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -308,8 +272,7 @@ class Evaluation:
         self._num_failures = min(int(state["num_failures"]), FAILURES_BEFORE_GIVING_UP - 1)
         self._refreshed_at = state["refreshed_at"]
         self._work_shares = state["work_shares"] or self._work_shares
-        # A sharded model cannot be gathered by one process alone: its reference is rebuilt.
-        can_go_on = not self.training.is_sharded and self.controller.refresh(
+        can_go_on = self.controller.refresh(
             self._refreshed_at or 0, self.training.model, None, state["controller"]
         )
         self._evaluations_since_refresh = state["evaluations_since_refresh"] if can_go_on else None
@@ -317,21 +280,10 @@ class Evaluation:
     def _keep(self, batch: Batch) -> None:
         self.batch = batch
         self._samples += batch.num_rows or 1
-        self._largest_call = max(self._largest_call, batch.num_rows or 1)
 
     def _rows(self, batch: Batch) -> Batch:
-        """Return what the reference reads: all of it where the training activation comes from the
-        whole batch.
-        """
-        whole = self._tap is not None or self._needs_whole_batch
-        return batch.first_rows(None if whole else self._num_samples)
-
-    def _is_stale(self, evaluation: int) -> bool:
-        """Return whether there is no reference, or none as new as the policy wants it just now:
-        nothing to read by.
-        """
-        age = evaluation - (self._refreshed_at or 0)
-        return self._evaluations_since_refresh is None or (self.policy.window == 1 and age > 1)
+        """Return what is read: the first rows, or all where the model does not run on those."""
+        return batch.first_rows(None if self._needs_whole_batch else self._num_samples)
 
     def _note_rows(self, batch: Batch) -> None:
         self.evaluated = self._rows(batch)
@@ -340,12 +292,10 @@ class Evaluation:
         ]
 
     def _read_activation(self, evaluation: int, index: int) -> Tensor | None:
-        """Return the training activation of a layer module [B, ...]; None where there is none,
-        which is journaled.
+        """Return the activation of a layer module [B, ...]; None where there is none, which is
+        journaled.
         """
         module = self.modules[index]
-        if self._armed is None or (self._tap is not None and self._armed != index):
-            return None  # it became the monitored one at this very step: nothing was kept for it
         self._evaluations_since_refresh = (self._evaluations_since_refresh or 0) + 1
         if self.batch is None:
             self._drop(
@@ -362,10 +312,6 @@ class Evaluation:
         return activation
 
     def _capture(self, module: LayerModule, batch: Batch) -> Tensor | None:
-        if self._tap is not None:
-            return self._tap.activation
-        if self.training.is_sharded:
-            return None
         with undisturbed(self.training.model):
             try:
                 return capture(self.training.model, module.tap, self._rows(batch))

@@ -20,7 +20,7 @@ from egeria.journal import Recorder
 from egeria.layers.atoms import names_of_reused
 from egeria.layers.batch import Batch
 from egeria.layers.copies import PlainCopies
-from egeria.layers.modules import LayerModule, parameters_of, parse_modules, trains_elsewhere
+from egeria.layers.modules import LayerModule, parameters_of, parse_modules
 from egeria.layers.order import CallOrder, OrderOfBatch, OrderRecorder
 from egeria.layers.pretrained import is_mostly_trained, settings_of_cut
 from egeria.layers.shards import compiling_callback, is_compiled, is_sharded, run_uncompiled
@@ -76,10 +76,10 @@ class ModelHooks:
         """Put the hook on the model, ahead of those of others."""
         if self._handles:
             return
-        called = self._parallel.called if self._parallel.is_compiled else None
+        given = self._parallel.given if self._parallel.is_compiled else None
         module_name = type(self.model).forward.__module__ or ""  # None where torch.fx made it
         is_of_torch = module_name.startswith("torch.")  # which compiles its hooks too
-        for module in (self.model, called) if called is not None and is_of_torch else (self.model,):
+        for module in (self.model, given) if given is not None and is_of_torch else (self.model,):
             hook = module.register_forward_pre_hook(
                 self._before_forward, prepend=True, with_kwargs=True
             )
@@ -261,12 +261,6 @@ class Training:
     def is_sharded(self) -> bool:
         """Whether each process has a part of the parameters only."""
         return is_sharded(self.model)
-
-    def keeps_in_training(self, module: LayerModule) -> bool:
-        """Return whether a freeze would leave all that trains in a layer module in training, as
-        tied weights.
-        """
-        return self.config.freezing.tied == "keep" and trains_elsewhere(self.model, module)
 
     def plan(self, modules: Sequence[LayerModule]) -> Plan | None:
         """Return the plan that the settings ask for; None where the policy follows none."""

@@ -5,7 +5,7 @@ ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from egeria.policy import (
     Decision,
     EndBootstrapping,
     Freeze,
+    PlanPolicy,
     Policy,
     Thaw,
 )
@@ -216,6 +217,7 @@ class Session:
             cut.announce(self.training, clock.step, self.modules, saved["cut_by"])
             self.parts, self.modules = parts, modules
             parts.restore(saved)
+            self._keep_plan(parts.policy)
             self._is_cut_to_order = clock.step > 0
             self._order = watch_order(self.training, self.modules, again=self._is_cut_to_order)
         self.budget.load_state_dict(budget)
@@ -225,6 +227,12 @@ class Session:
         self.meter.load_state_dict(measured)
         self.steps.load_state_dict(counted)
         self._prepare_step()
+
+    def _keep_plan(self, policy: Policy) -> None:
+        """Show the plan of a resumed policy, which goes on with that of its beginning."""
+        if isinstance(policy, PlanPolicy) and str(policy.plan) != str(self.plan):
+            names = tuple(module.name for module in self.modules)
+            self.plan = replace(policy.plan, modules=names, reason="the run began with it")
 
     @property
     def _may_have_readings(self) -> bool:
@@ -272,9 +280,8 @@ class Session:
         if requests := self.ranks.leads and not evaluation.has_given_up:
             evaluation.request(clock.evaluation, monitored)
         self._take_in_readings()
-        if requests or self.training.is_sharded:
-            evaluation.refresh(clock.evaluation)
         if requests:
+            evaluation.refresh(clock.evaluation)
             clock.interval_steps = evaluation.fit_interval(
                 clock.interval_steps, parts.policy.monitored
             )
@@ -292,7 +299,6 @@ class Session:
             if self.parts is not parts:  # a callback for events has closed the run
                 return
             if freezes:
-                parts.evaluation.count_memory(batch, is_first=not parts.applier.depth)
                 modules = [*parts.applier.waiting, *(freeze.module for freeze in freezes)]
                 parts.applier.freeze(freezes, batch, parts.evaluation.saved_s(modules))
             elif isinstance(decision, Thaw):
@@ -374,7 +380,9 @@ class Session:
             return
         cut = Cut.in_order(self.training, seen)
         if cut != Cut.of(self.training, self.modules):
+            batch = self.parts.evaluation.batch if self.parts and self.plan else None
             self.parts, self.modules = self._maker.make(cut), cut.modules
+            self.parts.evaluation.batch = batch  # by which the plan tells what it skips
             self.plan = self.training.plan(self.modules)
             self.recorder.write(ModulesOrdered(step=self.clock.step, **cut.to_dict()))
 
@@ -403,7 +411,6 @@ class Session:
 
     def _release(self) -> None:
         """Leave the model as it was found, for good."""
-        self.meter.close()
         self.compiling.close()
         self.ranks.part()
         self._release_parts()

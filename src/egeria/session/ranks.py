@@ -26,13 +26,11 @@ class Subject(IntEnum):
     LEAVING = 0
     ATTACHING = 1
     INTERVAL = 2
-    MEASURES = 3
+    RATE = 3
     READINGS = 4
     GATE = 5
     CLOSING = 6
-    REFRESH = 7
-    LANDING = 8
-    MICRO_BATCHES = 9
+    MICRO_BATCHES = 7
 
 
 class OutOfStepError(Exception):
@@ -130,17 +128,6 @@ class Ranks:
     def from_leader(self, subject: Subject, value: Any) -> Any:
         """Return the leader's value in place of one's own."""
         return self.gather(subject, value if self.leads or self.is_alone else None)[0]
-
-    def sums(self, values: Sequence[float | None] | None) -> Any:
-        """Return the sums of what all processes have measured; None where one of
-        them has no value.
-        """
-        rows = self.gather(Subject.MEASURES, values)
-        return (
-            None
-            if None in rows
-            else [None if None in column else sum(column) for column in zip(*rows, strict=True)]
-        )
 
     def mean_loss(self, cut: str, loss: float | None, num_bad: int) -> tuple[float | None, int]:
         """Return the mean training loss of all processes that have one, and how many losses were

@@ -45,8 +45,6 @@ SHARDED = (
     "works with "
     "DistributedDataParallel"
 )
-BASE_SEED = 0
-"""Root of the seeds of fixed augmentation: the same for every run, as the paper's."""
 
 
 class Skipping:
@@ -234,7 +232,7 @@ def _follow(
                 "DistributedSampler and "
                 "egeria.ShardSampler promise; give the loader one of them"
             )
-        return SampleFeed(loader, id_column=id_column, base_seed=BASE_SEED), ""
+        return SampleFeed(loader, id_column=id_column), ""
     except NoSamplesError as error:
         recorder.decline("storing activations", str(error))
         return None, str(error)

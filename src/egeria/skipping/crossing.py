@@ -235,8 +235,7 @@ def find_roots(model: nn.Module, modules: Sequence[LayerModule]) -> dict[str, nn
     require(
         trained is None,
         f"{trained} is in training still, and what the frozen layers give changes with it; if it "
-        "is tied to a "
-        f'layer behind them, set freezing.tied = "freeze"',
+        "is tied to a layer behind them, untie it, or set its requires_grad to False",
     )
     for name, hook in _hooks(model, roots.values()):
         raise UncacheableError(

@@ -1,8 +1,8 @@
 """Encoding rows as the bytes of a store, and decoding them.
 
 The bytes of a row are those of its values up to its true length, packed, leaf after leaf. bfloat16
-and bool, which numpy does not know or stores otherwise, are handled as bytes, so that a natively
-kept row is the same to the last bit.
+and bool, which numpy does not know or stores otherwise, are handled as bytes, so that a row
+comes back the same to the last bit.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from torch import Tensor
 
 from egeria.cache.store.rows import Integers, Mask, RowLayout, StoreError
 
-SCALE_BYTES = 4
 ALIGNMENT = 64
-LARGEST_INT8 = 127
-HALF_EXPONENT = 0x7C00
-"""Bits of a float16 that are all set where it is no finite number."""
-ITEM_BYTES = {"native": 0, "fp16": 2, "int8": 1}
 
 Bytes = NDArray[np.uint8]
 Finish = Callable[[Mask], None]
@@ -74,19 +69,15 @@ class RowCodec:
 
     def encode(
         self, rows: Sequence[Tensor], lengths: Integers, chosen: Integers
-    ) -> tuple[Integers, list[tuple[memoryview, ...]]]:
-        """Return which of the chosen rows of a batch can be stored [n], and for each the bytes of
-        its leaves.
+    ) -> list[tuple[memoryview, ...]]:
+        """Return for each of the chosen rows [n] of a batch the bytes of its leaves.
 
-        They share memory with the rows where those are kept as they are. Raises `StoreError` if the
+        They share memory with the rows where those are in one piece. Raises `StoreError` if the
         tensors [b, ...] are not for these rows.
         """
         pairs = zip(self._leaves, rows, strict=True)
         encoded = [leaf.encode(_take(tensor, chosen), lengths[chosen]) for leaf, tensor in pairs]
-        storable = np.flatnonzero(np.logical_and.reduce([mask for _, mask in encoded]))
-        return chosen[storable], [
-            tuple(blocks[index] for blocks, _ in encoded) for index in storable
-        ]
+        return list(zip(*encoded, strict=True))
 
     def decode_into(
         self, out: Sequence[Tensor], lengths: Integers
@@ -104,43 +95,31 @@ class RowCodec:
 
 
 class _LeafCodec:
-    """Encodes and decodes one leaf; kept natively where nothing would shrink.
-
-    'fp16' rounds (relative error up to 5e-4); 'int8' rounds to 1/127 of the largest value for each
-    sample and index of the row's first dimension, which is a channel of a feature map or a token of
-    a sequence. Both refuse rows with values that they cannot hold (infinite, NaN, or over 65504 in
-    fp16).
-    """
+    """Encodes and decodes one leaf."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout, self.axis = layout, layout.length_axis
         self.longest = 0 if self.axis is None else layout.shape[self.axis]
-        is_larger = (
-            layout.dtype.is_floating_point and layout.dtype.itemsize > ITEM_BYTES[layout.storage]
-        )
-        self.storage = layout.storage if is_larger and 0 not in layout.shape else "native"
         self.slot_bytes = self._size(self.longest)
-        self._is_verbatim = self.storage == "native" and self.axis in (None, 0)
+        self._is_verbatim = self.axis in (None, 0)
         """A row's bytes are its own memory, from the front on."""
 
     def sizes(self, lengths: Integers) -> Integers:
         """Return the sizes of rows of these lengths [b]; they grow linearly."""
         return self._size(0) + lengths.astype(np.int64) * (self._size(1) - self._size(0))
 
-    def encode(self, rows: Tensor, lengths: Integers) -> tuple[list[memoryview], Mask]:
-        """Return the bytes [b] of rows [b, ...] up to their lengths [b], and which rows can be
-        stored.
-        """
+    def encode(self, rows: Tensor, lengths: Integers) -> list[memoryview]:
+        """Return the bytes [b] of rows [b, ...] up to their lengths [b]."""
         self._check(rows, lengths)
-        rows, storable = rows.detach().cpu(), np.ones(len(rows), dtype=bool)
+        rows = rows.detach().cpu()
         if self._is_verbatim:
-            return _blocks(_as_bytes(rows.contiguous()), self.sizes(lengths)), storable
+            return _blocks(_as_bytes(rows.contiguous()), self.sizes(lengths))
         found: list[memoryview] = [memoryview(b"")] * len(rows)
         for length, members in self._by_length(lengths):
-            packed, storable[members] = self._pack(self._cut(_take(rows, members), length))
+            packed = self._cut(_take(rows, members), length).contiguous()
             for index, block in zip(members, _as_bytes(packed), strict=True):
                 found[index] = block.data
-        return found, storable
+        return found
 
     def decode_into(self, out: Tensor, lengths: Integers) -> tuple[list[memoryview], Finish]:
         self._check(out, lengths)
@@ -152,10 +131,7 @@ class _LeafCodec:
         return _blocks(memory, sizes), partial(self._unpack, torch.from_numpy(memory), lengths, out)
 
     def _size(self, length: int) -> int:
-        shape = self.layout.shape_at(length)
-        if self.storage == "int8":
-            return math.prod(shape) + _num_scales(shape) * SCALE_BYTES
-        return math.prod(shape) * (ITEM_BYTES[self.storage] or self.layout.dtype.itemsize)
+        return math.prod(self.layout.shape_at(length)) * self.layout.dtype.itemsize
 
     def _check(self, rows: Tensor, lengths: Integers) -> None:
         """Raise `StoreError` unless the tensor [b, ...] is of this leaf and has room for rows of
@@ -174,29 +150,6 @@ class _LeafCodec:
                 f"Rows of length {longest} need as much room along axis {self.axis}, found {room}."
             )
 
-    def _pack(self, rows: Tensor) -> tuple[Tensor, Mask | bool]:
-        """Return the bytes [n, size] of rows of one length, and which of them the
-        storage can hold.
-        """
-        flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
-        if self.storage == "native":
-            return flat.contiguous().view(torch.uint8), True
-        if self.storage == "fp16":
-            halves = flat.to(torch.float16).contiguous()
-            largest = (halves.view(torch.int16).numpy() & HALF_EXPONENT).max(axis=1, initial=0)
-            return halves.view(torch.uint8), largest < HALF_EXPONENT
-        values = flat.float().view(len(rows), _num_scales(tuple(rows.shape[1:])), -1)
-        scales = values.abs().amax(dim=2) / LARGEST_INT8
-        small = (
-            (values / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(2))
-            .round_()
-            .to(torch.int8)
-        )
-        packed = torch.cat(
-            [scales.contiguous().view(torch.uint8), small.flatten(1).view(torch.uint8)], dim=1
-        )
-        return packed, np.asarray(scales.isfinite().all(dim=1))
-
     def _unpack(self, memory: Tensor, lengths: Integers, out: Tensor, good: Mask) -> None:
         """Put the rows whose bytes lie in `memory` [b, stride] into `out` [b, ...], zeros behind
         their lengths [b].
@@ -204,30 +157,15 @@ class _LeafCodec:
         chosen = np.flatnonzero(good)
         for length, members in self._by_length(lengths[chosen]):
             rows = chosen[members]
-            decoded = self._values(_take(memory, rows)[:, : self._size(length)], length)
+            packed = _take(memory, rows)[:, : self._size(length)].view(self.layout.dtype)
+            decoded = packed.view(len(rows), *self.layout.shape_at(length))
             if len(rows) == len(out) and self.axis is None:
                 out.copy_(decoded)
                 continue
             index = torch.from_numpy(rows).to(out.device)
             if self.axis is not None:
                 out.index_fill_(0, index, 0)
-            self._cut(out, length).index_copy_(0, index, decoded.to(out.device, out.dtype))
-
-    def _values(self, packed: Tensor, length: int) -> Tensor:
-        """Return rows [n, ...] of one length from their bytes [n, size], in the type nearest to how
-        they are kept.
-        """
-        shape = (len(packed), *self.layout.shape_at(length))
-        if self.storage != "int8":
-            return packed.view(torch.float16 if self.storage == "fp16" else self.layout.dtype).view(
-                shape
-            )
-        num_scales = _num_scales(shape[1:])
-        scales = packed[:, : num_scales * SCALE_BYTES].view(torch.float32)
-        values = (
-            packed[:, num_scales * SCALE_BYTES :].view(torch.int8).view(len(packed), num_scales, -1)
-        )
-        return torch.mul(values, scales.unsqueeze(2)).view(shape)
+            self._cut(out, length).index_copy_(0, index, decoded.to(out.device))
 
     def _cut(self, rows: Tensor, length: int) -> Tensor:
         """Return a view of rows [b, ...] up to a length."""
@@ -237,13 +175,6 @@ class _LeafCodec:
         """Yield every length and the rows that have it; one group where lengths do not matter."""
         for length in np.unique(lengths) if self.axis is not None else (0,):
             yield int(length), np.flatnonzero((lengths == length) | (self.axis is None))
-
-
-def _num_scales(shape: tuple[int, ...]) -> int:
-    """Return how many scales a row has: one for each index of the first dimension, one alone for a
-    vector.
-    """
-    return shape[0] if len(shape) > 1 else 1
 
 
 def _as_bytes(rows: Tensor) -> Bytes:

@@ -11,7 +11,6 @@ would be left behind by a killed process.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -190,7 +189,7 @@ def _unlock(lock: int) -> None:
         os.close(lock)
 
 
-def runs_in(root: Path) -> list[Path]:
+def _runs_in(root: Path) -> list[Path]:
     """Return the directories of runs in a cache directory; a link could lead to anything. Raises
     `OSError`.
     """
@@ -199,36 +198,15 @@ def runs_in(root: Path) -> list[Path]:
     )
 
 
-def stores_of(run: Path) -> list[Path]:
-    """Return the files of the stores of a run. Raises `OSError`."""
-    found = (path for path in run.iterdir() if STORE_NAME.fullmatch(path.name))
-    return sorted(path for path in found if path.is_file() and not path.is_symlink())
-
-
-def is_live(run: Path) -> bool:
-    """Return whether a process of the run may still live; where that cannot be
-    found out, it may.
-    """
-    try:
-        lock = lock_run(run, alone=True)
-    except OSError:
-        return True
-    if lock is not None:
-        _unlock(lock)
-    return lock is None and run.is_dir()
-
-
-def sweep(root: Path) -> tuple[int, int]:
-    """Remove the runs that have no process any more; return how many they were and their bytes.
-    Raises `OSError`.
-    """
-    num_runs = num_bytes = 0
-    for path in runs_in(root):
+def sweep(root: Path) -> int:
+    """Remove the runs that have no process any more; return how many. Raises `OSError`."""
+    num_runs = 0
+    for path in _runs_in(root):
         with contextlib.suppress(OSError):  # somebody else's, or already gone
             if (lock := lock_run(path, alone=True)) is not None:
-                num_runs, num_bytes = num_runs + 1, num_bytes + size_bytes(path)
+                num_runs += 1
                 _remove_run(path, lock)
-    return num_runs, num_bytes
+    return num_runs
 
 
 def size_bytes(path: Path) -> int:
@@ -256,15 +234,6 @@ def _begin(root: Path) -> tuple[Path, int]:
         path.mkdir(mode=0o700)
         lock = lock_run(path, alone=False)
         if lock is not None:
-            try:
-                note = {
-                    "pid": os.getpid(),
-                    "created": round(time.time(), 3),
-                }  # for people; nothing is decided by it
-                os.pwrite(lock, json.dumps(note).encode(), 0)
-            except BaseException:  # such as a full disk
-                _remove_run(path, lock)
-                raise
             return path, lock
         time.sleep(POLL_S)
     raise OSError("no run could be begun: another process keeps removing it")

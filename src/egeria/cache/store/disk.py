@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from egeria.cache.store import file
@@ -44,8 +43,6 @@ from egeria.cache.store.rows import (
 )
 
 CLOSE_TIMEOUT_S = 10.0
-VERIFIED_ROWS = 256
-"""Rows that `verify` reads at a time."""
 
 
 @dataclass(eq=False)
@@ -69,10 +66,6 @@ class DiskStore:
     _: KW_ONLY
     boundary: str
     """Name of the last frozen layer module."""
-    num_views: int
-    """Augmentation variants of a sample, side by side."""
-    is_viewed: bool
-    """Whether augmentation is fixed: what is stored for other inputs is of no use."""
     front: int
     """Checksum of the weights and statistics of the frozen layers."""
     ignores_padding: bool
@@ -122,30 +115,29 @@ class DiskStore:
         return made
 
     @classmethod
-    def join(cls, path: Path, *, read_only: bool = False) -> DiskStore:
-        """Open the store of another process of this host, which learns of it unless this one only
-        reads.
+    def join(cls, path: Path) -> DiskStore:
+        """Open the store of another process of this host, which learns of it.
 
         Raises `StoreError` if there is none, or it is damaged.
         """
         with as_store_error(f"The store {path} cannot be joined"):
-            descriptor, description = file.open_file(path, read_only=read_only)
+            descriptor, description = file.open_file(path)
             found = cls(path, descriptor, **description)
             size_bytes = os.fstat(descriptor).st_size
             if size_bytes != found.size_bytes:
                 raise OSError(
                     errno.EIO, f"{path.name} must have {found.size_bytes} bytes, found {size_bytes}"
                 )
-            if not read_only:
-                fully(os.pwritev, descriptor, [memoryview(struct.pack("<I", 1))], SHARED_OFFSET)
-            found._is_shared = not read_only
+            fully(os.pwritev, descriptor, [memoryview(struct.pack("<I", 1))], SHARED_OFFSET)
+            found._is_shared = True
             found._refresh(np.arange(found.capacity))
         return found
 
     @property
     def num_stored(self) -> int:
         """Rows that are there, as far as this process knows."""
-        return len(self._stored())
+        with self._entries_lock:
+            return int(np.count_nonzero(self._entries["checksum"]))
 
     def lookup(self, positions: Any) -> Rows:
         """Return what is known of the positions [b]; from memory alone. Those outside the store
@@ -242,7 +234,8 @@ class DiskStore:
             )
             sizes = np.broadcast_to(given, places.shape)
             fits = (places >= 0) & (places < self.capacity) & self._codec.fits(sizes, rows)
-            chosen, blocks = self._codec.encode(rows, sizes, _last_of_each(places, fits))
+            chosen = _last_of_each(places, fits)
+            blocks = self._codec.encode(rows, sizes, chosen)
             order = np.argsort(places[chosen])
             chosen = chosen[order]
             entries = np.zeros(len(chosen), dtype=ENTRY)
@@ -250,28 +243,6 @@ class DiskStore:
             with self._write_lock:
                 self._put(places[chosen], entries, [blocks[index] for index in order])
             return len(chosen)
-
-    def verify(self) -> tuple[int, int]:
-        """Read every stored row and return how many there are and how many are damaged; nothing is
-        changed.
-
-        Raises `StoreError` if the disk cannot be read, or the store is closed.
-        """
-        num_damaged = 0
-        with self._using("read"):
-            stored = self._stored()
-            for begin in range(0, len(stored), VERIFIED_ROWS):
-                places = stored[begin : begin + VERIFIED_ROWS]
-                entries = self._look(places)
-                out = [
-                    torch.empty(len(places), *layout.shape, dtype=layout.dtype)
-                    for layout in self.layouts
-                ]
-                good = self._fetch(places, entries, self._codec.fits(entries["length"], out), out)
-                self._refresh(places[~good])  # one that was rewritten meanwhile is not damaged
-                again = self._look(places[~good])
-                num_damaged += int((again["checksum"] == entries["checksum"][~good]).sum())
-        return len(stored), num_damaged
 
     def drop_pages(self) -> None:
         """Have the next read come from the disk itself, to see how fast that is. Raises
@@ -358,10 +329,6 @@ class DiskStore:
         with self._entries_lock:
             found[inside] = self._entries[positions[inside]]
         return found
-
-    def _stored(self) -> Integers:
-        with self._entries_lock:
-            return np.flatnonzero(self._entries["checksum"])
 
     def _refresh(self, positions: Integers) -> None:
         """Take in what other processes wrote; an entry that is not in the file any more says that

@@ -39,13 +39,7 @@ PREFIX = struct.Struct("<8sII")
 """Magic, whether a second process opened the file, and the size of the description that follows as
 JSON."""
 SHARED_OFFSET = len(MAGIC)
-DESCRIPTION = {
-    "boundary": "",
-    "num_views": 1,
-    "is_viewed": False,
-    "front": 0,
-    "ignores_padding": False,
-}
+DESCRIPTION = {"boundary": "", "front": 0, "ignores_padding": False}
 """What is told of a store besides its layouts and capacity, where nothing else is said."""
 DECIDED = {True: ".opened", False: ".refused"}
 """Endings of the files by which the process that decides on a store informs the others of its
@@ -78,8 +72,7 @@ def create_file(
     if path.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     entries = [
-        (one.shape, str(one.dtype).removeprefix("torch."), one.storage, one.length_axis)
-        for one in layouts
+        (one.shape, str(one.dtype).removeprefix("torch."), one.length_axis) for one in layouts
     ]
     text = json.dumps({**description, "capacity": capacity, "layouts": entries}).encode()
     if PREFIX.size + len(text) > HEADER_BYTES:
@@ -98,11 +91,11 @@ def create_file(
     return descriptor
 
 
-def open_file(path: Path, *, read_only: bool) -> tuple[int, dict[str, Any]]:
+def open_file(path: Path) -> tuple[int, dict[str, Any]]:
     """Open the file of a store; return it and the arguments that describe the store. Raises
     `OSError` if it is none.
     """
-    descriptor = os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | _SAFELY)
+    descriptor = os.open(path, os.O_RDWR | _SAFELY)
     try:
         return descriptor, _read_header(descriptor)
     except BaseException:
@@ -212,13 +205,11 @@ def _read_header(descriptor: int) -> dict[str, Any]:
         ) from error
 
 
-def _layout(shape: Sequence[int], name: str, storage: str, length_axis: int | None) -> RowLayout:
+def _layout(shape: Sequence[int], name: str, length_axis: int | None) -> RowLayout:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no type of tensors")
-    return RowLayout(
-        shape=tuple(map(int, shape)), dtype=dtype, storage=storage, length_axis=length_axis
-    )
+    return RowLayout(shape=tuple(map(int, shape)), dtype=dtype, length_axis=length_axis)
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from egeria.errors import EgeriaError
 
-STORAGES = ("native", "fp16", "int8")
-
 Mask = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -38,7 +36,7 @@ def as_store_error(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLayout:
-    """One leaf of a row: what crosses the boundary for one sample, and how it is kept.
+    """One leaf of a row: what crosses the boundary for one sample.
 
     Rows are kept in the order of their dimensions. For a tensor in another order of memory
     (channels_last) give the shape in that order, and permuted views to `read` and `write`.
@@ -49,20 +47,11 @@ class RowLayout:
     stored."""
     dtype: torch.dtype
     """Of the rows that come in and go out."""
-    storage: str = "native"
-    """'native' keeps every bit, 'fp16' half of float32, 'int8' a byte a value and a scale for each
-    index of the first dimension. Values that are no floating-point numbers, or that would not
-    shrink, are always kept natively."""
     length_axis: int | None = None
     """Axis of the row that follows the length of the sample; what lies beyond the length is not
     stored."""
 
     def __post_init__(self) -> None:
-        if self.storage not in STORAGES:
-            raise StoreError(
-                f"The storage of a row must be one of {', '.join(STORAGES)}, found "
-                f"{self.storage!r}."
-            )
         if self.length_axis is not None and not 0 <= self.length_axis < len(self.shape):
             raise StoreError(
                 f"The length axis must be one of a row {self.shape}, found {self.length_axis}."

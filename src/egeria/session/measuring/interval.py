@@ -17,7 +17,6 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.report.wording import plural
 from egeria.session.following import Training
-from egeria.session.measuring.accounts import Accounts
 from egeria.session.measuring.timing import IntervalClock, IterationTimer
 from egeria.session.ranks import Subject, fingerprint
 
@@ -33,19 +32,15 @@ class IntervalMeter:
 
     def __post_init__(self) -> None:
         self.ranks, self.recorder = self.training.ranks, self.training.recorder
-        self.accounts = Accounts(self.training)
         self._losses: list[float | Tensor] = []
         """One for each step, on its device: that is asked once, when the interval ends."""
         self._held: list[float | Tensor] = []
         """Of the micro-batches of a step that is still to come."""
 
-    def add(self, loss: float | Tensor) -> float | Tensor:
-        """Take in the loss of one step, as `read` returned it; return the mean of it and of those
-        held for it.
-        """
+    def add(self, loss: float | Tensor) -> None:
+        """Take in the loss of one step, as `read` returned it, with those held for it."""
         losses, self._held = [*self._held, loss], []
         self._losses.append(_mean(losses))
-        return self._losses[-1]
 
     def hold(self, loss: float | Tensor) -> None:
         """Keep the loss of a micro-batch, as `read` returned it, for the step it is part of."""
@@ -98,7 +93,7 @@ class IntervalMeter:
         if not self.ranks.is_alone:
             cut = fingerprint(" ".join(module.name for module in modules))
             loss, num_bad = self.ranks.mean_loss(cut, loss, num_bad)
-            rate = self.ranks.from_leader(Subject.MEASURES, rate)
+            rate = self.ranks.from_leader(Subject.RATE, rate)
         event = IntervalMeasured(
             step=clock.step,
             evaluation=clock.evaluation,
@@ -109,7 +104,6 @@ class IntervalMeter:
             frozen=num_frozen,
             iteration_wall_s=wall_s,
             iteration_cpu_s=cpu_s,
-            **self.accounts.take(),
             **self.timer.spent(),
         )
         self.recorder.write(event)
@@ -126,10 +120,6 @@ class IntervalMeter:
         self._losses = []
         self.timer.end_interval()
 
-    def close(self) -> None:
-        """Measure nothing more."""
-        self.accounts.close()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what the interval under way has gathered."""
         return {
@@ -142,7 +132,6 @@ class IntervalMeter:
         """Restore a saved state."""
         self.timer.iteration_s = float(state["iteration_s"])
         self._losses, self._held = list(state["losses"]), list(state["held_losses"])
-        self.accounts.begin_anew()
 
 
 def to_floats(losses: Sequence[float | Tensor]) -> list[float]:

@@ -1,0 +1,124 @@
+"""Replaying the paper's policy: what recorded intervals and readings lead to now, against what was decided then."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.paper_rule import SETTINGS, PaperRule
+from benchmarks.proving.comparing import archive
+from benchmarks.proving.errors import RefusedError
+from benchmarks.proving.journal import FILE_NAME, Event, Journal, read_journal
+
+POLICY = "egeria"
+ENDINGS = ("freezing", "freezing and thawing any further")
+"""What a run declined that decides nothing any more."""
+Decision = tuple[int, str]
+"""The step, and what was decided, as `PaperRule` says it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What a run decided, and what the same evidence decides now."""
+
+    recorded: list[Decision]
+    replayed: list[Decision]
+
+    @property
+    def difference(self) -> tuple[Decision | None, Decision | None] | None:
+        """The first decisions, recorded and replayed, that are not the same; None where all are."""
+        pairs = itertools.zip_longest(self.recorded, self.replayed)
+        return next((pair for pair in pairs if pair[0] != pair[1]), None)
+
+
+def run_replay(options: argparse.Namespace, console: Console) -> int:
+    """Replay the runs of the paper's policy below some directories; 1 where one would decide otherwise now."""
+    num_differing = num_replayed = num_others = 0
+    for given in options.directory:
+        for name, journal in _journals(given):
+            if not is_of_policy(journal):
+                num_others += 1
+                continue
+            found = replay(journal)
+            num_replayed += 1
+            num_differing += found.difference is not None
+            console.print(f"{name}: {describe(found)}", highlight=False, soft_wrap=True, markup=False)
+    if not num_replayed:
+        raise RefusedError(
+            f"A replay needs runs of the policy {POLICY!r}, and there is none among {num_others} runs. Give the "
+            f"directory of one, a folder of results, or a record."
+        )
+    console.print(
+        f"{num_replayed - num_differing} of {num_replayed} runs decide alike; of other policies: {num_others}"
+    )
+    return 1 if num_differing else 0
+
+
+def replay(journal: Journal) -> Replay:
+    """Feed the losses, learning rates and readings of a journal to a fresh policy."""
+    started, cut = journal.of("run_started")[0], journal.cut
+    settings = {name: _setting(started, name) for name in SETTINGS}
+    rule = PaperRule(
+        settings,
+        trainable=cut["trainable"],
+        rule=started["rule"],
+        total_steps=started["total_steps"],
+        deepest_freeze=cut["deepest_freeze"],
+    )
+    recorded: list[Decision] = []
+    replayed: list[Decision] = []
+    for event in journal.events:
+        step = event["step"]
+        if event["event"] == "declined" and step > 0 and event["what"] in ENDINGS:
+            # What the policy decided at this step, and the journal does not have, was refused.
+            return Replay(recorded=recorded, replayed=[own for own in replayed if own[0] < step or own in recorded])
+        if event["event"] == "interval":
+            loss = None if event["loss"] is None else float(event["loss"])
+            decided = rule.end_interval(step, event["evaluation"], loss, float(event["learning_rate"]))
+        elif event["event"] == "plasticity" and event["module"] == rule.monitored:
+            decided = rule.read(step, event["evaluation"], event["module"], float(event["value"]))
+        else:
+            recorded += ((step, text) for text in _recorded(event))
+            continue
+        replayed += ((step, text) for text in decided)
+    return Replay(recorded=recorded, replayed=replayed)
+
+
+def describe(found: Replay) -> str:
+    """Say whether both decided alike, and where they first do not."""
+    if found.difference is None:
+        return f"equal, {len(found.recorded)} decisions"
+    told = [f"{pair[1]} at step {pair[0]}" if pair else "nothing more" for pair in found.difference]
+    return f"first difference: recorded is {told[0]}, replayed {told[1]}"
+
+
+def is_of_policy(journal: Journal) -> bool:
+    """Tell whether a run was under the paper's policy, from its beginning."""
+    started = journal.of("run_started")
+    return bool(started) and _setting(started[0], "policy.name") == POLICY
+
+
+def _journals(given: Path) -> Iterator[tuple[str, Journal]]:
+    """Yield the runs below a directory, or in an archive, with what they are called."""
+    with archive.opened(given) as folder:
+        for path in sorted(folder.rglob(FILE_NAME)):
+            yield str(path.parent.relative_to(folder)), read_journal(path.parent)
+
+
+def _recorded(event: Event) -> Iterator[str]:
+    """Yield what an event says was decided just then."""
+    if event["event"] in ("frozen", "freeze_waits") and event.get("decided_at") is None:
+        yield f"freeze {event['module']}"
+    elif event["event"] in ("stage", "thawed"):
+        yield {"stage": "knowledge-guided", "thawed": "thaw"}[event["event"]]
+
+
+def _setting(started: Event, name: str) -> object:
+    """Return a setting of a run by `group.key`; None where the journal lacks it."""
+    group, _, key = name.partition(".")
+    return started["config"].get(group, {}).get(key)

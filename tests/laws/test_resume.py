@@ -1,0 +1,49 @@
+"""Law 5: a run that is stopped and resumed is one that was never stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from laws.models import each_model
+from laws.support import Training, decisions, differences, how
+
+STOPS = {"plan": (0, 5, 10), "paper": (15, 27, 33)}
+"""At the beginning, while much is frozen, thawed; amid the first slopes, while frozen, thawed with a smaller window."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """For each model and kind, made once: a training without a stop, what was decided, and checkpoints of its equal."""
+    made = {}
+
+    def make(name, kind):
+        if (name, kind) not in made:
+            directory = tmp_path_factory.mktemp("whole")
+            training = Training(name, directory=directory, **how(kind)).train()
+            training.close()
+            made[name, kind] = training.everything(), training.fronts, decisions(directory), stopped(name, kind)
+        return made[name, kind]
+
+    def stopped(name, kind):
+        first, checkpoints = Training(name, directory=tmp_path_factory.mktemp("first"), **how(kind)), {}
+        for stop in STOPS[kind]:
+            checkpoints[stop] = first.train(stop - len(first.losses)).save()
+        first.close()
+        return checkpoints
+
+    return make
+
+
+@each_model
+@pytest.mark.parametrize(("kind", "stop"), [(kind, stop) for kind, stops in STOPS.items() for stop in stops])
+def test_law_5_stopped_and_resumed_is_uninterrupted(name, kind, stop, whole, tmp_path):
+    end, fronts, decided, checkpoints = whole(name, kind)
+    resumed = Training(name, seed=9, directory=tmp_path, **how(kind))
+    resumed.load(checkpoints[stop])
+    resumed.train()
+    assert differences(end, resumed.everything()) == []
+    assert resumed.fronts == fronts[stop:]
+    assert decisions(tmp_path) == [move for move in decided if move[0] > stop]
+    resumed.close()
+    if not resumed.spec.is_refused:
+        assert max(depth for _, depth in decided) > 0 and decided[-1][0] > stop, "nothing was decided"

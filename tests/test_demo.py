@@ -1,0 +1,78 @@
+"""`examples/demo.py`: a fine-tuning without egeria and with it, side by side."""
+
+import sys
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import demo
+import egeria
+from egeria import events
+
+
+def run_demo(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, arguments)])
+    demo.main()
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    """Made-up digits in place of scikit-learn's: the demo runs in seconds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(count):
+        images = torch.randn(count, 1, 16, 16, generator=generator)
+        return TensorDataset(images, torch.randint(0, 5, (count,), generator=generator))
+
+    given = [(some(128), some(32)) for _ in range(2)]
+    monkeypatch.setattr(demo, "load_digits", lambda: given)
+    monkeypatch.setattr(demo.pretrain, "__kwdefaults__", {"epochs": 1})
+
+
+def test_the_demo_compares_plain_training_with_egeria(few_digits, monkeypatch, capsys, tmp_path):
+    stale = tmp_path / "out" / "seed0" / "journal.jsonl"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("of an earlier demo\n", encoding="utf-8")
+    run_demo(monkeypatch, "--seeds", 1, "--epochs", 4, "--directory", tmp_path / "out")
+    output = capsys.readouterr().out
+    runs = [line.split() for line in output.splitlines() if line.startswith("  seed 0")]
+    assert [line[2] for line in runs] == ["plain", "egeria"] and all("CPU" in line for line in runs)
+    assert "frozen at epoch: " in output and "% of the CPU time saved" in output
+    assert str(tmp_path / "out" / "seed0" / "report.html") in output
+    journal = egeria.read_journal(tmp_path / "out" / "seed0")
+    assert journal.num_damaged == 0
+    assert [event.step for event in journal.of(events.MetricLogged)] == [2, 4, 6, 8]
+    assert (tmp_path / "out" / "seed0" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("arguments", [("--seeds", 0), ("--epochs", 3), ("--epochs", 0)])
+def test_a_demo_that_shows_nothing_is_refused(arguments, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_demo(monkeypatch, *arguments)
+    assert end.value.code == 2 and "at least 1 seed and 4 epochs" in capsys.readouterr().err
+
+
+def test_the_demo_without_scikit_learn_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(SystemExit, match=r"pip install 'egeria\[demo\]'"):
+        run_demo(monkeypatch, "--seeds", 1)
+
+
+def test_the_digits_are_split_the_same_way_each_time():
+    pytest.importorskip("sklearn")
+    first, again = demo.load_digits(), demo.load_digits()
+    assert [(len(train), len(test)) for train, test in first] == [(676, 225), (672, 224)]
+    for (train, _), (other, _) in zip(first, again, strict=True):
+        images, labels = train.tensors
+        assert images.shape[1:] == (1, 16, 16)
+        assert set(labels.tolist()) == set(range(5))
+        assert all(torch.equal(a, b) for a, b in zip(train.tensors, other.tensors, strict=True))
+
+
+def test_the_network_of_the_demo_is_recognised_as_pretrained(tmp_path):
+    data = TensorDataset(torch.randn(128, 1, 16, 16), torch.randint(0, 5, (128,)))
+    model = demo.pretrain((data, data), epochs=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with egeria.attach(model, optimizer, total_steps=100, directory=tmp_path) as run:
+        assert run.plan.freezes and len(run.modules) >= 5

@@ -1,0 +1,252 @@
+"""Plans of how many front layer modules are frozen when: their text, what is drawn up, and a run that follows one."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria import Config, ConfigError, StateError, read_journal
+from egeria.config.plan_text import read_plan
+from egeria.events import FaultCaught, ModuleFrozen, PlanMade, Thawed
+from egeria.policy import Freeze, Interval, Plan, Thaw, draw_up, find_policy, find_rule
+from egeria.policy.plan import even_moves
+
+MODULES = tuple("abcd")
+TOTAL = 40
+
+
+def plan(text, total_steps=100, modules=MODULES):
+    return Plan.parse(text, modules, total_steps)
+
+
+def depths(text, steps, **given):
+    return [plan(text, **given).depth_at(step) for step in steps]
+
+
+TEXTS = {
+    "": [],
+    " .5:1\n0.75:0  ": [(0.5, 1, False), (0.75, 0, False)],
+    "0:2 step 500:12": [(0.0, 2, False), (500.0, 12, True)],
+}
+
+
+def test_a_text_is_read_and_written_again():
+    for text, moves in TEXTS.items():
+        assert [tuple(move) for move in read_plan(text)] == moves
+        again = " ".join(map(str, read_plan(text)))
+        assert read_plan(again) == read_plan(text)
+        assert Config.from_dict({"policy": {"plan": text}}).policy.plan == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (3, "share of the steps"),
+        ("0.5:one", "'0.5:one' is no share"),
+        ("0.5:-1", "'0.5:-1' is no share"),
+        ("0.5:1.5", "'0.5:1.5' is no share"),
+        ("0.5:1,0.6:2", "'0.5:1,' is no share"),
+        ("0.5 : 1", "'0.5 : 1' is no share"),
+        ("1.0:1", "shares of the steps below 1 and not 1"),
+        ("0.6:1 0.5:2", "shares of the steps that rise from entry to entry"),
+        ("step 9:1 step 8:2", "steps that rise from entry to entry"),
+    ],
+)
+def test_another_text_is_refused_with_what_was_found_and_the_next_step(text, said):
+    with pytest.raises(ConfigError) as caught:
+        Config.from_dict({"policy": {"plan": text}})
+    message = str(caught.value)
+    assert message.startswith("policy.plan must be text such as") and said in message
+    assert f"found {text!r}" in message and "Correct it" in message
+
+
+def test_shares_need_the_length_of_the_training_and_all_are_in_the_order_of_time():
+    with pytest.raises(ConfigError, match=r"'0\.5:1' has shares.*found total_steps=None.*Pass total_steps="):
+        plan("0.5:1", total_steps=None)
+    assert depths("step 20:1 step 30:2", [19, 20, 29, 30, 9999], total_steps=None) == [0, 1, 1, 2, 2]
+    assert depths("step 20:1 0.5:2", [19, 20, 49, 50]) == [0, 1, 1, 2]
+    for text in ("step 60:1 0.5:2", "0.5:1 step 50:2"):
+        with pytest.raises(ConfigError, match=rf"order of time.*found '{text}' for 100 steps\. Sort"):
+            plan(text)
+
+
+def test_more_than_there_are_means_all_but_the_last_and_fewer_thaw():
+    assert depths("0.1:9 0.5:1 0.7:0", [0, 10, 50, 70, 100]) == [0, 3, 1, 0, 0]
+    assert plan("0.1:9").freezes and not plan("0.1:0").freezes and not plan("").freezes
+    assert not plan("0.1:9", modules=("only",)).freezes
+
+
+def test_the_share_that_it_skips_is_that_of_the_backward_passes():
+    shares = (0.1, 0.2, 0.2, 0.1)
+    assert plan("0.5:1 0.75:3").skipped_share(shares) == pytest.approx(0.25 * 0.1 + 0.25 * 0.5)
+    assert plan("step 50:1 step 500:3").skipped_share(shares) == pytest.approx(0.5 * 0.1), "the end comes first"
+    assert plan("").skipped_share(shares) == plan("step 5:1", total_steps=None).skipped_share(shares) == 0
+
+
+def test_what_it_shows():
+    text = "0.5:1 step 75:2"
+    shown = Plan.parse(text, MODULES, 100, reason="why not")
+    assert str(shown) == text and Plan.parse(str(shown), MODULES, 100, "why not") == shown
+    assert repr(shown) == f"<egeria plan '{text}' of 4 layer modules: why not>"
+    assert "freezes nothing" in repr(plan(""))
+    picture = shown._repr_html_()
+    assert picture.startswith("<svg") and picture.endswith("</svg>")
+    assert 'x="200.0" y="36" width="100.0" height="12"' in picture and 'x="300.0" y="24"' in picture
+    assert Plan.parse("step 5:1")._repr_html_().count("<rect") == 1, "of a training of unknown length too"
+
+
+def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
+    drawn = draw_up(MODULES, True, 1000)
+    assert str(drawn) == "0.6667:1 0.8333:2" and "pretrained" in drawn.reason and "50%" in drawn.reason
+    assert (drawn.modules, drawn.total_steps) == (MODULES, 1000)
+    assert [tuple(move)[:2] for move in even_moves(6, start=0.0)] == [(0.2, 1), (0.4, 2), (0.6, 3), (0.8, 4)]
+    assert [even_moves(count) for count in (0, 1, 2)] == [()] * 3
+
+
+def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
+    scratch, unknown = draw_up(MODULES, False, 1000), draw_up(MODULES, True, None)
+    assert not scratch.freezes and "from scratch; policy='egeria'" in scratch.reason
+    assert not unknown.freezes and "total_steps is not known; pass it" in unknown.reason
+
+
+def make(name="plan", modules=4, total_steps=100, deepest=None, **groups):
+    config = Config.from_dict({**groups, "policy": {"name": name, **groups.get("policy", {})}})
+    options = {"rule": find_rule("step"), "total_steps": total_steps, "deepest_freeze": deepest}
+    return find_policy(name)(config, trainable=[True] * modules, **options)
+
+
+def decided(policy, steps):
+    """What the policy decides, by step: the modules that freeze, and 'thaw'."""
+    found = {}
+    for step in steps:
+        decisions = policy.observe_interval(Interval(step=step, evaluation=step, loss=1.0, learning_rate=0.1))
+        if decisions:
+            found[step] = ["thaw" if isinstance(each, Thaw) else each.module for each in decisions]
+            assert all(isinstance(each, (Freeze, Thaw)) and each.reason for each in decisions)
+    return found
+
+
+def test_a_move_is_made_at_the_end_of_the_first_interval_behind_it():
+    policy = make(policy={"plan": "0.54:2 0.79:3 0.9:1 0.95:0"})
+    assert decided(policy, range(10, 101, 10)) == {60: [0, 1], 80: [2], 90: ["thaw", 0], 100: ["thaw"]}
+    assert policy.needs == frozenset()
+
+
+def test_no_more_freeze_than_may():
+    for deepest, expected in ((None, 3), (2, 2), (0, 0)):
+        policy = make(deepest=deepest, policy={"plan": "0.3:9"})
+        decided(policy, range(1, 101))
+        assert policy.frozen == expected
+    assert decided(make(policy={"plan": "0.3:9"}, freezing={"enabled": False}), range(1, 101)) == {}
+
+
+def test_linear_is_the_even_plan_from_its_start():
+    assert decided(make("linear", 11, 20), [11]) == {11: [0]}, "0.5 + 0.5 / 10 is a little more than 0.55"
+    assert decided(make("linear", 5), range(1, 101)) == {63: [0], 75: [1], 88: [2]}
+    assert decided(make("linear", 5, policy={"start": 0.0}), range(1, 101)) == {25: [0], 50: [1], 75: [2]}
+
+
+def test_it_foresees_how_long_the_boundary_stays():
+    policy = make(policy={"plan": "0.5:1 0.9:3 0.95:9"})
+    assert [policy.steady_steps(step, 10) for step in (0, 50, 89, 90)] == [50, 40, 1, None], "9 of 4 are 3, as before"
+
+
+@pytest.mark.parametrize("name", ["egeria", "none"])
+def test_a_policy_that_follows_no_plan_takes_none(name):
+    with pytest.raises(ConfigError, match=rf"policy\.plan must be None where policy\.name is '{name}', found '0\.5:1'"):
+        Config.from_dict({"policy": {"name": name, "plan": "0.5:1"}})
+
+
+def test_static_needs_a_plan():
+    with pytest.raises(ConfigError, match=r"policy\.plan must be text.*where policy\.name is 'static', found None"):
+        Config.from_dict({"policy": {"name": "static"}})
+    assert decided(make("static", policy={"plan": "step 30:1"}, total_steps=None), range(10, 101, 10)) == {30: [0]}
+
+
+class Training:
+    """A chain of four layer modules in training."""
+
+    def __init__(self, directory, **arguments):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        config = {"modules": {"pattern": r"\d"}, "plasticity": {"interval_steps": 2}}
+        arguments = {"total_steps": TOTAL, "config": config, "directory": directory, **arguments}
+        self.run = egeria.attach(self.model, self.optimizer, **arguments)
+
+    def train(self, steps):
+        for _ in range(steps):
+            loss = self.model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.run.step(loss)
+        return self
+
+
+def moves(directory):
+    journal = read_journal(directory)
+    assert not journal.of(FaultCaught)
+    return [(event.step, getattr(event, "frozen", 0)) for event in journal if isinstance(event, (ModuleFrozen, Thawed))]
+
+
+def test_a_run_freezes_by_its_plan_and_says_so_at_its_first_step(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="egeria")
+    training = Training(tmp_path, plan="0.5:1 0.75:3 0.9:0")
+    assert str(training.run.plan) == "0.5:1 0.75:3 0.9:0" and len(training.run.plan.modules) == 4
+    assert not read_journal(tmp_path).of(PlanMade)
+    training.train(1)
+    (made,) = read_journal(tmp_path).of(PlanMade)
+    assert (made.step, made.plan, made.reason) == (1, str(training.run.plan), "given by the user")
+    # A layer is a quarter of the iteration, of which two thirds are the backward pass.
+    assert made.skipped_share == pytest.approx((0.25 * 1 + 0.15 * 3) / 6, rel=0.1)
+    (line,) = (line for record in caplog.records if "plan is" in (line := record.getMessage()))
+    assert line == "the plan is '0.5:1 0.75:3 0.9:0', skips 12% of the compute: given by the user"
+    training.train(TOTAL - 1).run.close()
+    assert moves(tmp_path) == [(20, 1), (30, 2), (30, 3), (36, 0)]
+    assert len(read_journal(tmp_path).of(PlanMade)) == 1
+    assert all(parameter.requires_grad for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize(("pretrained", "expected"), [(True, "0.6667:1 0.8333:2"), (False, "")])
+def test_by_default_a_fine_tuning_follows_the_even_plan_and_scratch_none(pretrained, expected, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="egeria")
+    config = {"modules": {"pattern": r"\d"}, "plasticity": {"interval_steps": 2}, "policy": {"pretrained": pretrained}}
+    training = Training(tmp_path, config=config).train(TOTAL)
+    assert str(training.run.plan) == expected
+    (made,) = read_journal(tmp_path).of(PlanMade)
+    assert made.plan == expected and bool(made.skipped_share) == pretrained
+    assert ("nothing is frozen: the model is trained from scratch" in caplog.text) != pretrained
+    assert training.run.frozen == len(moves(tmp_path)) == (2 if pretrained else 0)
+    training.run.close()
+
+
+def test_policies_without_a_plan_have_none(tmp_path):
+    for policy in ("egeria", "none"):
+        training = Training(tmp_path / policy, policy=policy, total_steps=None).train(1)
+        assert training.run.plan is None and not read_journal(tmp_path / policy).of(PlanMade)
+        training.run.close()
+
+
+@pytest.mark.parametrize("arguments", [{"plan": "0.5:1"}, {"policy": "linear"}])
+def test_shares_of_a_run_of_unknown_length_are_refused_and_nothing_is_left(arguments, tmp_path):
+    with pytest.raises(ConfigError, match=r"has shares of the training.*found total_steps=None"):
+        Training(tmp_path / "run", total_steps=None, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_follows_the_plan_that_it_began_with(tmp_path):
+    first = Training(tmp_path / "first", plan="0.5:1 0.75:2").train(24)
+    state = first.run.state_dict()
+    second = Training(tmp_path / "second", plan="0.6:3")
+    second.run.load_state_dict(state)
+    assert second.run.frozen == 1 and str(second.run.plan) == "0.5:1 0.75:2"
+    second.train(TOTAL - 24)
+    assert moves(tmp_path / "second") == [(30, 2)]
+    third = Training(tmp_path / "third", policy="linear")
+    with pytest.raises(StateError, match=r"'plan'.*'linear'"):
+        third.run.load_state_dict(state)
