@@ -112,6 +112,8 @@ def test_it_shows_the_layer_modules_and_the_default_plan_of_attach(is_trained):
     advice, optimizer = ask(model), torch.optim.SGD(model.parameters())
     with egeria.attach(model, optimizer, total_steps=10_000, controller="inline") as run:
         assert advice.modules == tuple(module.name for module in run.modules) and advice.plan == str(run.plan)
+        skipped = sum(name.endswith("1.weight") for name in run.modules[0].parameters)  # as many are in the first
+    assert advice.saving("0:1") * advice.costs[0].iteration_s == pytest.approx(skipped * BACKWARD_S)
     assert bool(advice.plan) is is_trained is (json.loads(advice.to_json())["plan_saving"] > 0)
     assert ("The default plan" if is_trained else "By default nothing is frozen") in repr(advice)
 

@@ -224,18 +224,11 @@ def advise(
         freezing=replace(settings.freezing, enabled=True),
         cache=replace(settings.cache, enabled=False),
     )
-    with kept_random_state(model), _unchanged(model, optimizers) as check_unchanged:
+    with kept_random_state(model), _unchanged(model, optimizers):
         batches, reading_s = _read(loader)
         held_bytes = sum(map(torch.cuda.memory_allocated, _devices(model)))
         training = _Training(*_copied(model, optimizers), batches, loss or _own_loss, held_bytes)
-        modules, costs, obstacles = training.measure(settings, rounds, check_unchanged)
-    return Advice(
-        modules=modules,
-        costs=costs,
-        plan=str(draw_up(modules, bool(pretrained), total_steps=1)),  # in shares of the steps
-        reading_s=reading_s,
-        obstacles=obstacles,
-    )
+        return training.measure(settings, rounds, reading_s)
 
 
 @dataclass(frozen=True)
@@ -248,10 +241,8 @@ class _Training:
     loss: Loss
     held_bytes: int
 
-    def measure(
-        self, settings: Config, rounds: int, check_unchanged: Callable[[], None]
-    ) -> tuple[tuple[str, ...], tuple[DepthCost, ...], tuple[str, ...]]:
-        """Return the names of the layer modules, the costs by depth, and the obstacles."""
+    def measure(self, settings: Config, rounds: int, reading_s: float) -> Advice:
+        """Return what the iterations say."""
         found: dict[int, list[DepthCost]] = {}
         with tempfile.TemporaryDirectory() as folder:
             follow = partial(attach, self.model, self.optimizers, config=settings, directory=folder)
@@ -260,7 +251,6 @@ class _Training:
                 for place in range(each):
                     run.step(self._iterate(self._batch(place)))
                 modules = tuple(module.name for module in run.modules)
-            check_unchanged()
             deepest = max(0, len(modules) - 1)
             parts = min(deepest, MOST_DEPTHS - 1)
             depths = [round(deepest * part / max(1, parts)) for part in range(parts + 1)] * rounds
@@ -270,12 +260,18 @@ class _Training:
                     run.step(self._iterate(self._batch(0)))
                     first = turn // (parts + 1) * TIMED  # the same batches at each depth of a round
                     found.setdefault(run.frozen, []).append(self._timed(run, first))
-            check_unchanged()
             journal = read_journal(folder)
         obstacles = [f"{event.what}: {event.reason}." for event in journal.of(Declined)]
         obstacles += [f"{event.where} failed: {event.error}." for event in journal.of(FaultCaught)]
-        costs = tuple(median_low(found[depth]) for depth in sorted(found))
-        return modules, costs, tuple(dict.fromkeys(obstacles))
+        return Advice(
+            modules=modules,
+            costs=tuple(median_low(found[depth]) for depth in sorted(found)),
+            plan=str(
+                draw_up(modules, bool(settings.policy.pretrained), total_steps=1)
+            ),  # in shares
+            reading_s=reading_s,
+            obstacles=tuple(dict.fromkeys(obstacles)),
+        )
 
     def _timed(self, run: Run, first: int) -> DepthCost:
         """Return the means of a few iterations; nothing waits for an accelerator between them."""
@@ -339,25 +335,12 @@ def _check_training(model: nn.Module, optimizers: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Callable[[], None]]:
-    """Yield a check that nothing but the copy trains; restore gradients and buffers afterwards."""
+def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Restore gradients and buffers after a quiet block, and raise if there were new ones."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     held = (parameter for group in groups for parameter in group["params"])  # a criterion's too
     gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *held)}
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
-
-    def is_changed() -> bool:
-        trained = [parameter for parameter in gradients if parameter.grad is not None]
-        return bool(trained) or any(buffer._version != version for buffer, version, _ in buffers)
-
-    def check_unchanged() -> None:
-        if is_changed():
-            raise ConfigError(
-                "loss must train the model that it is given and nothing else, found gradients or "
-                "buffers of the original, or of a criterion, that changed; they were restored. "
-                "Use the model that loss is given, and make such a criterion part of the model."
-            )
-
     logger = logging.getLogger("egeria")
     level = logger.level
     try:
@@ -366,14 +349,22 @@ def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Ca
         with warnings.catch_warnings():  # those about the copy are not for the user
             warnings.simplefilter("ignore")
             logger.setLevel(logging.CRITICAL)
-            yield check_unchanged
+            yield
     finally:
         logger.setLevel(level)
-        for buffer, _, values in buffers if is_changed() else ():
+        is_changed = any(buffer._version != version for buffer, version, _ in buffers)
+        is_changed |= any(parameter.grad is not None for parameter in gradients)
+        for buffer, _, values in buffers if is_changed else ():
             buffer.data.copy_(values)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         gc.collect()  # a run has reference cycles, which hold the copy
+    if is_changed:
+        raise ConfigError(
+            "loss must train the model that it is given and nothing else, found gradients or "
+            "buffers of the original, or of a criterion, that changed; they were restored. Use "
+            "the model that loss is given, and make such a criterion part of the model."
+        )
 
 
 @contextmanager
