@@ -32,11 +32,11 @@ from egeria.session.applying import in_groups
 from egeria.session.checks import MakeController
 from egeria.session.cutting import Cut, deepest_by_gradients
 from egeria.session.following import UNDONE, HarmfulFreezeError, Training, check_calls, watch_order
-from egeria.session.measuring.accumulation import StepCounter
 from egeria.session.measuring.compiling import Compiling
 from egeria.session.measuring.interval import IntervalMeter
 from egeria.session.measuring.measures import Measures
 from egeria.session.measuring.optimizer_steps import LayerRates, Wanted
+from egeria.session.measuring.steps import StepCounter
 from egeria.session.measuring.timing import Budget, IntervalClock, IterationTimer
 from egeria.session.parts import CutParts, PartsMaker
 from egeria.session.ranks import LostError, OutOfStepError
@@ -110,7 +110,7 @@ class Session:
             training, Measures(training, needs, scheduler, self.timer.take_out), self.timer
         )
         self.steps = StepCounter(training, self.meter, self.timer.take_out)
-        """Recognises calls of `run.step` that count no step."""
+        """Tells which calls of `run.step` count."""
         sets_rates = self.parts is not None and isinstance(self.parts.policy, Annealing)
         self._rates = (
             LayerRates(self.training, self._wanted_rates, self.timer.take_out)

@@ -32,7 +32,6 @@ class Subject(IntEnum):
     CLOSING = 6
     REFRESH = 7
     LANDING = 8
-    MICRO_BATCHES = 9
 
 
 class OutOfStepError(Exception):
