@@ -46,12 +46,6 @@ class IntervalMeter:
         """Keep the loss of a micro-batch, as `read` returned it, for the step it is part of."""
         self._held.append(loss)
 
-    def join_held(self) -> None:
-        """Make the held losses part of the last step, unless the interval has ended with that."""
-        held, self._held = self._held, []
-        if self._losses:
-            self._losses[-1] = _mean([self._losses[-1], *held])
-
     def read(self, loss: Any) -> float | Tensor:
         """Return a loss as a number, or a 0-d tensor on its device.
 
