@@ -128,7 +128,7 @@ def test_an_iteration_with_a_frozen_front_is_cheaper():
 
 def test_the_overhead_benchmark_evaluates_once_an_interval(monkeypatch):
     for name in ("expect", "review"):  # so small a model leaves no budget for evaluations
-        monkeypatch.setattr(f"egeria.session.measuring.timing.Budget.{name}", lambda *_: None)
+        monkeypatch.setattr(f"egeria.session.timing.Budget.{name}", lambda *_: None)
     made = []
 
     def make():

@@ -49,10 +49,10 @@ from egeria.session.checks import (
 from egeria.session.cutting import Cut, first_cut
 from egeria.session.following import ModelHooks, Training
 from egeria.session.loop import Session
-from egeria.session.measuring.timing import Stopwatch
 from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks
 from egeria.session.showing import Showing, as_html, in_a_line
+from egeria.session.timing import Stopwatch
 
 STATE_SCHEMA = 2
 _TOO_FEW = "Without it nothing is measured or frozen: call run.step(loss) after each optimizer step"

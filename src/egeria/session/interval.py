@@ -17,8 +17,8 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.report.wording import plural
 from egeria.session.following import Training
-from egeria.session.measuring.timing import IntervalClock, IterationTimer
 from egeria.session.ranks import Subject, fingerprint
+from egeria.session.timing import IntervalClock, IterationTimer
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from egeria.report.wording import plural
 from egeria.session.following import Training
-from egeria.session.measuring.interval import IntervalMeter
-from egeria.session.measuring.timing import Stopwatch
+from egeria.session.interval import IntervalMeter
+from egeria.session.timing import Stopwatch
 
 CHECKED_CALLS = 100
 """Calls without any step of an optimizer after which that is told."""
