@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 
@@ -453,3 +455,18 @@ def test_each_of_two_processes_has_a_summary_and_events_and_the_first_alone_logs
     assert first.parameter_share == second.parameter_share and first.modules == second.modules
     assert froze == froze_too and len(froze) == num_lines > 0 and num_logged > 0
     assert silent == [0, 0]
+
+
+LATER = {"IPython", "jinja2", "matplotlib", "multiprocessing.pool", "psutil", "rich", "sklearn", "transformers"}
+LATER |= {"accelerate", "datasets", "lightning", "mlflow", "peft", "tensorboard", "wandb"}
+LATER |= {"torch._dynamo", "torch.ao.quantization", "torch.distributed.fsdp", "torch.onnx"}
+LATER |= {"accelerate", "lightning", "pytorch_lightning", "peft"}
+"""What only parts of the library need, and what is loaded when they are used."""
+
+
+def test_what_is_heavy_is_loaded_when_it_is_used():
+    code = "import sys, torch; before = set(sys.modules); import egeria; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    found = set(done.stdout.split())
+    assert {"egeria", "egeria.session.attach"} <= found
+    assert found & LATER == set()
