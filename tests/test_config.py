@@ -243,14 +243,6 @@ def test_unknown_groups_and_fields_are_refused_beside_the_known_ones(table, said
     assert all(part in str(refusal.value) for part in said), str(refusal.value)
 
 
-def test_settings_of_earlier_versions_are_ignored_with_one_warning():
-    text = "[cache]\ninference = false\ncompile = true\nviews = 2\n"
-    with pytest.warns(UserWarning, match=r"^cache\.compile and cache\.inference .*remove") as warned:
-        assert Config.from_toml(text) == Config(cache=CacheConfig(views=2))
-    assert len(warned) == 1
-    assert Config.from_dict({"cache": {"inference": True, "compile": False}}, warns=False) == Config()
-
-
 def test_what_a_dictionary_leaves_out_keeps_its_default():
     settings = Config.from_dict({"plasticity": {"window": 4}, "cache": {}})
     assert settings == Config(plasticity=PlasticityConfig(window=4))

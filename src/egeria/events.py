@@ -135,10 +135,9 @@ class IntervalMeasured(Event, kind="interval"):
     freeze_scores: list[float | None] | None = None
     """As in `egeria.policy.Interval`, where the policy needs them; None where they were not
     measured."""
-    overhead_wall_s: float | None = None
-    """What egeria itself cost in this process so far, as in `RunClosed`; None in journals of
-    earlier versions."""
-    overhead_cpu_s: float | None = None
+    overhead_wall_s: float = 0.0
+    """What egeria itself cost in this process so far, as in `RunClosed`."""
+    overhead_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,8 +207,7 @@ class ModuleFrozen(Event, kind="frozen"):
     frozen: int
     reason: str
     parameter_share: float
-    """Share of the trainable parameters that is frozen now; in journals of egeria 0.1 of all
-    parameters."""
+    """Share of the trainable parameters that is frozen now."""
     decided_at: int | None = None
     """Step of the decision, where the module landed first; None where it froze at once."""
 

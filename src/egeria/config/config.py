@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,8 +19,6 @@ else:  # pragma: no cover (the standard library has it from 3.11)
     import tomli as tomllib
 
 _PLAIN = (str, int, float, type(None))
-_REMOVED = {("cache", "inference"), ("cache", "compile")}
-"""Settings of earlier versions: how the frozen front was computed where nothing was stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +54,9 @@ class Config:
                 )
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, Any], *, warns: bool = True) -> Config:
-        """Build from nested dictionaries; a group or field left out keeps its default.
-
-        Args:
-            table: settings by name in groups by name. Settings that no longer exist are ignored.
-            warns: whether a setting that no longer exists gives a warning; False for what an old
-                run recorded.
+    def from_dict(cls, table: Mapping[str, Any]) -> Config:
+        """Build from nested dictionaries, settings by name in groups by name; a group or field left
+        out keeps its default.
 
         Raises:
             ConfigError: a group or field is unknown, or a value is outside its contract.
@@ -78,16 +71,8 @@ class Config:
                     "in TOML a setting "
                     f"below [{name}]."
                 )
-            removed = sorted(key for key in values if (name, key) in _REMOVED)
-            if removed and warns:
-                names = " and ".join(f"{name}.{key}" for key in removed)
-                warnings.warn(
-                    f"{names} has no effect any more. Please remove it from the settings.",
-                    stacklevel=2,
-                )
-            kept = {key: value for key, value in values.items() if key not in removed}
-            _refuse_unknown(f"[{name}]", kept, [entry.name for entry in fields(_GROUPS[name])])
-            built[name] = _GROUPS[name](**kept)
+            _refuse_unknown(f"[{name}]", values, [entry.name for entry in fields(_GROUPS[name])])
+            built[name] = _GROUPS[name](**values)
         return cls(**built)
 
     @classmethod

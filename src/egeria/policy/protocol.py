@@ -81,7 +81,7 @@ class Reading:
     module: int
     value: float
     age: int | None = None
-    """Evaluations since the snapshot that it was compared with; None in old journals."""
+    """Evaluations since the snapshot that it was compared with; None where that is not known."""
     work_share: float | None = None
     """Share of the model's forward operations that the module makes; None where they could not be
     counted."""

@@ -178,13 +178,7 @@ def _settings_of(started: events.RunStarted) -> Config:
     plasticity = {
         key: value for key, value in started.config["plasticity"].items() if key != "metric"
     }
-    policy = {
-        "watched_share": 1.0,
-        **started.config["policy"],
-    }  # earlier versions had none, and watched all along
-    return Config.from_dict(
-        {**started.config, "plasticity": plasticity, "policy": policy}, warns=False
-    )
+    return Config.from_dict({**started.config, "plasticity": plasticity})
 
 
 def _measured(history: History, started: events.RunStarted) -> frozenset[str]:
