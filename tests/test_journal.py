@@ -222,13 +222,6 @@ def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
     assert read_journal(tmp_path).events == (FROZEN,)
 
 
-def test_an_interval_of_an_earlier_version_tells_no_overhead(tmp_path):
-    earlier = {name: value for name, value in EXAMPLES[3].to_dict().items() if not name.startswith("overhead")}
-    write_lines(tmp_path, OPENED, earlier)
-    (event,) = read_journal(tmp_path).events
-    assert event == dataclasses.replace(EXAMPLES[3], overhead_wall_s=None, overhead_cpu_s=None)
-
-
 def test_a_newer_schema_is_refused(tmp_path):
     for version in [events.SCHEMA_VERSION + 1, "2", None, 1.5]:
         write_lines(tmp_path, {**OPENED, "schema_version": version}, logged(a=1.0).to_dict())

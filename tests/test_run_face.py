@@ -195,7 +195,7 @@ def test_an_open_run_tells_all_that_egeria_took_so_far(tmp_path):
     evaluations = sum(event.wall_s for event in read_journal(tmp_path).of(PlasticityRead))
     assert evaluations < 0.5 * after.overhead_s, "the test is empty if evaluations are most of it"
     assert 0.5 * after.overhead_s < during.overhead_s <= after.overhead_s
-    assert reported.wall.overhead_s == during.overhead_s and reported.history.overhead_complete
+    assert reported.wall.overhead_s == during.overhead_s
     assert logged[20] > 0.5 * after.overhead_share
 
 

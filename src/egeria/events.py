@@ -118,10 +118,9 @@ class IntervalMeasured(Event, kind="interval"):
     iteration_wall_s: float
     """Median seconds from one step to the next, overhead of egeria excluded."""
     iteration_cpu_s: float
-    overhead_wall_s: float | None = None
-    """What egeria itself cost in this process so far, as in `RunClosed`; None in journals of
-    earlier versions."""
-    overhead_cpu_s: float | None = None
+    overhead_wall_s: float = 0.0
+    """What egeria itself cost in this process so far, as in `RunClosed`."""
+    overhead_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,8 +182,7 @@ class ModuleFrozen(Event, kind="frozen"):
     frozen: int
     reason: str
     parameter_share: float
-    """Share of the trainable parameters that is frozen now; in journals of egeria 0.1 of all
-    parameters."""
+    """Share of the trainable parameters that is frozen now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,10 +55,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Config:
-        """Build from nested dictionaries; a group or field left out keeps its default.
-
-        Args:
-            table: settings by name in groups by name.
+        """Build from nested dictionaries, settings by name in groups by name; a group or field left
+        out keeps its default.
 
         Raises:
             ConfigError: a group or field is unknown, or a value is outside its contract.

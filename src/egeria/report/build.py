@@ -134,15 +134,12 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the headline numbers, each under its name."""
     of_modules = f" of {len(summary.modules)} modules" if summary.modules else ""
     now, mean = percent(summary.depths[-1].parameter_share), percent(summary.mean_parameter_share)
-    skipped, at_least = (
-        percent(summary.mean_skipped_share),
-        "" if summary.history.overhead_complete else "at least ",
-    )
+    skipped = percent(summary.mean_skipped_share)
     rows = [
         ("progress", f"{progress(summary)}, {summary.stage}"),
         ("time saved, wall", _saved(summary.wall)),
         ("time saved, CPU", _saved(summary.cpu)),
-        ("egeria's overhead", f"{at_least}{percent(summary.wall.overhead_share)} of training time"),
+        ("egeria's overhead", f"{percent(summary.wall.overhead_share)} of training time"),
         (
             f"frozen {frozen_when(summary)}",
             f"{summary.frozen_now}{of_modules} ({now} of parameters)",

@@ -26,12 +26,11 @@ class Module:
 
     name: str
     trainable: bool
-    num_parameters: int | None
+    num_parameters: int
     """Trainable or not."""
-    num_trainable: int | None
-    """In older journals, which do not have it, all parameters."""
+    num_trainable: int
     parameter_share: float | None
-    """Share of the trainable parameters."""
+    """Share of the trainable parameters; None where nothing trains."""
     forward_share: float | None
     """Share of the forward pass' floating-point operations; None where nobody profiled them."""
     steps_frozen: int
@@ -176,37 +175,29 @@ def _cut(history: History) -> list[Module]:
     source = history.last(ModulesOrdered) or history.last(RunStarted)
     if source is None:
         return []
-    counts = [
-        count if isinstance(count := entry.get("num_parameters"), int) else None
-        for entry in source.modules
-    ]
-    trained = [
-        entry.get("num_trainable", count)
-        for entry, count in zip(source.modules, counts, strict=True)
-    ]
-    total = sum(count or 0 for count in trained)
+    total = sum(entry["num_trainable"] for entry in source.modules)
     profile = history.last(ComputeProfiled)
     forward_shares = profile.forward_shares if profile is not None else []
-    is_profiled = len(forward_shares) == len(counts) and all(map(math.isfinite, forward_shares))
+    is_profiled = len(forward_shares) == len(source.modules) and all(
+        map(math.isfinite, forward_shares)
+    )
     return [
         Module(
-            name=str(entry.get("name", f"module {place}")),
-            trainable=source.trainable[place] if place < len(source.trainable) else True,
-            num_parameters=count,
-            num_trainable=trained[place],
-            parameter_share=trained[place] / total
-            if trained[place] is not None and total
-            else None,
+            name=entry["name"],
+            trainable=source.trainable[place],
+            num_parameters=entry["num_parameters"],
+            num_trainable=entry["num_trainable"],
+            parameter_share=entry["num_trainable"] / total if total else None,
             forward_share=forward_shares[place] if is_profiled else None,
             steps_frozen=0,
         )
-        for place, (entry, count) in enumerate(zip(source.modules, counts, strict=True))
+        for place, entry in enumerate(source.modules)
     ]
 
 
 def _parameter_shares(history: History, modules: list[Module]) -> dict[int, float]:
     """Return the share of the parameters that is frozen at each depth."""
-    sums = list(itertools.accumulate(module.num_trainable or 0 for module in modules))
+    sums = list(itertools.accumulate(module.num_trainable for module in modules))
     shares = {depth: part / sums[-1] for depth, part in enumerate(sums, 1)} if any(sums) else {}
     # The session knows better than a sum: weights shared with an active module may stay in
     # training.
@@ -248,9 +239,7 @@ def _backward(modules: Sequence[Module]) -> list[float] | None:
     if not known or len(known) < len(forward):
         return None
     trained = [
-        module.num_trainable / module.num_parameters
-        if module.num_trainable is not None and module.num_parameters
-        else None
+        module.num_trainable / module.num_parameters if module.num_parameters else None
         for module in modules
     ]
     return backward_shares(known, trained)

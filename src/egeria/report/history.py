@@ -33,9 +33,6 @@ class History:
     as it is."""
     overhead_cpu_s: float
     """The same by the CPU clock, the time of a controller process included."""
-    overhead_complete: bool
-    """False where a process of an earlier version never closed its run, so that only evaluations
-    could be counted."""
     first_step: int
     """Where the journal begins: 0, or the step at which a run went on in a new directory."""
     closed: bool
@@ -92,9 +89,8 @@ def course_of(journal: Journal) -> History:
     return History(
         directory=journal.directory,
         events=tuple(event for process in kept for event in process),
-        overhead_wall_s=sum(wall_s for wall_s, _, _ in costs),
-        overhead_cpu_s=sum(cpu_s for _, cpu_s, _ in costs),
-        overhead_complete=all(complete for _, _, complete in costs),
+        overhead_wall_s=sum(wall_s for wall_s, _ in costs),
+        overhead_cpu_s=sum(cpu_s for _, cpu_s in costs),
         first_step=begin.step if isinstance(begin, Resumed) else 0,
         closed=any(isinstance(event, RunClosed) for process in kept[-1:] for event in process),
         num_processes=len(kept),
@@ -130,24 +126,22 @@ def _rewind(kept: list[list[Event]], step: int) -> int:
     return num_before - sum(map(len, kept))
 
 
-def _cost(process: list[Event]) -> tuple[float, float, bool]:
-    """Return what egeria cost one process, wall and CPU seconds, and whether that is all of it.
+def _cost(process: list[Event]) -> tuple[float, float]:
+    """Return what egeria cost one process, in wall and CPU seconds.
 
-    Without a closing it is what the newest interval tells, and the evaluations since; intervals of
-    earlier versions tell nothing.
+    Without a closing it is what the newest interval tells, and the evaluations since.
     """
     closing = next((event for event in reversed(process) if isinstance(event, RunClosed)), None)
     if closing is not None:
-        return closing.overhead_wall_s, closing.overhead_cpu_s + closing.controller_cpu_s, True
+        return closing.overhead_wall_s, closing.overhead_cpu_s + closing.controller_cpu_s
     wall_s = cpu_s = controller_cpu_s = 0.0
-    complete = not any(isinstance(event, IntervalMeasured) for event in process)
     for event in process:
         if isinstance(event, (PlasticityRead, ReferenceRefreshed)):
             wall_s, cpu_s = wall_s + event.wall_s, cpu_s + event.cpu_s
             controller_cpu_s += event.controller_cpu_s
-        elif isinstance(event, IntervalMeasured) and event.overhead_wall_s is not None:
-            wall_s, cpu_s, complete = event.overhead_wall_s, event.overhead_cpu_s or 0.0, True
-    return wall_s, cpu_s + controller_cpu_s, complete
+        elif isinstance(event, IntervalMeasured):
+            wall_s, cpu_s = event.overhead_wall_s, event.overhead_cpu_s
+    return wall_s, cpu_s + controller_cpu_s
 
 
 def setting(started: RunStarted, group: str, name: str) -> Any:

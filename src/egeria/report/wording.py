@@ -92,9 +92,6 @@ def verdict(summary: Summary) -> str:
     if summary.why_nothing_froze is not None:
         return summary.why_nothing_froze
     wall, what = summary.wall, "Freezing"
-    cost, deducted = "its overhead", "overhead deducted"
-    if not summary.history.overhead_complete:
-        cost, deducted = "what is known of its overhead", "overhead not known"
     if wall.saved_s is None:
         return (
             "The time saved is not known: no interval ran with nothing frozen, so there is no "
@@ -103,15 +100,15 @@ def verdict(summary: Summary) -> str:
         )
     if wall.saved_s < 0:
         return (
-            f"{what} did not pay: with {cost} it cost about {duration(-wall.saved_s)} of wall time "
-            f"({percent(-wall.saved_s / wall.unfrozen_s if wall.unfrozen_s else None)}) more than "
-            "it saved."
+            f"{what} did not pay: with its overhead it cost about {duration(-wall.saved_s)} of "
+            f"wall time ({percent(-wall.saved_s / wall.unfrozen_s if wall.unfrozen_s else None)}) "
+            "more than it saved."
         )
     return (
         f"{what} saved about {duration(wall.saved_s)} of wall time ({percent(wall.saved_share)}) "
         "and "
         f"{duration(summary.cpu.saved_s)} of CPU time ({percent(summary.cpu.saved_share)}), "
-        f"{deducted}."
+        "overhead deducted."
     )
 
 
@@ -179,12 +176,6 @@ def _doubts(history: History) -> list[str]:
         found.append(
             "The run was not closed (it still runs, or it crashed): the numbers stand as of step "
             f"{step}."
-        )
-    if not history.overhead_complete:
-        found.append(
-            "The overhead is not known: an earlier version of egeria, in a process that did not "
-            "close its run, noted "
-            "readings and reference refreshes alone. Only these are taken off what was saved."
         )
     if history.first_step > 0:
         found.append(
