@@ -273,7 +273,8 @@ def test_the_choice_is_told_once_with_its_reason(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 1.0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with caplog.at_level("INFO", logger="egeria"):
-        egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=9, directory=tmp_path).close()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        egeria.attach(model, optimizer, total_steps=9, directory=tmp_path, policy="egeria").close()
     assert [record.message for record in caplog.records] == [
         "the controller runs inline: training is on the CPU, 1 cores can be used and 0 of them are spare"
     ]

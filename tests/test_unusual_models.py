@@ -372,8 +372,9 @@ def test_a_backward_pass_for_the_weights_of_each_block_is_not_stopped(tmp_path):
 
 
 def test_modes_that_a_resumed_run_found_in_evaluation_follow_the_loop(tmp_path):
-    first, _ = train(Chain(), tmp_path / "first", schedule="0.2:2")
-    state, weights = first.state_dict(), first.model.state_dict()
+    trained = Chain()
+    first, _ = train(trained, tmp_path / "first", schedule="0.2:2")
+    state, weights = first.state_dict(), trained.state_dict()
     first.close()
     model = Chain().eval()
     model.load_state_dict(weights)
