@@ -35,7 +35,7 @@ from egeria.layers.copies import copies_of_computed
 from egeria.layers.pretrained import find_trained_norms, is_mostly_trained
 from egeria.layers.shards import is_compiled
 from egeria.policy import Plan, draw_up
-from egeria.random_state import kept_random_state
+from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent
 from egeria.session import Run, attach
 from egeria.session.checks import read_config, unwrap_loader
@@ -226,7 +226,7 @@ def advise(
     )
     with kept_random_state(model), _unchanged(model, optimizers):
         batches, reading_s = _read(loader)
-        held_bytes = sum(map(torch.cuda.memory_allocated, _devices(model)))
+        held_bytes = sum(map(torch.cuda.memory_allocated, accelerators_of(model)))
         training = _Training(*_copied(model, optimizers), batches, loss or _own_loss, held_bytes)
         return training.measure(settings, rounds, reading_s)
 
@@ -266,9 +266,8 @@ class _Training:
         return Advice(
             modules=modules,
             costs=tuple(median_low(found[depth]) for depth in sorted(found)),
-            plan=str(
-                draw_up(modules, bool(settings.policy.pretrained), total_steps=1)
-            ),  # in shares
+            # In shares of the steps, whatever their number.
+            plan=str(draw_up(modules, bool(settings.policy.pretrained), total_steps=1)),
             reading_s=reading_s,
             obstacles=tuple(dict.fromkeys(obstacles)),
         )
@@ -276,7 +275,7 @@ class _Training:
     def _timed(self, run: Run, first: int) -> DepthCost:
         """Return the means of a few iterations; nothing waits for an accelerator between them."""
         batches = [self._batch(first + step) for step in range(TIMED)]
-        depth, devices = run.frozen, _devices(self.model)
+        depth, devices = run.frozen, accelerators_of(self.model)
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.synchronize(device)
@@ -404,7 +403,7 @@ def _read(loader: Any) -> tuple[list[Any], float]:
     """Return copies of the first batches, and the seconds for which the loop waits for one."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = [getattr(holder, "sampler", None) for holder in (loader, batch_sampler)]
-    held = {getattr(holder, "generator", None) for holder in (loader, batch_sampler, *samplers)}
+    held = [getattr(holder, "generator", None) for holder in (loader, batch_sampler, *samplers)]
     states = [(entry, entry.get_state()) for entry in held if isinstance(entry, torch.Generator)]
     with _explained("loader must give batches that can be copied", "Pass a list of batches."):
         if isinstance(loader, Iterator):
@@ -428,8 +427,3 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     device = next(model.parameters()).device
     moved = tree.map_tensors(lambda part: part.to(device), batch)
     return cast(Tensor, model(**moved).loss)
-
-
-def _devices(model: nn.Module) -> list[int]:
-    """Return the CUDA devices that a model is on."""
-    return sorted({entry.device.index or 0 for entry in model.parameters() if entry.is_cuda})

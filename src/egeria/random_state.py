@@ -26,7 +26,7 @@ def kept_random_state(model: nn.Module) -> Iterator[None]:
     """
     before = RandomState.current()
     try:
-        with torch.random.fork_rng(devices=_accelerators(model)):
+        with torch.random.fork_rng(devices=accelerators_of(model)):
             yield
     finally:
         before.set()
@@ -74,7 +74,7 @@ def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
 
 def generators_of_accelerators(model: nn.Module) -> list[torch.Generator]:
     """Return what random numbers come from on the accelerators that a model is on."""
-    return [torch.cuda.default_generators[index] for index in _accelerators(model)]
+    return [torch.cuda.default_generators[index] for index in accelerators_of(model)]
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
@@ -93,6 +93,7 @@ def restoring(source: Any) -> Callable[[], object]:
     return functools.partial(source.set_state, source.get_state())
 
 
-def _accelerators(model: nn.Module) -> list[int]:
+def accelerators_of(model: nn.Module) -> list[int]:
+    """Return the CUDA devices that a model is on."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     return sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})
