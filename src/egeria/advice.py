@@ -224,7 +224,7 @@ def advise(
         freezing=replace(settings.freezing, enabled=True),
         cache=replace(settings.cache, enabled=False),
     )
-    with kept_random_state(model), _unchanged(model, optimizers):
+    with torch.enable_grad(), kept_random_state(model), _unchanged(model, optimizers):
         batches, reading_s = _read(loader)
         held_bytes = sum(map(torch.cuda.memory_allocated, accelerators_of(model)))
         training = _Training(*_copied(model, optimizers), batches, loss or _own_loss, held_bytes)
@@ -252,14 +252,15 @@ class _Training:
                     run.step(self._iterate(self._batch(place)))
                 modules = tuple(module.name for module in run.modules)
             deepest = max(0, len(modules) - 1)
-            parts = min(deepest, MOST_DEPTHS - 1)
-            depths = [round(deepest * part / max(1, parts)) for part in range(parts + 1)] * rounds
-            moves = (f"step {turn * each}:{depth}" for turn, depth in enumerate(depths))
+            depths = np.linspace(0, deepest, min(deepest + 1, MOST_DEPTHS)).round().astype(int)
+            moves = (f"step {turn * each}:{depth}" for turn, depth in enumerate([*depths] * rounds))
             with follow(plan=" ".join(moves)) as run:
-                for turn in range(len(depths)):
+                for turn, _ in itertools.product(range(rounds), depths):
                     run.step(self._iterate(self._batch(0)))
-                    first = turn // (parts + 1) * TIMED  # the same batches at each depth of a round
-                    found.setdefault(run.frozen, []).append(self._timed(run, first))
+                    cost = self._timed(
+                        run, turn * TIMED
+                    )  # each depth with the batches of the round
+                    found.setdefault(cost.depth, []).append(cost)
             journal = read_journal(folder)
         obstacles = [f"{event.what}: {event.reason}." for event in journal.of(Declined)]
         obstacles += [f"{event.where} failed: {event.error}." for event in journal.of(FaultCaught)]
@@ -320,8 +321,6 @@ def _check_training(model: nn.Module, optimizers: Sequence[Any]) -> None:
         found = f"parameters on {', '.join(sorted(kinds))}"
     elif dist.world_size() > 1:
         found = f"a job of {dist.world_size()} processes"
-    elif not torch.is_grad_enabled():
-        found = "gradients switched off"
     elif not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):
         found = f"{optimizers!r} as optimizers"
     else:
