@@ -12,8 +12,7 @@ import psutil
 from rich.console import Console
 
 from benchmarks import replay
-from benchmarks.proving import commands
-from benchmarks.proving.errors import RefusedError
+from benchmarks.proving import RefusedError, commands
 from benchmarks.proving.policies import PLAIN
 from benchmarks.proving.running.limit import now_s
 from benchmarks.workloads.workload import TIERS, MissingDataError

@@ -16,6 +16,8 @@ import os
 import platform
 import shutil
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +28,6 @@ from examples.resnet import cifar_resnet
 from torch import Tensor, nn
 
 import egeria
-from benchmarks.cifar10_runs import run_example
 from benchmarks.micro.interleaved import compare
 from benchmarks.proving.comparing import archive
 from benchmarks.proving.journal import read_journal
@@ -248,6 +249,39 @@ def spread(values: list[float]) -> str:
     """Return mean and standard deviation as text."""
     deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.2f}{deviation}"
+
+
+def run_example(
+    arguments: list[str], *, threads: int = 1, started: Callable[[subprocess.Popen[str]], object] = lambda process: None
+) -> dict[str, object]:
+    """Run the example once; return the final accuracy in %, the seconds of training and the accuracy of each epoch.
+
+    Args:
+        arguments: of the example.
+        threads: of torch.
+        started: called with the process as soon as it runs.
+    """
+    command = [
+        sys.executable,
+        "-u",
+        str(Path(__file__).resolve().parent.parent / "examples" / "cifar10.py"),
+        *arguments,
+    ]
+    print("$", *command[2:], flush=True)
+    # Waiting threads that spin would count as CPU time and slow a busy machine down.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        started(process)
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.split())
+    if process.returncode:
+        raise SystemExit(f"the run failed with status {process.returncode}")
+    curve = [float(line[5].rstrip("%")) for line in lines if line[0] == "epoch"]
+    last = lines[-1]
+    return {"accuracy": float(last[1].rstrip("%")), "wall_s": float(last[3]), "cpu_s": float(last[6]), "curve": curve}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.paper_rule import SETTINGS, PaperRule
+from benchmarks.proving import RefusedError
 from benchmarks.proving.comparing import archive
-from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.journal import FILE_NAME, Event, Journal, read_journal
 
 POLICY = "egeria"

@@ -23,7 +23,6 @@ from egeria.cache.memory_forward import LEAST_POSITIONS, MemoryForward
 from egeria.cache.repeats import RepeatedContents
 from egeria.cache.store import memory as store_memory
 from egeria.cache.store.memory import RowMemory, free_memory_bytes, row_keys
-from egeria.config import CacheConfig
 from egeria.errors import without_frames
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 from egeria.layers.batch import Batch
@@ -837,17 +836,6 @@ def test_what_storing_saves_is_not_judged_by_iterations_that_still_get_shorter(t
     loop.finish()
     decided = loop.journal(CacheDecided)[0]
     assert decided.mode == "stored" and decided.numbers["iteration_s"] < 0.15
-
-
-@pytest.mark.parametrize(("num_batches", "watched"), [(None, 8), (20, 8), (320, 20), (784, 32), (10_000, 32)])
-def test_iterations_are_timed_over_as_many_as_they_are_held_against(tmp_path, num_batches, watched):
-    """Those of sentences of all lengths differ: eight of them tell little."""
-    loop = Loop(tmp_path)
-    cache = loop.run._session.skipping._cache
-    cache.settings, cache.num_batches = CacheConfig(), num_batches
-    cache.move_boundary(loop.run._session.modules[:1], Outlook(steps_ahead=None))
-    assert cache.mode.enough == watched
-    loop.run.close()
 
 
 class Queue:

@@ -94,16 +94,16 @@ def random_rows(count, layout):
 # What comes back
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(4, 3, 2), (6,), ()], ids=str)
-def test_native_rows_come_back_to_the_last_bit(dtype, shape, make):
-    layout = RowLayout(shape=shape, dtype=dtype)
-    store = make(layout)
-    rows = random_rows(8, layout)
-    positions = np.array([5, 0, 39, 17, 3, 4, 30, 31])
-    assert store.write(positions, [rows], prints(positions)) == 8
-    mask, (out,) = read(store, positions)
-    assert mask.tolist() == [True] * 8 and torch.equal(out, rows)
+def test_native_rows_come_back_to_the_last_bit(make):
+    for dtype in DTYPES:
+        for shape in [(4, 3, 2), (6,), ()]:
+            layout = RowLayout(shape=shape, dtype=dtype)
+            store = make(layout)
+            rows = random_rows(8, layout)
+            positions = np.array([5, 0, 39, 17, 3, 4, 30, 31])
+            assert store.write(positions, [rows], prints(positions)) == 8
+            mask, (out,) = read(store, positions)
+            assert mask.tolist() == [True] * 8 and torch.equal(out, rows)
 
 
 def test_special_values_are_kept_natively(make):
@@ -240,24 +240,24 @@ def test_a_layout_is_checked(arguments):
 # Rows of different lengths
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("padded", [8, 10, 16])
-def test_rows_are_stored_at_their_true_length_and_padded_anew(axis, padded, make):
-    shape = [4, 6, 3]
-    shape[axis] = 12
-    layout = RowLayout(shape=tuple(shape), dtype=torch.float32, length_axis=axis)
-    store = make(layout)
-    lengths = np.array([3, 8, 1, 3])
-    rows = torch.randn(4, *layout.shape_at(9))
-    rows.transpose(1, axis + 1)[2, 1:] = float("nan")  # what lies in the padding does not matter
-    assert store.write(np.arange(4), [rows], prints(np.arange(4)), lengths) == 4
-    assert store.lookup(np.arange(4)).lengths.tolist() == lengths.tolist()
-    mask, (out,) = read(store, np.arange(4), length=padded)
-    assert mask.all() and not out.isnan().any()
-    for row, length in enumerate(lengths):
-        stored, given = (tensor[row].transpose(0, axis) for tensor in (out, rows))
-        assert stored[:length].equal(given[:length])
-        assert stored[length:].eq(0).all()
+def test_rows_are_stored_at_their_true_length_and_padded_anew(make):
+    for axis in [0, 1, 2]:
+        for padded in [8, 10, 16]:
+            shape = [4, 6, 3]
+            shape[axis] = 12
+            layout = RowLayout(shape=tuple(shape), dtype=torch.float32, length_axis=axis)
+            store = make(layout)
+            lengths = np.array([3, 8, 1, 3])
+            rows = torch.randn(4, *layout.shape_at(9))
+            rows.transpose(1, axis + 1)[2, 1:] = float("nan")  # what lies in the padding does not matter
+            assert store.write(np.arange(4), [rows], prints(np.arange(4)), lengths) == 4
+            assert store.lookup(np.arange(4)).lengths.tolist() == lengths.tolist()
+            mask, (out,) = read(store, np.arange(4), length=padded)
+            assert mask.all() and not out.isnan().any()
+            for row, length in enumerate(lengths):
+                stored, given = (tensor[row].transpose(0, axis) for tensor in (out, rows))
+                assert stored[:length].equal(given[:length])
+                assert stored[length:].eq(0).all()
 
 
 def test_a_row_longer_than_its_slot_is_not_stored(make):
@@ -293,9 +293,8 @@ def test_a_leaf_without_a_length_is_kept_whole_beside_one_with(make):
 # Contracts
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
+def test_rows_of_another_boundary_are_refused(make):
+    for rows in [
         [torch.ones(2, 3, 4)],
         [torch.ones(2, 3)],
         [torch.ones(2, 3, 5).double()],
@@ -303,16 +302,13 @@ def test_a_leaf_without_a_length_is_kept_whole_beside_one_with(make):
         [torch.ones(2, 3, 5), torch.ones(2, 3, 5)],
         [],
         [torch.tensor(1.0)],
-    ],
-    ids=["shape", "dimensions", "dtype", "rows", "leaves", "none", "scalar"],
-)
-def test_rows_of_another_boundary_are_refused(rows, make):
-    store = make(PLAIN)
-    with pytest.raises(StoreError, match="must"):
-        store.write([0, 1], rows, prints([0, 1]))
-    with pytest.raises(StoreError, match="must"):
-        store.read([0, 1], rows)
-    assert not store.lookup([0, 1]).valid.any()
+    ]:
+        store = make(PLAIN)
+        with pytest.raises(StoreError, match="must"):
+            store.write([0, 1], rows, prints([0, 1]))
+        with pytest.raises(StoreError, match="must"):
+            store.read([0, 1], rows)
+        assert not store.lookup([0, 1]).valid.any()
 
 
 def test_a_closed_store_refuses(make):
@@ -429,7 +425,7 @@ def test_a_flipped_bit_anywhere_in_a_row_is_noticed(disk):
     check_rows(disk, [])
 
 
-@pytest.mark.parametrize("byte", range(16))
+@pytest.mark.parametrize("byte", range(0, 16, 5))
 def test_a_flipped_bit_in_an_entry_is_noticed(byte, disk):
     flip(disk.path, HEADER_BYTES + 7 * 16 + byte)
     other = DiskStore.join(disk.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 
 import pytest
@@ -95,13 +94,6 @@ def test_a_command_that_is_not_understood_ends_with_status_2(arguments, capsys):
         main(arguments)
     printed = capsys.readouterr()
     assert end.value.code == 2 and printed.out == "" and "usage: egeria" in printed.err
-
-
-def test_the_package_runs_as_a_module(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["egeria", "report", "nowhere"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("egeria.cli", run_name="__main__")
-    assert end.value.code == 2 and "egeria report:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("made", ["training", "training_by_name"])

@@ -24,7 +24,7 @@ from egeria.controller.worker import HYSTERESIS, SAMPLE_S, LoadGate, load_of_oth
 from egeria.layers.batch import Batch
 from egeria.layers.freezing import Freezer
 from egeria.layers.modules import parse_modules
-from egeria.session.measuring.timing import Budget, IntervalClock, count_iterations
+from egeria.session.timing import Budget, IntervalClock, count_iterations
 from menagerie import each_supported
 
 OPEN_FILES = Path("/proc/self/fd")

@@ -17,11 +17,9 @@ pytest.importorskip("accelerate", reason="egeria[transformers] is not installed"
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 DATA = {
     "text_classification": "sst2",
-    "token_classification": "ud_english_ewt",
-    "question_answering": "squad",
     "causal_lm": "sst2/train.tsv.xz",
 }
-QUALITY = {"causal_lm": "eval_loss", "question_answering": "eval_exact"}
+QUALITY = {"causal_lm": "eval_loss"}
 MARK = "# egeria"
 
 

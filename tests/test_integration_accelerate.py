@@ -240,7 +240,7 @@ def test_a_crash_leaves_the_model_as_it_was_found():
 
 def test_the_run_has_the_face_of_a_run():
     run = Loop({"config": FREEZE}).epochs().run
-    names = {name for name in dir(Run) if not name.startswith("_")} | {"model", "directory"}
+    names = {name for name in dir(Run) if not name.startswith("_")} | {"directory"}
     assert all(hasattr(run, name) for name in names)
     assert run.frozen == 2 and "2 of" in repr(run) and "table" in run._repr_html_()
 

@@ -101,7 +101,7 @@ def test_what_it_shows():
 
 def test_the_even_plan_freezes_one_after_the_other_from_half_of_the_steps_on():
     drawn = draw_up(MODULES, True, 1000)
-    assert str(drawn) == "0.6667:1 0.8333:2" and "pretrained" in drawn.reason and "50%" in drawn.reason
+    assert str(drawn) == "0.6666:1 0.8333:2" and "pretrained" in drawn.reason and "50%" in drawn.reason
     assert (drawn.modules, drawn.total_steps) == (MODULES, 1000)
     assert [tuple(move)[:2] for move in even_moves(6, start=0.0)] == [(0.2, 1), (0.4, 2), (0.6, 3), (0.8, 4)]
     assert [even_moves(count) for count in (0, 1, 2)] == [()] * 3
@@ -212,7 +212,7 @@ def test_a_run_freezes_by_its_plan_and_says_so_at_its_first_step(tmp_path, caplo
     assert all(parameter.requires_grad for parameter in training.model.parameters())
 
 
-@pytest.mark.parametrize(("pretrained", "expected"), [(True, "0.6667:1 0.8333:2"), (False, "")])
+@pytest.mark.parametrize(("pretrained", "expected"), [(True, "0.6666:1 0.8333:2"), (False, "")])
 def test_by_default_a_fine_tuning_follows_the_even_plan_and_scratch_none(pretrained, expected, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="egeria")
     config = {"modules": {"pattern": r"\d"}, "plasticity": {"interval_steps": 2}, "policy": {"pretrained": pretrained}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.proving.errors import RefusedError
+from benchmarks.proving import RefusedError
 from benchmarks.proving.policies import parse_policies, parse_policy
 
 pytestmark = pytest.mark.bench

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 from benchmarks.paper_rule import PaperRule, rule_of
+from benchmarks.proving import RefusedError
 from benchmarks.proving.comparing.results import read_outcome
-from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.journal import JournalWriter, read_journal
 from benchmarks.proving.policies import parse_policy
 from benchmarks.proving.running.recipe import describe

@@ -207,54 +207,6 @@ def test_a_model_that_talks_to_the_others_in_forward_trains_on_unfrozen(policy):
     assert "communicates between processes" in told
 
 
-class Tasks(nn.Module):
-    """A trunk and a head for each of two tasks; the second has the smallest parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk = small_model()[:-1]
-        self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 1)])
-
-    def forward(self, x, task):
-        return self.heads[task](self.trunk(x))
-
-
-def accumulate_tasks(leaves=False):
-    torch.manual_seed(0)
-    model = Tasks()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    rank, counts = distributed.get_rank(), []
-    directory = "journal" if rank == 0 else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", egeria.EgeriaWarning)
-        run = egeria.attach(wrapped, optimizer, config=FAST, controller=ScriptedController(), directory=directory)
-        if leaves:
-            run._session.ranks.leave()
-        for _ in range(12):
-            for micro in range(2):
-                task = 0 if micro and rank and not leaves else 1
-                loss = wrapped(torch.randn(4, 8), task).square().mean()
-                loss.backward()
-                if micro:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                run.step(loss)
-                counts.append(run._recorder.step)
-    return counts, [parameter.detach() for parameter in model.parameters()]
-
-
-def test_micro_batches_are_recognised_alike_where_ranks_train_other_tasks():
-    (first, weights), (second, others) = run_ranks(accumulate_tasks)
-    assert first == second and first[-1] == 12
-    assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
-
-
-def test_micro_batches_are_recognised_where_freezing_has_ended():
-    (first, _), (second, _) = run_ranks(accumulate_tasks, True)
-    assert first == second and first[-1] == 12
-
-
 def join_uneven():
     job = Job()
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The record of an accelerator on small models, and the archives of older records."""
+"""Micro benchmarks on small models, and the archives of older records."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmarks.micro import accelerator
+from benchmarks.micro import accelerator, step_cost
 from benchmarks.proving.comparing.archive import opened
 from benchmarks.proving.comparing.comparison import compare
 from benchmarks.proving.comparing.results import read_results
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = Path(__file__).resolve().parent.parent / "benchmarks" / "records"
+RECORDS = ROOT / "benchmarks" / "records"
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(300)]
 
 
@@ -47,10 +47,19 @@ def test_archives_of_versions_that_were_never_released_are_compared_as_then():
     assert unknown and len(unknown) < len(runs) and all("duty" in text or "/" in text for text in unknown)
 
 
+def test_the_cost_of_a_step_is_told_for_each_policy_with_the_files_that_it_enters(tmp_path, capsys):
+    found = tmp_path / "found.json"
+    step_cost.main(["none", "plan:plan=0.9:1", "--rounds", "4", "--turn", "1", "--files", "--json", str(found)])
+    loops = json.loads(found.read_text())["loops"]
+    assert list(loops) == ["bare", "none", "plan:plan=0.9:1"]
+    bare, none, _ = loops.values()
+    assert bare["step_us"]["median"] > 0 and bare["over_bare_us"]["median"] == 0 and not bare["files"]
+    assert none["files"] and len(capsys.readouterr().out.splitlines()) == 3
+
+
 def test_pages_of_records_lead_somewhere_and_each_picture_is_shown_by_the_docs():
-    records = ROOT / "benchmarks" / "records"
-    for page in records.rglob("*.md"):
+    for page in RECORDS.rglob("*.md"):
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
             assert "://" in target or (page.parent / target).exists(), f"{page} leads to {target}, which is not there"
     docs = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
-    assert [path.name for path in records.rglob("*.svg") if path.relative_to(ROOT).as_posix() not in docs] == []
+    assert [path.name for path in RECORDS.rglob("*.svg") if path.relative_to(ROOT).as_posix() not in docs] == []

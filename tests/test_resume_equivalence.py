@@ -50,22 +50,6 @@ def course(directory, after):
     ]
 
 
-def test_a_resumed_run_goes_on_by_the_operations_that_were_counted_before(tmp_path):
-    """Of another batch, such as one of longer sentences, there are others."""
-    first = Loop(MENAGERIE[0], {**INLINE, "directory": tmp_path / "first"})
-    first.step(20)
-    evaluation = first.run._session.parts.evaluation
-    evaluation._work_shares = [1.0 / len(first.run.modules)] * len(first.run.modules)
-    state = first.run.state_dict()
-    first.run.close()
-    second = Loop(MENAGERIE[0], {**INLINE, "directory": tmp_path / "second"})
-    second.run.load_state_dict(state)
-    second.step(4)
-    assert second.run._session.parts.evaluation.profile() == evaluation._work_shares
-    second.run.close()
-    assert len(read_journal(tmp_path / "second").of(ComputeProfiled)) == 1
-
-
 @pytest.mark.slow  # tests/laws has the law over eight models
 @pytest.mark.parametrize("specimen", RESUMABLE, ids=lambda specimen: specimen.name)
 @pytest.mark.parametrize("half", [0, 1])

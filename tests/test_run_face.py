@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 
@@ -138,7 +140,7 @@ def test_another_number_format_of_the_reference_is_no_warning(tmp_path, caplog):
     loop = loop_in(tmp_path, controller=Changing())
     for group in loop.optimizer.param_groups:
         group["lr"] = 0.0  # the loss stays, so that bootstrapping ends with the second interval
-    assert tell(lambda: steps_of(loop.run, loop.model, 6)) == []
+    assert tell(lambda: steps_of(loop.run, loop.model, loop.optimizer, 6)) == []
     assert read_journal(tmp_path).of(RungTaken)
     told = [record for record in caplog.records if "from int8-dynamic to fp32: its error" in record.getMessage()]
     assert told and {record.levelname for record in told} == {"INFO"}
@@ -356,7 +358,7 @@ def test_a_second_run_in_a_directory_says_so_once_and_is_reported_alone(tmp_path
         model, optimizer = fresh()
         second = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
         assert [str(each.message) for each in found if each.category is EgeriaWarning] == []
-    told = tell(lambda: steps_of(second, model, 4))
+    told = tell(lambda: steps_of(second, model, optimizer, 4))
     assert len(told) == 1 and "already holds the journal of another run" in told[0] and "load_state_dict" in told[0]
     second.close()
     summary = egeria.report(tmp_path).summary
@@ -369,22 +371,23 @@ def test_a_run_that_goes_on_in_its_directory_says_nothing(tmp_path):
     loop.run.close()
     resumed = loop_in(tmp_path)
     resumed.load(checkpoint)
-    assert tell(lambda: steps_of(resumed.run, resumed.model, 1)) == []
+    assert tell(lambda: steps_of(resumed.run, resumed.model, resumed.optimizer, 1)) == []
 
 
 def test_a_directory_of_an_attempt_that_never_stepped_is_as_good_as_new(tmp_path):
     loop_in(tmp_path).run.close()
     model, optimizer = fresh()
     second = egeria.attach(model, optimizer, config=FAST, directory=tmp_path)
-    assert tell(lambda: steps_of(second, model, 1)) == []
+    assert tell(lambda: steps_of(second, model, optimizer, 1)) == []
     assert len(read_journal(tmp_path).of(RunStarted)) == 2
 
 
-def steps_of(run, model, count):
+def steps_of(run, model, optimizer, count):
     """Count steps of a loop that calls the model and changes nothing."""
     args, kwargs = PARTS.example(torch.Generator().manual_seed(0))
     for _ in range(count):
         model.train()(*args, **kwargs)
+        optimizer.step()
         run.step(1.0)
 
 
@@ -452,3 +455,18 @@ def test_each_of_two_processes_has_a_summary_and_events_and_the_first_alone_logs
     assert first.parameter_share == second.parameter_share and first.modules == second.modules
     assert froze == froze_too and len(froze) == num_lines > 0 and num_logged > 0
     assert silent == [0, 0]
+
+
+LATER = {"IPython", "jinja2", "matplotlib", "multiprocessing.pool", "psutil", "rich", "sklearn", "transformers"}
+LATER |= {"accelerate", "datasets", "lightning", "mlflow", "peft", "tensorboard", "wandb"}
+LATER |= {"torch._dynamo", "torch.ao.quantization", "torch.distributed.fsdp", "torch.onnx"}
+LATER |= {"accelerate", "lightning", "pytorch_lightning", "peft"}
+"""What only parts of the library need, and what is loaded when they are used."""
+
+
+def test_what_is_heavy_is_loaded_when_it_is_used():
+    code = "import sys, torch; before = set(sys.modules); import egeria; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    found = set(done.stdout.split())
+    assert {"egeria", "egeria.session.attach"} <= found
+    assert found & LATER == set()

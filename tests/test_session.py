@@ -146,6 +146,7 @@ def test_a_loss_that_is_nan_for_long_freezes_nothing_and_warns_once(tmp_path):
     def steps(count, loss):
         for _ in range(count):
             model(x)
+            optimizer.step()
             run.step(loss)
 
     steps(8, 1.0)
@@ -163,10 +164,13 @@ def test_a_loss_that_is_nan_for_long_freezes_nothing_and_warns_once(tmp_path):
 
 @pytest.mark.parametrize("loss", [torch.ones(3), "0.5", None])
 def test_a_loss_that_is_no_number_is_refused_and_counts_nothing(loss, tmp_path):
-    with egeria.attach(*model_and_optimizer(), config=FAST, directory=tmp_path) as run:
+    model, optimizer = model_and_optimizer()
+    with egeria.attach(model, optimizer, config=FAST, directory=tmp_path) as run:
+        optimizer.step()
         with pytest.raises(ConfigError, match="number or a 0-d tensor"):
             run.step(loss)
         run.step(torch.ones(1, requires_grad=True))
+        optimizer.step()
         run.step(2)
     (interval,) = read_journal(tmp_path).of(IntervalMeasured)
     assert interval.step == 2 and interval.loss == 1.5
@@ -178,6 +182,7 @@ def test_a_single_loss_that_is_nan_is_one_step(tmp_path):
     model, optimizer = model_and_optimizer()
     run = egeria.attach(model, optimizer, config=config, controller="inline", directory=tmp_path)
     model(x)
+    optimizer.step()
     with pytest.warns(EgeriaWarning, match="not finite for 1 step;"):
         run.step(float("nan"))
     run.close()
@@ -349,6 +354,7 @@ def test_the_device_is_asked_once_an_interval(monkeypatch, tmp_path):
     per_step = []
     for _ in range(20):
         before = len(asked)
+        optimizer.step()
         run.step(torch.tensor(1.0))
         per_step.append(len(asked) - before)
     monkeypatch.undo()
@@ -923,7 +929,7 @@ def test_lbfgs_and_a_scripted_model_are_left_alone(tmp_path):
         with pytest.warns(EgeriaWarning, match=reason):
             run = egeria.attach(subject, optimizer, directory=tmp_path / str(index))
         assert run.modules == ()
-        model(torch.ones(2, 8))
+        subject(torch.ones(2, 8))
         run.step(1.0)
         run.close()
 
@@ -946,6 +952,7 @@ def test_warnings_that_are_errors_do_not_stop_the_loop(tmp_path):
         )
         for _ in range(30):
             model(torch.ones(2, 8))
+            optimizer.step()
             run.step(1.0)
         run.close()
     assert read_journal(tmp_path).of(FaultCaught)
@@ -990,6 +997,7 @@ def test_the_rate_of_the_layers_that_may_freeze_counts(tmp_path):
     for step in range(60):
         model(torch.ones(2, 8)).sum().backward()
         optimizer.zero_grad()
+        optimizer.step()
         run.step(1.0)
         if step == 40:
             assert run.frozen

@@ -25,7 +25,7 @@ from torch import nn
 
 import egeria
 
-POLICIES = ("none", "static:schedule=0.9:1", "egeria:controller.kind=inline,freezing.enabled=false")
+POLICIES = ("none", "plan:plan=0.9:1", "egeria:controller.kind=inline,freezing.enabled=false")
 WARM_UP, QUIET = 20, 20  # rounds that are not counted, and steps of which the one that enters fewest files counts
 
 
@@ -87,7 +87,7 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": median, "low": low, "high": high, "mean": statistics.fmean(values)}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policies", nargs="*", metavar="POLICY", help=f"none given: {' '.join(POLICIES)}")
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=5, metavar="STEPS")
     parser.add_argument("--files", action="store_true", help="count files too, after the measurement")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

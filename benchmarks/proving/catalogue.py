@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from benchmarks.proving.errors import RefusedError
+from benchmarks.proving import RefusedError
 from benchmarks.workloads.workload import Workload
 
 REGISTRY = "benchmarks.workloads.registry"

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.proving import RefusedError
 from benchmarks.proving.catalogue import REGISTRY, find_workloads, list_workloads
 from benchmarks.proving.comparing import archive
 from benchmarks.proving.comparing.comparison import WorkloadComparison, compare
 from benchmarks.proving.comparing.record import write_record
 from benchmarks.proving.comparing.results import read_results
 from benchmarks.proving.comparing.tables import overview, quality_table, time_table
-from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import Policy, parse_policies
 from benchmarks.proving.running import recipe, runfile
 from benchmarks.proving.running.execution import build

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.proving.errors import RefusedError
+from benchmarks.proving import RefusedError
 from benchmarks.rivals import PLAIN, RIVALS, check_rival
 
 if sys.version_info >= (3, 11):

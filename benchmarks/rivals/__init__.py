@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.proving.errors import RefusedError
+from benchmarks.proving import RefusedError
 from benchmarks.proving.journal import JournalWriter
 from benchmarks.rivals.base import Rival, read_options
 from benchmarks.rivals.by_hand import Half, HeadOnly, Short

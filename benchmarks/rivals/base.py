@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from benchmarks.proving.errors import RefusedError
+from benchmarks.proving import RefusedError
 from benchmarks.proving.journal import JournalWriter
 from benchmarks.rivals.layers import Layers
 from benchmarks.workloads.workload import Training

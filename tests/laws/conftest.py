@@ -8,8 +8,8 @@ from laws.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def ranks():
+def ranks(tmp_path_factory):
     """A pair of processes of one process group, for all tests."""
-    pair = Ranks()
+    pair = Ranks(tmp_path_factory.mktemp("ranks"))
     yield pair
     pair.close()

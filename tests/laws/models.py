@@ -9,33 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import gelu, relu
 from torch.optim import Optimizer
 
 NUM_ROWS, BATCH = 24, 6
 CLASSES, WIDTH, LENGTH, WORDS = 3, 8, 5, 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A way to build a model, its data and its optimizer."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    rows: Callable[[torch.Generator], tuple[Tensor, Tensor]]
-    """Inputs and targets of the data set, which is gone through in order, `BATCH` rows at a step."""
-    optimizer: Callable[[Any], Optimizer] = lambda parameters: torch.optim.SGD(
-        parameters, lr=0.05, momentum=0.9, weight_decay=1e-3
-    )
-    tied: tuple[str, ...] = ()
-    """Parameters at the front that the last layer uses too: they train on, through that alone."""
-    shared: tuple[str, ...] = ()
-    """Submodules without parameters that all blocks use: as long as one block trains they keep their mode."""
-    is_refused: bool = False
-    is_cached: bool = False
-    """Whether rows must come from the cache where there is one; with others it may be declined."""
-    uses_all: bool = True
-    """Whether each batch uses every parameter, as DistributedDataParallel asks unless it is told otherwise."""
 
 
 class Residual(nn.Module):
@@ -43,12 +21,11 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4, momentum=0.5)
-        self.conv2, self.norm2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4, momentum=0.5)
+        self.conv1, self.conv2 = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = (nn.BatchNorm2d(4, momentum=0.5) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = functional.relu(self.norm1(self.conv1(x)))
-        return functional.relu(x + self.norm2(self.conv2(y)))
+        return relu(x + self.norm2(self.conv2(relu(self.norm1(self.conv1(x))))))
 
 
 class ResidualNet(nn.Module):
@@ -57,11 +34,10 @@ class ResidualNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4, momentum=0.5)
-        self.blocks = nn.Sequential(*(Residual() for _ in range(4)))
-        self.head = nn.Linear(4, CLASSES)
+        self.blocks, self.head = nn.Sequential(*(Residual() for _ in range(4))), nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(functional.relu(self.norm(self.stem(x)))).mean((2, 3)))
+        return self.head(self.blocks(relu(self.norm(self.stem(x)))).mean((2, 3)))
 
 
 class Embeddings(nn.Module):
@@ -81,25 +57,23 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm1, self.norm2, self.dropout = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.2)
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         weights = (self.query(y) @ self.key(y).transpose(1, 2) / WIDTH**0.5).softmax(-1)
         x = x + self.dropout(weights) @ self.value(y)
-        return x + self.dropout(self.outer(functional.gelu(self.inner(self.norm2(x)))))
+        return x + self.dropout(self.outer(gelu(self.inner(self.norm2(x)))))
 
 
 class Transformer(nn.Module):
-    """Embeddings, four blocks, and a head that may share the table of words."""
+    """Embeddings, four blocks, and a head that may share the table of words; returns scores [B, words, T]."""
 
     def __init__(self, *, is_tied: bool = False, dropout: float = 0.2) -> None:
         super().__init__()
-        self.embeddings = Embeddings(dropout)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.embeddings, self.blocks = Embeddings(dropout), nn.ModuleList(Block() for _ in range(4))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=not is_tied)
         if is_tied:
             self.head.weight = self.embeddings.words.weight
@@ -128,7 +102,7 @@ class Part(nn.Module):
         self.dropout = dropout or nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.outer(functional.relu(self.inner(self.norm(x)))))
+        return x + self.dropout(self.outer(relu(self.inner(self.norm(x)))))
 
 
 class Backwards(nn.Module):
@@ -149,8 +123,7 @@ class Sharing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.2)
-        self.parts = nn.ModuleList(Part(self.dropout) for _ in range(4))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.parts, self.head = nn.ModuleList(Part(self.dropout) for _ in range(4)), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         for index in (0, 1, 1, 2, 3):
@@ -163,14 +136,14 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Part() for _ in range(4))
-        self.branch, self.head = Part(), nn.Linear(WIDTH, CLASSES)
+        self.parts, self.branch = nn.ModuleList(Part() for _ in range(4)), Part()
+        self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        is_branching = x[:, :1] > 1
+        takes_branch = x[:, :1] > 1
         x = self.parts[0](x)
-        if is_branching.any():
-            x = torch.where(is_branching, self.branch(x), x)
+        if takes_branch.any():
+            x = torch.where(takes_branch, self.branch(x), x)
         for part in self.parts[1:]:
             x = part(x)
         return self.head(x)
@@ -212,27 +185,45 @@ def vectors(random: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, x[:, :CLASSES].argmax(1)
 
 
+def sgd(parameters: Any) -> Optimizer:
+    """Return an optimizer whose momentum and decay move whatever keeps a gradient, be it zero."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
 def adamw(parameters: Any) -> Optimizer:
     """Return the optimizer of the transformers."""
     return torch.optim.AdamW(parameters, lr=3e-3)
 
 
-MODELS = (
-    Model(name="residual", build=ResidualNet, rows=images, is_cached=True),
-    Model(name="transformer", build=Transformer, rows=sentences, optimizer=adamw, is_cached=True),
-    Model(
-        name="tied",
-        build=lambda: Transformer(is_tied=True),
-        rows=sentences,
-        optimizer=adamw,
-        tied=("embeddings.words.weight",),
-    ),
-    Model(name="lora", build=with_lora, rows=sentences, optimizer=adamw),
-    Model(name="backwards", build=Backwards, rows=vectors, is_cached=True),
-    Model(name="sharing", build=Sharing, rows=vectors, shared=("dropout",)),
-    Model(name="branching", build=Branching, rows=vectors, uses_all=False),
-    Model(name="remembering", build=Remembering, rows=vectors, is_refused=True),
-)
-BY_NAME = {model.name: model for model in MODELS}
-each_model = pytest.mark.parametrize("name", list(BY_NAME))
-each_that_freezes = pytest.mark.parametrize("name", [model.name for model in MODELS if not model.is_refused])
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A way to build a model, its data and its optimizer."""
+
+    build: Callable[[], nn.Module]
+    rows: Callable[[torch.Generator], tuple[Tensor, Tensor]] = vectors
+    """Inputs and targets of the data set, which is gone through in order, `BATCH` rows at a step."""
+    optimizer: Callable[[Any], Optimizer] = sgd
+    tied: tuple[str, ...] = ()
+    """Parameters at the front that the last layer uses too: they train on, through that alone."""
+    shared: tuple[str, ...] = ()
+    """Submodules without parameters that all blocks use: as long as one block trains they keep their mode."""
+    is_refused: bool = False
+    is_cached: bool = False
+    """Whether rows must come from the cache where there is one; with others it may be declined."""
+    uses_all: bool = True
+    """Whether each batch uses every parameter, as DistributedDataParallel asks unless it is told otherwise."""
+
+
+TIED = ("embeddings.words.weight",)
+MODELS = {
+    "residual": Model(build=ResidualNet, rows=images, is_cached=True),
+    "transformer": Model(build=Transformer, rows=sentences, optimizer=adamw, is_cached=True),
+    "tied": Model(build=lambda: Transformer(is_tied=True), rows=sentences, optimizer=adamw, tied=TIED),
+    "lora": Model(build=with_lora, rows=sentences, optimizer=adamw),
+    "backwards": Model(build=Backwards, is_cached=True),
+    "sharing": Model(build=Sharing, shared=("dropout",)),
+    "branching": Model(build=Branching, uses_all=False),
+    "remembering": Model(build=Remembering, is_refused=True),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+each_that_freezes = pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.is_refused])

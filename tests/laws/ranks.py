@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import multiprocessing
 import os
-import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ TIMEOUT_S = 60.0
 class Ranks:
     """The pair of processes. After a job that failed they are started anew, since one may wait for the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._num_starts = folder, 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -32,11 +32,10 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((work, arguments))
-        answers = [self._answer(pipe) for pipe in self._pipes]
-        failed = [f"rank {rank}: {found}" for rank, (returned, found) in enumerate(answers) if not returned]
-        if failed:
+        answers = [pipe.recv() if pipe.poll(1.5 * TIMEOUT_S) else (False, "no answer") for pipe in self._pipes]
+        if failed := [found for returned, found in answers if not returned]:
             self.close()
-        assert not failed, "\n".join(failed)
+            raise AssertionError("\n".join(failed))
         return [found for _, found in answers]
 
     def close(self) -> None:
@@ -44,45 +43,30 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
-        for pipe in self._pipes:
-            pipe.close()
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context, folder = multiprocessing.get_context("spawn"), tempfile.mkdtemp()
+        context, store = multiprocessing.get_context("spawn"), str(self._folder / f"store{self._num_starts}")
+        self._num_starts += 1
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, folder, theirs), daemon=True)
-            process.start()
-            theirs.close()  # so that the end of the process is that of its pipe
-            self._processes.append(process)
+            self._processes.append(context.Process(target=_serve, args=(rank, store, theirs), daemon=True))
+            self._processes[-1].start()
+            theirs.close()  # so that the end of the process is the end of its pipe
             self._pipes.append(ours)
 
-    @staticmethod
-    def _answer(pipe: Connection) -> tuple[bool, Any]:
-        try:
-            return pipe.recv() if wait([pipe], 1.5 * TIMEOUT_S) else (False, "no answer in time")
-        except (EOFError, ConnectionError):
-            return False, "the process has died"
 
-
-def _serve(rank: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(NUM_RANKS)
-    os.chdir(folder)
-    distributed.init_process_group(
-        "gloo",
-        store=distributed.FileStore(str(Path(folder, "store")), NUM_RANKS),
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
-    )
+    options = {"rank": rank, "world_size": NUM_RANKS, "timeout": timedelta(seconds=TIMEOUT_S)}
+    distributed.init_process_group("gloo", store=distributed.FileStore(store, NUM_RANKS), **options)
     while True:
         try:
             work, arguments = pipe.recv()
-        except (EOFError, ConnectionError):
+        except EOFError:
             return
         try:
             pipe.send((True, work(*arguments)))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))

@@ -1,7 +1,4 @@
-"""The loops that the laws compare, and the few places where they touch what the library may word anew.
-
-Of the library these are used: `attach`, what `run` shows, `read_journal`, `ScriptedController`, and errors.
-"""
+"""The loops that the laws compare, and the few places where they touch what the library may word anew."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import functools
 import io
 import random
 import tempfile
-import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,27 +14,31 @@ import torch
 from torch import Tensor, nn
 
 import egeria
-from laws.models import BATCH, BY_NAME, NUM_ROWS
+from laws.models import BATCH, MODELS, NUM_ROWS
 
 NUM_STEPS = 16
+Front = frozenset[str]
+NONE: Front = frozenset()
+
+# --- what the library may word anew: texts of plans, settings, names of layer modules, kinds of events ----------------
+
 PLANS = ("0.25:1 0.5:2 0.75:20", "0.2:20 0.5:0 0.7:2", "0:20 0.25:0 0.6:2")
 """Share of the steps : frozen front modules from then on. More than there are means all but the last."""
-CACHES: dict[str, dict[str, Any]] = {
-    "none": {"cache": {"enabled": False}},
-    "memory": {"cache": {"enabled": "auto"}},
-    "disk": {"cache": {"enabled": True}},
-}
-QUIET = {"controller": {"budget_share": 1000.0, "load_limit": 1.0}, "cache": {"gate": "open"}}
-"""What makes the library act whatever it measures of this machine. What a version has no setting for it does anyway."""
+CACHES = {"none": {"enabled": False}, "memory": {"enabled": "auto"}, "disk": {"enabled": True}}
+"""The settings `cache` of each way to keep what the frozen front puts out; "none" computes it."""
+UNCONDITIONAL = {"controller": {"budget_share": 1000.0, "load_limit": 1.0}, "cache": {"gate": "open"}}
+"""What makes the library act whatever it measures of this machine. Where there is no such setting it does anyway."""
 
 
-# What the library may word anew
+def depths_of(plan: str, num_modules: int) -> list[int]:
+    """Return to how many frozen layer modules a plan leads, one after the other."""
+    return [min(int(entry.partition(":")[2]), num_modules - 1) for entry in plan.split()]
 
 
 @functools.cache
 def _has_setting(group: str, name: str) -> bool:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), {group: {name: QUIET[group][name]}}
+    optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), {group: {name: UNCONDITIONAL[group][name]}}
     with tempfile.TemporaryDirectory() as directory:
         try:
             egeria.attach(model, optimizer, policy="none", directory=directory, config=config).close()
@@ -49,45 +48,41 @@ def _has_setting(group: str, name: str) -> bool:
 
 
 def settings(**groups: dict[str, Any]) -> dict[str, Any]:
-    """Return settings, with those of QUIET that there are."""
-    quiet = {group: {name: of[name] for name in of if _has_setting(group, name)} for group, of in QUIET.items()}
-    return {group: {**quiet.get(group, {}), **groups.get(group, {})} for group in {**quiet, **groups}}
+    """Return these settings, with those of UNCONDITIONAL in the same groups that there are."""
+    more = {
+        group: {name: own[name] for name in own if _has_setting(group, name)} for group, own in UNCONDITIONAL.items()
+    }
+    return {group: {**more.get(group, {}), **own} for group, own in groups.items()}
 
 
 def paper(interval_steps: int = 2, window: int = 3) -> dict[str, Any]:
     """Return what a training takes for the paper's rule, with evaluations in this process."""
     plasticity = {"interval_steps": interval_steps, "window": window}
-    config = settings(plasticity=plasticity, reference={"precision": "fp32"})
+    config = settings(plasticity=plasticity, reference={"precision": "fp32"}, controller={})
     return {"policy": "egeria", "controller": "inline", "config": config, "is_steady": True}
 
 
 def how(kind: str) -> dict[str, Any]:
-    """Return what a training takes so that layer modules freeze and thaw: by a "plan", or as in the "paper".
+    """Return what a training takes so that layer modules freeze and thaw: by a "plan", or by the rule of the "paper".
 
-    There the rate falls so far that what a layer module computes stands still, and later to a tenth of that.
+    For that the learning rate falls so far that hardly anything moves, and later to a tenth, for which all thaws.
     """
     return {"plan": PLANS[1]} if kind == "plan" else {**paper(), "total_steps": 44, "rates": {8: 0.01, 30: 0.1}}
 
 
-def front(run: egeria.Run) -> frozenset[str]:
-    """Return the names of the parameters in the frozen layer modules, those of tied weights among them or not."""
+def front(run: egeria.Run) -> Front:
+    """Return the names of the parameters in the frozen layer modules; tied weights may be among them."""
     return frozenset(name for module in run.modules[: run.frozen] for name in module.parameters) if run.frozen else NONE
 
 
 def decisions(directory: Path) -> list[tuple[int, int]]:
     """Return what a journal says was decided: at which step, and how many layer modules are frozen from then on."""
-    events = (*_events(directory, "frozen"), *_events(directory, "thawed"))
-    depths = dict[int, int]()
-    for event in sorted(events, key=lambda event: event.step):
-        depths[event.step] = max(
-            depths.get(event.step, 0), getattr(event, "frozen", 0)
-        )  # a thaw comes ahead of freezes
-    return list(depths.items())
+    return list({event.step: getattr(event, "frozen", 0) for event in _events(directory, "frozen", "thawed")}.items())
 
 
-def readings(directory: Path) -> list[tuple[int, float]]:
-    """Return each reading of plasticity in a journal: of which layer module, and what it was."""
-    return [(event.module, event.value) for event in _events(directory, "plasticity")]
+def readings(directory: Path) -> list[tuple[int, int, float]]:
+    """Return each reading of plasticity in a journal: when it came, of which layer module, and what it was."""
+    return [(event.step, event.module, event.value) for event in _events(directory, "plasticity")]
 
 
 def refusals(directory: Path) -> list[str]:
@@ -97,17 +92,14 @@ def refusals(directory: Path) -> list[str]:
 
 def cached_rows(directory: Path) -> int:
     """Return how many rows came from the cache."""
-    last = {event.generation: event.hits for event in _events(directory, "cache_used")}
-    return sum(last.values())
+    return sum({event.generation: event.hits for event in _events(directory, "cache_used")}.values())
 
 
-def _events(directory: Path, kind: str) -> list[Any]:
-    return [event for event in egeria.read_journal(directory).events if event.kind == kind]
+def _events(directory: Path, *kinds: str) -> list[Any]:
+    return [event for event in egeria.read_journal(directory).events if event.kind in kinds]
 
 
-# The loops
-
-NONE: frozenset[str] = frozenset()
+# --- the loops --------------------------------------------------------------------------------------------------------
 
 
 class Training:
@@ -120,8 +112,7 @@ class Training:
         wrap: what is put around the model, and called in its place.
         total_steps: how long it is.
         rates: by step, what the learning rate is multiplied by there.
-        is_steady: whether a loss that does not change is told to `run.step`, which ends the critical period at once.
-        is_loud: whether warnings of the library pass; a law holds whatever it warns of.
+        is_steady: `run.step` is told a loss that does not change, which ends the critical period at once.
         attach: further arguments of `egeria.attach`.
     """
 
@@ -135,34 +126,29 @@ class Training:
         total_steps: int = NUM_STEPS,
         rates: dict[int, float] | None = None,
         is_steady: bool = False,
-        is_loud: bool = False,
         **attach: Any,
     ) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
-        self.spec, self.total_steps, self.rates, self.is_steady = BY_NAME[name], total_steps, rates or {}, is_steady
+        self.spec, self.total_steps, self.rates, self.is_steady = MODELS[name], total_steps, rates or {}, is_steady
         self.model = self.spec.build().train()
         self.called = wrap(self.model) if wrap else self.model
         self.rows = self.spec.rows(torch.Generator().manual_seed(data_seed))
         self.trained = {name: entry for name, entry in self.model.named_parameters() if entry.requires_grad}
         self.optimizer = self.spec.optimizer(self.trained.values())
-        self.losses, self._still_parts = list[float](), dict[frozenset[str], set[nn.Module]]()
-        self.random = torch.get_rng_state(), random.getstate()
-        self.fronts: list[tuple[frozenset[str], frozenset[str]]] = []
+        self.losses, self.random = list[float](), (torch.get_rng_state(), random.getstate())
+        self.fronts: list[tuple[Front, Front]] = []
         """For each step what was frozen while the optimizer stepped, and what is for the next one."""
-        self.before = outside(self)
-        self.run: Any = None
-        self._listen = nullcontext if is_loud else quietly
+        self._still_parts = dict[Front, set[nn.Module]]()
+        self.before, self.run = outside(self), None
         if attach:
-            with self._listen():
-                self.run = egeria.attach(self.called, self.optimizer, total_steps=total_steps, **attach)
+            self.run: Any = egeria.attach(self.called, self.optimizer, total_steps=total_steps, **attach)
             self._handle = self.optimizer.register_step_pre_hook(self._look)  # behind those of the library
 
     def train(self, num_steps: int | None = None, batches: Iterable[Sequence[Tensor]] | None = None) -> Self:
         """Train for some steps, or to the end; or through some batches."""
-        done = len(self.losses)
-        end = self.total_steps if num_steps is None else done + num_steps
-        for inputs, targets in batches or map(self.batch, range(done, end)):
+        end = self.total_steps if num_steps is None else len(self.losses) + num_steps
+        for inputs, targets in batches or map(self.batch, range(len(self.losses), end)):
             for group in self.optimizer.param_groups:
                 group["lr"] *= self.rates.get(len(self.losses) + 1, 1.0)
             loss = self.backward(inputs, targets)
@@ -179,10 +165,10 @@ class Training:
         self._tell(torch.ones(()))
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Make the passes of a step."""
+        """Make the passes of a step. Gradients are set to zero, so that one that is left over is not without effect."""
         self.prepare()
         loss = nn.functional.cross_entropy(self.called(inputs), targets)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)
         loss.backward()
         return loss
 
@@ -191,15 +177,14 @@ class Training:
         self.model.train()
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
-        """Return the rows of a step."""
+        """Return the rows of a step, counted from 0."""
         rows = (step * BATCH + torch.arange(BATCH)) % NUM_ROWS
         return tuple(column[rows] for column in self.rows)
 
     def close(self) -> None:
         """End the run; the loop may go on without it."""
         self._handle.remove()
-        with self._listen():
-            self.run.close()
+        self.run.close()
         self.run = None
 
     def save(self) -> bytes:
@@ -212,25 +197,19 @@ class Training:
     def load(self, checkpoint: bytes) -> None:
         """Go on from a checkpoint."""
         saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
-        with self._listen():
-            for part in ("model", "optimizer", "run"):
-                getattr(self, part).load_state_dict(saved[part])
+        for part in ("model", "optimizer", "run"):
+            getattr(self, part).load_state_dict(saved[part])
         self.losses = saved["losses"]
         torch.set_rng_state(saved["random"][0])
         random.setstate(saved["random"][1])
 
     def everything(self) -> dict[str, Any]:
         """Return a copy of all that training changes."""
-        state: dict[str, Any] = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        for index, entry in self.optimizer.state_dict()["state"].items():
-            state |= {f"optimizer.{index}.{key}": copied(value) for key, value in entry.items()}
-        return {
-            **state,
-            "losses": list(self.losses),
-            "random": dict(zip(("torch", "python"), self.random, strict=True)),
-        }
+        optimizer = {str(index): entry for index, entry in self.optimizer.state_dict()["state"].items()}
+        state = {"model": self.model.state_dict(), "optimizer": optimizer}
+        return {**copied(state), "losses": list(self.losses), "torch": self.random[0], "python": self.random[1]}
 
-    def still_parts(self, frozen: frozenset[str]) -> set[nn.Module]:
+    def still_parts(self, frozen: Front) -> set[nn.Module]:
         """Return the submodules in which nothing trains while these parameters are frozen, which did before."""
         if frozen not in self._still_parts:
             inside = {
@@ -243,15 +222,12 @@ class Training:
     def still_values(self) -> dict[str, Tensor]:
         """Return a copy of what may not move in the next step: frozen parameters, and statistics of what normalises."""
         frozen = front(self.run).difference(self.spec.tied)
-        found = {name: self.model.get_parameter(name) for name in frozen}
-        for part in self.still_parts(frozen):
-            found |= {f"{id(part)} {name}": buffer for name, buffer in part.named_buffers()}
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
+        buffers = {f"{id(m)} {n}": entry for m in self.still_parts(frozen) for n, entry in m.named_buffers()}
+        return copied({**{name: self.trained[name].data for name in frozen & self.trained.keys()}, **buffers})
 
     def _tell(self, loss: Tensor) -> None:
         if self.run is not None:
-            with self._listen():
-                self.run.step(1.0 if self.is_steady else loss)
+            self.run.step(1.0 if self.is_steady else loss)
             self.fronts.append((self._in_step, front(self.run)))
 
     def _look(self, *_call: Any) -> None:
@@ -266,7 +242,7 @@ class ByHand(Training):
         fronts: as another loop has noted them; behind them nothing is frozen.
     """
 
-    def __init__(self, name: str, fronts: Sequence[tuple[frozenset[str], frozenset[str]]]) -> None:
+    def __init__(self, name: str, fronts: Sequence[tuple[Front, Front]]) -> None:
         super().__init__(name)
         self._steps, self._still = fronts, set[nn.Module]()
         for part in (self.model.embeddings, *self.model.blocks) if self.spec.tied else ():
@@ -288,7 +264,7 @@ class ByHand(Training):
         for name in self.spec.shared:
             self.model.get_submodule(name).train()
 
-    def _freeze(self, frozen: frozenset[str]) -> None:
+    def _freeze(self, frozen: Front) -> None:
         frozen = frozen.difference(self.spec.tied)
         for name, parameter in self.trained.items():
             parameter.requires_grad_(name not in frozen)
@@ -297,52 +273,39 @@ class ByHand(Training):
         self._still = self.still_parts(frozen)
 
 
-# What they are compared by
+# --- what they are compared by ----------------------------------------------------------------------------------------
 
 
 def outside(training: Training) -> dict[str, Any]:
     """Return what is no number: what needs a gradient, modes, hooks, attributes, groups of the optimizer."""
-    owners = {
-        **{f"module {name}": module for name, module in training.model.named_modules()},
-        **{f"parameter {name}": parameter for name, parameter in training.model.named_parameters()},
-        "optimizer": training.optimizer,
-    }
+    modules, parameters = dict(training.model.named_modules()), dict(training.model.named_parameters())
+    owners = {**{f"module {name}": modules[name] for name in modules}, **parameters, "optimizer": training.optimizer}
     return {
-        "needs gradients": {name: parameter.requires_grad for name, parameter in training.model.named_parameters()},
-        "modes": {name: module.training for name, module in training.model.named_modules()},
-        "attributes": {name: sorted(vars(owner)) for name, owner in owners.items()},
-        "hooks": {name: _hooks(owner) for name, owner in owners.items()},
-        "groups": [
-            sorted((key, copied(value)) for key, value in group.items() if key != "params")
-            for group in training.optimizer.param_groups
-        ],
-        "members": [[id(entry) for entry in group["params"]] for group in training.optimizer.param_groups],
+        "needs gradients": {name: parameters[name].requires_grad for name in parameters},
+        "modes": {name: modules[name].training for name in modules},
+        "attributes": {name: sorted(vars(owners[name])) for name in owners},
+        "hooks": {name: _count_hooks(owners[name]) for name in owners},
+        "groups": [{**group, "params": [*map(id, group["params"])]} for group in training.optimizer.param_groups],
     }
 
 
-def _hooks(owner: Any) -> dict[str, int]:
-    names = [*vars(owner), "_backward_hooks", "_post_accumulate_grad_hooks"]
+def _count_hooks(owner: Any) -> dict[str, int]:
+    names = {*vars(owner), "_backward_hooks", "_post_accumulate_grad_hooks"}  # a tensor has these, unseen by `vars`
     return {name: len(getattr(owner, name, None) or ()) for name in names if name.endswith("hooks")}
 
 
 def differences(first: Any, second: Any, where: str = "") -> list[str]:
     """Return the names of what is not equal to the last bit."""
     if isinstance(first, dict) and isinstance(second, dict):
-        missing = [f"{where}{key}" for key in first.keys() ^ second.keys()]
-        return missing + [
-            found
-            for key in first.keys() & second.keys()
-            for found in differences(first[key], second[key], f"{where}{key} ")
-        ]
+        found = [f"{where}{key}" for key in first.keys() ^ second.keys()]
+        pairs = [(key, first[key], second[key]) for key in first.keys() & second.keys()]
+        return found + [name for key, *pair in pairs for name in differences(*pair, f"{where}{key} ")]
     same = torch.equal(first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else first == second
     return [] if same else [where.strip()]
 
 
 def copied(value: Any) -> Any:
-    """Return a tensor as it is now; anything else as it is."""
+    """Return tensors as they are now, in dictionaries too; anything else as it is."""
+    if isinstance(value, dict):
+        return {key: copied(entry) for key, entry in value.items()}
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def quietly() -> warnings.catch_warnings:
-    """Let pass what the library warns of: a law holds whatever it says."""
-    return warnings.catch_warnings(action="ignore", category=egeria.EgeriaWarning)

@@ -5,26 +5,25 @@ from __future__ import annotations
 import pytest
 
 from laws.models import each_that_freezes
-from laws.support import NUM_STEPS, PLANS, ByHand, Training, differences, outside
+from laws.support import NUM_STEPS, PLANS, ByHand, Training, depths_of, differences, outside
 
+pytestmark = pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")  # a law holds whatever is warned of
 FREEZES_AND_THAWS = "0.25:20 0.6:0"
 
 
 @each_that_freezes
 @pytest.mark.parametrize("plan", PLANS)
 def test_law_7_frozen_is_still_and_the_rest_trains_as_in_a_loop_that_freezes_by_hand(name, plan, tmp_path):
-    ours, depths, moved = Training(name, directory=tmp_path, plan=plan), [], []
+    ours, depths = Training(name, directory=tmp_path, plan=plan), [0]
     for _ in range(NUM_STEPS):
-        still = ours.still_values()
+        before = ours.still_values()
         ours.train(1)
-        kept = still.keys() & ours.still_values().keys()
-        moved += [entry for entry in kept if not still[entry].equal(ours.still_values()[entry])]
+        behind = ours.still_values()
+        assert [entry for entry in before.keys() & behind.keys() if not before[entry].equal(behind[entry])] == []
         depths.append(ours.run.frozen)
-    num_modules = len(ours.run.modules)
-    assert moved == []
-    assert max(depths) == num_modules - 1 and set(depths) > {0, max(depths)}, "too little froze for the law to say much"
-    by_hand = ByHand(name, ours.fronts).train()
-    assert differences(by_hand.everything(), ours.everything()) == []
+    moves = [depth for depth, earlier in zip(depths[1:], depths, strict=False) if depth != earlier]
+    assert moves == depths_of(plan, len(ours.run.modules)), "the law says little where less froze"
+    assert differences(ByHand(name, ours.fronts).train().everything(), ours.everything()) == []
     ours.close()
 
 
@@ -38,7 +37,7 @@ def test_law_4_freeze_then_thaw_leaves_all_as_before(name, end, tmp_path):
         ours.train(NUM_STEPS // 4)
         assert ours.run.frozen == 0
         now = outside(ours)
-        assert all(now[key] == ours.before[key] for key in ("needs gradients", "modes", "groups", "members"))
+        assert all(now[key] == ours.before[key] for key in ("needs gradients", "modes", "groups"))
     elif end == "closed in inference mode":
         ours.model.eval()
     ours.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from laws.models import BATCH, BY_NAME, NUM_ROWS, each_model
+from laws.models import BATCH, MODELS, NUM_ROWS, each_model
 from laws.support import CACHES, Training, cached_rows, decisions, differences, outside, settings
 
+pytestmark = pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")  # a law holds whatever is warned of
 EPOCHS = 8
 PLAN = "0.2:2 0.4:0 0.5:20"
 
@@ -27,10 +29,10 @@ class Shuffled(Sampler):
 
 
 def train(name, kind, directory):
-    rows = BY_NAME[name].rows(torch.Generator().manual_seed(0))
+    rows = MODELS[name].rows(torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(*rows), batch_size=BATCH, sampler=Shuffled())
     attach = {"plan": PLAN, "loader": loader, "total_steps": EPOCHS * len(loader), "directory": directory}
-    training = Training(name, **attach, config=settings(**CACHES[kind]))
+    training = Training(name, **attach, config=settings(cache=CACHES[kind]))
     for _ in range(EPOCHS):
         training.train(batches=loader)
     training.close()
@@ -45,5 +47,5 @@ def test_law_3_cached_is_computed(name, tmp_path):
     for kind in [kind for kind in CACHES if kind != "none"]:
         assert differences(computed, train(name, kind, tmp_path / kind)) == [], kind
         assert decisions(tmp_path / kind) == decided
-        if BY_NAME[name].is_cached:
+        if MODELS[name].is_cached:
             assert cached_rows(tmp_path / kind) > NUM_ROWS, f"{kind}: without rows from it nothing was put to the test"

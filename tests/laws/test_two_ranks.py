@@ -9,17 +9,17 @@ import pytest
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from laws.models import BY_NAME, each_model
+from laws.models import MODELS, each_model
 from laws.support import Training, decisions, differences, how
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")]
 
 
 def train(name, kind, directory, has_own_data=False):
     """Train in one process, of several or alone, and return what came of it; on data of its own, or on the same."""
     wrap, rank = None, 0
     if distributed.is_initialized():
-        wrap = functools.partial(DistributedDataParallel, find_unused_parameters=not BY_NAME[name].uses_all)
+        wrap = functools.partial(DistributedDataParallel, find_unused_parameters=not MODELS[name].uses_all)
         rank = distributed.get_rank()
     training = Training(name, data_seed=rank * has_own_data, wrap=wrap, directory=directory, **how(kind))
     depths, weights = [], []
@@ -39,7 +39,7 @@ def test_law_6_two_ranks_decide_and_train_like_one(name, ranks, tmp_path):
         assert two[1:] == (depths, weights)
         assert differences(two[0], end) == []
     assert decisions(tmp_path / "two") == decisions(tmp_path / "one")
-    assert BY_NAME[name].is_refused or (max(depths) > 0 and 0 in depths[depths.index(1) :]), "nothing froze and thawed"
+    assert MODELS[name].is_refused or (max(depths) > 0 and 0 in depths[depths.index(1) :]), "nothing froze and thawed"
 
 
 @each_model
@@ -47,4 +47,4 @@ def test_law_6_two_ranks_agree_at_each_step_on_data_of_their_own(name, ranks, tm
     (_, depths, weights), second = ranks.run(train, name, "plan", tmp_path, True)
     assert second[1:] == (depths, weights)
     assert len(set(weights)) == len(weights), "nothing trains"
-    assert BY_NAME[name].is_refused or (max(depths) > 1 and 0 in depths[depths.index(max(depths)) :]), "nothing froze"
+    assert MODELS[name].is_refused or (max(depths) > 1 and 0 in depths[depths.index(max(depths)) :]), "nothing froze"

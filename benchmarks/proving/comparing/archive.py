@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.proving.errors import RefusedError
+from benchmarks.proving import RefusedError
 
 JOURNALS = "journals"
 SUFFIX = ".tar.xz"

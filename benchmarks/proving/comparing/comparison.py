@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.proving import RefusedError
 from benchmarks.proving.comparing.accuracy_time import CLOCKS, TARGETS, AccuracyTime, accuracy_time, value_at
 from benchmarks.proving.comparing.results import Outcome
 from benchmarks.proving.comparing.statistics import Spread, spread
-from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.policies import DEFAULT
 from benchmarks.proving.running.runfile import WorkloadFacts
 from benchmarks.workloads.registry import WORKLOADS

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.proving import RefusedError
 from benchmarks.proving.comparing.skipping import UNKNOWN, Skipped, Span, measure_skipped, spans
-from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.journal import Journal, read_journal
 from benchmarks.proving.running import runfile
 from benchmarks.proving.running.course import CPU, EPOCH, JUDGED, WALL

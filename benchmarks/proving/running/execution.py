@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.proving import RefusedError
 from benchmarks.proving.catalogue import find_workloads
-from benchmarks.proving.errors import RefusedError
 from benchmarks.proving.running import checkpoint, recipe, runfile
 from benchmarks.proving.running.checkpoint import Checkpoint, UnusableError
 from benchmarks.proving.running.limit import UNLIMITED, Limit

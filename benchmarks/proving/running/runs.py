@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.proving.errors import RefusedError
+from benchmarks.proving import RefusedError
 from benchmarks.proving.running import checkpoint, runfile
 from benchmarks.proving.running.execution import NO_DATA_STATUS, OUTPUT_NAME, PAUSED_STATUS
 from benchmarks.proving.running.limit import LAST_S, UNLIMITED, Experience, Limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -164,7 +165,11 @@ def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
     """
     last = num_modules - 1
     shares = (start + (1 - start) * depth / last for depth in range(1, last))
-    return tuple(Move(round(share, 4), depth) for depth, share in enumerate(shares, start=1))
+    # Cut after four digits: rounded up, a share would come to lie behind the step it stands for.
+    return tuple(
+        Move(math.floor(1e4 * share + ROUNDING) / 1e4, depth)
+        for depth, share in enumerate(shares, start=1)
+    )
 
 
 def find_plan(

@@ -13,11 +13,11 @@ from egeria.layers.freezing import Freezer
 from egeria.layers.gradients import InputGradients
 from egeria.layers.modules import LayerModule, count_trainable, parameters_of
 from egeria.policy import Decision, Freeze, Thaw
+from egeria.session.compiling import Compiling
 from egeria.session.following import HarmfulFreezeError, Training
-from egeria.session.measuring.compiling import Compiling
-from egeria.session.measuring.timing import Stopwatch
 from egeria.session.ranks import Subject
 from egeria.session.rehearsing import Rehearsal, find_branch, rehearse
+from egeria.session.timing import Stopwatch
 
 
 def in_groups(decisions: Sequence[Decision]) -> Iterator[tuple[Decision, list[Freeze]]]:

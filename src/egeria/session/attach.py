@@ -36,7 +36,6 @@ from egeria.policy import (
 )
 from egeria.report.live import RunSummary
 from egeria.report.trackers import find_trackers
-from egeria.report.wording import plural
 from egeria.session.checks import (
     agree_on_the_run,
     check_training,
@@ -50,13 +49,13 @@ from egeria.session.checks import (
 from egeria.session.cutting import Cut, first_cut
 from egeria.session.following import ModelHooks, Training
 from egeria.session.loop import Session
-from egeria.session.measuring.timing import Stopwatch
 from egeria.session.packed import Packed
 from egeria.session.ranks import Ranks
 from egeria.session.showing import Showing, as_html, in_a_line
+from egeria.session.timing import Stopwatch
 
 STATE_SCHEMA = 2
-_UNHEARD = "Nothing could be measured or frozen: call run.step(loss) once after each optimizer step"
+_TOO_FEW = "Without it nothing is measured or frozen: call run.step(loss) after each optimizer step"
 
 
 def attach(
@@ -201,8 +200,9 @@ class Run:
     def step(self, loss: Any) -> None:
         """Count one optimizer step; call it after the optimizer's.
 
-        Called for each micro-batch of accumulated gradients, it counts once for each optimizer
-        step, with a warning.
+        A call without an optimizer step since the last one is a micro-batch, as in gradient
+        accumulation or where `GradScaler` skips a step: its loss is part of the mean of the next
+        step.
 
         Args:
             loss: training loss of the step, a number or a 0-d tensor; with gradient accumulation
@@ -321,16 +321,9 @@ class Run:
         self._closed = True
         frozen, session = self.frozen, self._session
         session.close()
-        num_steps = session.steps.num_unheard_steps
-        if (
-            num_steps and sys.exc_info()[0] is None
-        ):  # after an error the loop may not have come to it
-            made = (
-                f"{plural(num_steps, 'step')} of the optimizer "
-                f"{'was' if num_steps == 1 else 'were'} made"
-            )
-            reason = f"run.step was never called, but {made}. {_UNHEARD}"
-            self._recorder.decline("watching this training", reason)
+        reason = session.steps.why_too_few()
+        if reason and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
+            self._recorder.decline("watching this training", f"{reason}. {_TOO_FEW}")
         self._recorder.write(
             RunClosed(
                 step=session.clock.step,

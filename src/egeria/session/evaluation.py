@@ -33,7 +33,7 @@ from egeria.layers.taps import capture, forward_shares
 from egeria.layers.undisturbed import CommunicationError, undisturbed
 from egeria.policy import BOOTSTRAPPING, PLASTICITY, Decision, Policy, Reading
 from egeria.session.following import Training
-from egeria.session.measuring.timing import Budget, IterationTimer, Stopwatch, count_iterations
+from egeria.session.timing import Budget, IterationTimer, Stopwatch, count_iterations
 
 FAILURES_BEFORE_GIVING_UP = 3
 BACKWARD_SHARE = 2 / 3

@@ -31,15 +31,15 @@ from egeria.policy import (
 from egeria.report.freezing import backward_shares
 from egeria.session.applying import in_groups
 from egeria.session.checks import MakeController
+from egeria.session.compiling import Compiling
 from egeria.session.cutting import Cut, deepest_by_gradients
 from egeria.session.following import UNDONE, HarmfulFreezeError, Training, check_calls, watch_order
-from egeria.session.measuring.accumulation import StepCounter
-from egeria.session.measuring.compiling import Compiling
-from egeria.session.measuring.interval import IntervalMeter
-from egeria.session.measuring.timing import Budget, IntervalClock, IterationTimer
+from egeria.session.interval import IntervalMeter
 from egeria.session.parts import CutParts, PartsMaker
 from egeria.session.ranks import LostError, OutOfStepError
 from egeria.session.skipping import COMPILED, begin_skipping
+from egeria.session.steps import StepCounter
+from egeria.session.timing import Budget, IntervalClock, IterationTimer
 
 POLLS_PER_INTERVAL = (
     4  # how often several processes ask each other for readings of a controller process
@@ -100,7 +100,7 @@ class Session:
         """What the policy follows; None where that is no plan."""
         self.meter = IntervalMeter(training, self.timer)
         self.steps = StepCounter(training, self.meter, self.timer.take_out)
-        """Recognises calls of `run.step` that count no step."""
+        """Tells which calls of `run.step` count."""
         self._is_cut_to_order = False
         self._order = (
             watch_order(self.training, self.modules, again=self._is_cut_to_order)

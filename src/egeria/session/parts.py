@@ -11,11 +11,11 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import PLASTICITY, Policy
 from egeria.session.applying import Applier
 from egeria.session.checks import MakeController
+from egeria.session.compiling import Compiling
 from egeria.session.cutting import Cut
 from egeria.session.evaluation import Evaluation
 from egeria.session.following import Training
-from egeria.session.measuring.compiling import Compiling
-from egeria.session.measuring.timing import Budget, IntervalClock, IterationTimer
+from egeria.session.timing import Budget, IntervalClock, IterationTimer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,6 @@ class Subject(IntEnum):
     READINGS = 4
     GATE = 5
     CLOSING = 6
-    MICRO_BATCHES = 7
 
 
 class OutOfStepError(Exception):

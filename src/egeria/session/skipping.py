@@ -31,8 +31,8 @@ from egeria.journal import Recorder
 from egeria.layers.modules import LayerModule
 from egeria.policy import Foreseeing, Policy
 from egeria.session.following import Training
-from egeria.session.measuring.timing import IntervalClock
 from egeria.session.ranks import Ranks, Subject
+from egeria.session.timing import IntervalClock
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SUBDIRECTORY = "cache"

@@ -17,8 +17,8 @@ from egeria.layers.modules import LayerModule
 from egeria.policy import Interval
 from egeria.report.wording import plural
 from egeria.session.following import Training
-from egeria.session.measuring.timing import IntervalClock, IterationTimer
 from egeria.session.ranks import Subject, fingerprint
+from egeria.session.timing import IntervalClock, IterationTimer
 
 
 @dataclass(eq=False)
@@ -45,12 +45,6 @@ class IntervalMeter:
     def hold(self, loss: float | Tensor) -> None:
         """Keep the loss of a micro-batch, as `read` returned it, for the step it is part of."""
         self._held.append(loss)
-
-    def join_held(self) -> None:
-        """Make the held losses part of the last step, unless the interval has ended with that."""
-        held, self._held = self._held, []
-        if self._losses:
-            self._losses[-1] = _mean([self._losses[-1], *held])
 
     def read(self, loss: Any) -> float | Tensor:
         """Return a loss as a number, or a 0-d tensor on its device.

@@ -1,1 +1,0 @@
-"""What is measured of a training: losses, time, and what compiling costs."""

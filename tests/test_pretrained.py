@@ -1,0 +1,114 @@
+"""Whether a model came trained, and what follows from it: how it is cut, and that it is frozen by the even plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria.layers.modules import parse_modules
+from egeria.layers.pretrained import find_trained_norms, is_mostly_trained
+
+WIDTH, STEPS = 16, 40
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+class Words(nn.Module):
+    """A table, four blocks and a head: the shape of a language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(50, WIDTH), nn.Sequential(*(Block() for _ in range(4)))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.table(tokens)).mean(1))
+
+
+def pretrained():
+    """As it would come from a checkpoint: no weight of a normalisation layer is what it began as."""
+    torch.manual_seed(0)
+    model = Words()
+    for block in model.blocks:
+        nn.init.normal_(block.norm.weight, 1.0, 0.1)
+    return model
+
+
+class RootMeanSquareNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(WIDTH, affine=False), nn.GroupNorm(2, WIDTH), RootMeanSquareNorm()])
+def test_norms_of_all_kinds_tell(norm):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 2))
+    assert find_trained_norms(model) == {"1": False}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(0)
+    model(torch.randn(8, WIDTH)).square().sum().backward()
+    optimizer.step()
+    assert find_trained_norms(model) == {"1": True}
+
+
+def test_a_model_is_what_most_of_its_norms_are():
+    model = pretrained()
+    assert is_mostly_trained(find_trained_norms(model)) and not is_mostly_trained(find_trained_norms(Words()))
+    model.blocks[2] = Block()
+    assert find_trained_norms(model)["blocks.2.norm"] is False and is_mostly_trained(find_trained_norms(model))
+    model.blocks[3] = Block()
+    assert not is_mostly_trained(find_trained_norms(model)), "half of them are not most"
+    assert not is_mostly_trained({}), "without norms nothing is known"
+
+
+def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
+    model = pretrained()
+    assert parse_modules(model, tables_apart=True, target_share=0.1)[0].name == "table"
+    model.head = nn.Linear(WIDTH, 50, bias=False)
+    model.head.weight = model.table.weight
+    assert parse_modules(model, tables_apart=True)[0].name != "table"
+
+
+def train(model, directory, **policy):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = {"policy": policy, "plasticity": {"interval_steps": 1}}
+    with egeria.attach(model, optimizer, total_steps=STEPS, config=config, directory=directory) as run:
+        depths = []
+        for _ in range(STEPS):
+            loss = model(torch.randint(0, 50, (8, 6))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss)
+            depths.append(run.frozen)
+        return run, depths
+
+
+def test_a_fine_tuning_freezes_its_table_first_and_one_after_the_other_from_half_of_the_steps_on(tmp_path):
+    run, depths = train(pretrained(), tmp_path)
+    assert [module.name for module in run.modules][:2] == ["table", "blocks.0"]
+    last = len(run.modules) - 1
+    assert {depth: depths.index(depth) + 1 for depth in range(1, last)} == {
+        depth: pytest.approx(STEPS * (0.5 + 0.5 * depth / last), abs=1) for depth in range(1, last)
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "freezes"), [(Words, "auto", False), (Words, True, True), (pretrained, False, False)]
+)
+def test_what_begins_at_random_is_not_frozen_and_a_setting_has_the_last_word(make, given, freezes, tmp_path):
+    run, depths = train(make(), tmp_path, pretrained=given)
+    assert bool(run.plan.moves) == bool(max(depths)) == freezes
+    assert (run.modules[0].name == "table") == freezes, "it is cut as what it is taken for"
