@@ -35,7 +35,7 @@ from egeria.layers.copies import copies_of_computed
 from egeria.layers.pretrained import find_trained_norms, is_mostly_trained
 from egeria.layers.shards import is_compiled
 from egeria.policy import Plan, draw_up
-from egeria.random_state import kept_random_state
+from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent
 from egeria.session import Run, attach
 from egeria.session.checks import read_config, unwrap_loader
@@ -224,9 +224,9 @@ def advise(
         freezing=replace(settings.freezing, enabled=True),
         cache=replace(settings.cache, enabled=False),
     )
-    with kept_random_state(model), _unchanged(model, optimizers):
+    with torch.enable_grad(), kept_random_state(model), _unchanged(model, optimizers):
         batches, reading_s = _read(loader)
-        held_bytes = sum(map(torch.cuda.memory_allocated, _devices(model)))
+        held_bytes = sum(map(torch.cuda.memory_allocated, accelerators_of(model)))
         training = _Training(*_copied(model, optimizers), batches, loss or _own_loss, held_bytes)
         return training.measure(settings, rounds, reading_s)
 
@@ -252,23 +252,23 @@ class _Training:
                     run.step(self._iterate(self._batch(place)))
                 modules = tuple(module.name for module in run.modules)
             deepest = max(0, len(modules) - 1)
-            parts = min(deepest, MOST_DEPTHS - 1)
-            depths = [round(deepest * part / max(1, parts)) for part in range(parts + 1)] * rounds
-            moves = (f"step {turn * each}:{depth}" for turn, depth in enumerate(depths))
+            depths = np.linspace(0, deepest, min(deepest + 1, MOST_DEPTHS)).round().astype(int)
+            moves = (f"step {turn * each}:{depth}" for turn, depth in enumerate([*depths] * rounds))
             with follow(plan=" ".join(moves)) as run:
-                for turn in range(len(depths)):
+                for turn, _ in itertools.product(range(rounds), depths):
                     run.step(self._iterate(self._batch(0)))
-                    first = turn // (parts + 1) * TIMED  # the same batches at each depth of a round
-                    found.setdefault(run.frozen, []).append(self._timed(run, first))
+                    cost = self._timed(
+                        run, turn * TIMED
+                    )  # each depth with the batches of the round
+                    found.setdefault(cost.depth, []).append(cost)
             journal = read_journal(folder)
         obstacles = [f"{event.what}: {event.reason}." for event in journal.of(Declined)]
         obstacles += [f"{event.where} failed: {event.error}." for event in journal.of(FaultCaught)]
         return Advice(
             modules=modules,
             costs=tuple(median_low(found[depth]) for depth in sorted(found)),
-            plan=str(
-                draw_up(modules, bool(settings.policy.pretrained), total_steps=1)
-            ),  # in shares
+            # In shares of the steps, whatever their number.
+            plan=str(draw_up(modules, bool(settings.policy.pretrained), total_steps=1)),
             reading_s=reading_s,
             obstacles=tuple(dict.fromkeys(obstacles)),
         )
@@ -276,7 +276,7 @@ class _Training:
     def _timed(self, run: Run, first: int) -> DepthCost:
         """Return the means of a few iterations; nothing waits for an accelerator between them."""
         batches = [self._batch(first + step) for step in range(TIMED)]
-        depth, devices = run.frozen, _devices(self.model)
+        depth, devices = run.frozen, accelerators_of(self.model)
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.synchronize(device)
@@ -321,8 +321,6 @@ def _check_training(model: nn.Module, optimizers: Sequence[Any]) -> None:
         found = f"parameters on {', '.join(sorted(kinds))}"
     elif dist.world_size() > 1:
         found = f"a job of {dist.world_size()} processes"
-    elif not torch.is_grad_enabled():
-        found = "gradients switched off"
     elif not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):
         found = f"{optimizers!r} as optimizers"
     else:
@@ -404,7 +402,7 @@ def _read(loader: Any) -> tuple[list[Any], float]:
     """Return copies of the first batches, and the seconds for which the loop waits for one."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = [getattr(holder, "sampler", None) for holder in (loader, batch_sampler)]
-    held = {getattr(holder, "generator", None) for holder in (loader, batch_sampler, *samplers)}
+    held = [getattr(holder, "generator", None) for holder in (loader, batch_sampler, *samplers)]
     states = [(entry, entry.get_state()) for entry in held if isinstance(entry, torch.Generator)]
     with _explained("loader must give batches that can be copied", "Pass a list of batches."):
         if isinstance(loader, Iterator):
@@ -428,8 +426,3 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     device = next(model.parameters()).device
     moved = tree.map_tensors(lambda part: part.to(device), batch)
     return cast(Tensor, model(**moved).loss)
-
-
-def _devices(model: nn.Module) -> list[int]:
-    """Return the CUDA devices that a model is on."""
-    return sorted({entry.device.index or 0 for entry in model.parameters() if entry.is_cuda})

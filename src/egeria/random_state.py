@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import functools
 import random
-import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,25 +19,6 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 """What objects of the user's may hold to draw from."""
 
 
-MOST_OBJECTS, MOST_MEMBERS, DEEPEST = 100_000, 100, 11
-"""How far the generators that an object leads to are looked for: objects that are looked at,
-members of a container (longer ones hold data, not transforms), and edges from the object."""
-METHODS = ("__getitem__", "__getitems__", "__call__", "forward")
-LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    types.ModuleType,
-    Tensor,
-    np.ndarray,
-    torch.dtype,
-)
-
-
 @contextmanager
 def kept_random_state(model: nn.Module) -> Iterator[None]:
     """Restore the random states of Python, numpy and torch, on the CPU and the model's devices,
@@ -47,7 +26,7 @@ def kept_random_state(model: nn.Module) -> Iterator[None]:
     """
     before = RandomState.current()
     try:
-        with torch.random.fork_rng(devices=_accelerators(model)):
+        with torch.random.fork_rng(devices=accelerators_of(model)):
             yield
     finally:
         before.set()
@@ -95,7 +74,7 @@ def random_fingerprint(model: nn.Module) -> tuple[object, ...]:
 
 def generators_of_accelerators(model: nn.Module) -> list[torch.Generator]:
     """Return what random numbers come from on the accelerators that a model is on."""
-    return [torch.cuda.default_generators[index] for index in _accelerators(model)]
+    return [torch.cuda.default_generators[index] for index in accelerators_of(model)]
 
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
@@ -114,101 +93,7 @@ def restoring(source: Any) -> Callable[[], object]:
     return functools.partial(source.set_state, source.get_state())
 
 
-@contextmanager
-def kept_generators(*holders: Any) -> Iterator[None]:
-    """Restore the generators that objects lead to, such as a loader, its data set and its
-    augmentation.
-    """
-    held = [source for holder in holders for source in held_generators(holder).values()]
-    states = [restoring(source) for source in held]
-    try:
-        yield
-    finally:
-        for restore in states:
-            restore()
-
-
-def held_generators(root: Any) -> dict[str, Generator]:
-    """Return the generators an object holds, by the path to them, the same in every process.
-
-    Looks into attributes, short containers, what functions, partials and methods were made with,
-    and the globals that these functions name. Those out of reach (in C extensions) stay as they
-    are.
-    """
-    found: dict[str, Generator] = {}
-    seen: set[int] = set()
-    waiting = deque([("", root, 0)])
-    while waiting and len(seen) < MOST_OBJECTS:
-        path, thing, depth = waiting.popleft()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        with suppress(Exception):  # a mapping that is closed, a proxy of nothing: it stays as it is
-            if isinstance(thing, Generator):
-                if not isinstance(thing, random.SystemRandom):
-                    found[f"{path} {len(found)}" if path in found else path] = thing
-            elif depth < DEEPEST:
-                waiting += [
-                    (
-                        f"{path}.{name if isinstance(name, (str, int)) else type(name).__name__}",
-                        member,
-                        depth + 1,
-                    )
-                    for name, member in _members(thing)
-                    if not issubclass(type(member), LEAVES)
-                ]
-    return found
-
-
-def _members(thing: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(thing, (Mapping, list, tuple)):
-        return _entries(thing)
-    if isinstance(thing, functools.partial):
-        return ("function", thing.func), ("arguments", thing.args), ("keywords", thing.keywords)
-    if isinstance(thing, types.MethodType):
-        return ("self", thing.__self__), ("function", thing.__func__)
-    if isinstance(thing, types.BuiltinMethodType):  # such as the `random` of a generator
-        return (("self", thing.__self__),)
-    if isinstance(thing, types.FunctionType):
-        return (*_members_of_function(thing), *_attributes(thing))
-    methods = [vars(cls).get(name) for cls in type(thing).__mro__ for name in METHODS]
-    return [
-        *_attributes(thing),
-        *(("method", method) for method in methods if type(method) is types.FunctionType),
-    ]
-
-
-def _entries(container: Any) -> list[tuple[Any, Any]]:
-    if len(container) > MOST_MEMBERS:
-        return []
-    return list(container.items() if isinstance(container, Mapping) else enumerate(container))
-
-
-def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    attributes = getattr(thing, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield from list(attributes.items())
-    for cls in type(thing).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if isinstance(vars(cls).get(name), types.MemberDescriptorType) and hasattr(thing, name):
-                yield name, getattr(thing, name)
-
-
-def _members_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for index, cell in enumerate(function.__closure__ or ()):
-        try:
-            yield f"cell{index}", cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    yield "defaults", function.__defaults__
-    yield "keyword_defaults", function.__kwdefaults__
-    for name in function.__code__.co_names:
-        member = function.__globals__.get(name)
-        if isinstance(member, Generator):
-            yield f"global {name}", member
-
-
-def _accelerators(model: nn.Module) -> list[int]:
+def accelerators_of(model: nn.Module) -> list[int]:
+    """Return the CUDA devices that a model is on."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     return sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})
