@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shelve
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from egeria.layers.batch import Autocast, Batch
 from egeria.layers.modules import LayerModule
 from egeria.layers.taps import capture, forward_shares
 from egeria.layers.undisturbed import MOST_BYTES, undisturbed
-from egeria.random_state import MOST_MEMBERS, held_generators
 from loops import outside
 
 PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
@@ -478,46 +475,3 @@ def test_operations_are_counted_where_a_layer_takes_a_view_of_a_parameter():
     shares = forward_shares(model, [module_of("a"), module_of("b")], batch_of(torch.ones(5, 8)))
     assert shares == pytest.approx([1280 / 1920, 640 / 1920])
     assert {name for name, entry in model.named_parameters() if not entry.requires_grad} == {"table_of_b"}
-
-
-class Own:
-    """Generators of its own, several, as in libraries of transforms."""
-
-    __slots__ = ("bits", "generators")
-
-    def __init__(self):
-        self.generators = {"python": random.Random(3), "legacy": [np.random.RandomState(4)]}
-        self.bits = (np.random.default_rng(5), np.random.Generator(np.random.Philox(6)), torch.Generator())
-
-    def __call__(self, x):
-        return x + self.generators["python"].gauss(0, 1)
-
-
-class Unbound:
-    def __getattribute__(self, name):
-        raise RuntimeError("no object is bound to this proxy")
-
-
-def test_what_cannot_be_looked_at_is_passed_over(tmp_path):
-    holder = SimpleNamespace(proxy=Unbound(), generator=random.Random(0))
-    with shelve.open(tmp_path / "samples") as holder.closed:
-        pass
-    assert list(held_generators(holder)) == [".generator"]
-
-
-def test_generators_are_looked_for_within_bounds():
-    holder = SimpleNamespace(data=[random.Random()] * (MOST_MEMBERS + 1), generator=random.Random())
-    holder.itself, holder.secret = holder, random.SystemRandom()
-    assert list(held_generators(holder)) == [".generator"]
-    deep = nested = SimpleNamespace()
-    for _ in range(100):
-        nested.inner = SimpleNamespace()
-        nested = nested.inner
-    nested.generator = random.Random()
-    assert held_generators(deep) == {}
-
-
-def test_generators_in_closures_methods_and_slots_are_found():
-    closing = np.random.default_rng()
-    holder = SimpleNamespace(transform=lambda x: x + closing.normal(), method=Own().__call__)
-    assert len(held_generators(holder)) == 1 + 5
