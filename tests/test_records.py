@@ -26,7 +26,6 @@ def test_the_command_freezes_ever_more_and_keeps_what_it_found(tmp_path, capsys)
     *rows, cached = found["rows"]
     assert [entry["frozen"] for entry in rows] == sorted({entry["frozen"] for entry in rows})
     assert [entry["cached"] for entry in found["rows"]] == [*[False] * len(rows), True]
-    assert cached["foretold"] > next(entry["foretold"] for entry in rows if entry["frozen"] == cached["frozen"])
     deepest = rows[-1]
     assert deepest["frozen"] < deepest["num_modules"] and deepest["plain_ms"] > 0
     assert deepest["plain_peak_bytes"] is None, "a CPU does not say"

@@ -56,7 +56,7 @@ class Row:
     frozen: int
     num_modules: int
     cached: bool
-    foretold: float
+    foretold: float | None
     measured: float
     quartiles: tuple[float, float]
     plain_ms: float
@@ -213,7 +213,7 @@ def _row(name: str, advice: egeria.Advice, depth: int, options: argparse.Namespa
         frozen=depth,
         num_modules=len(advice.modules),
         cached=cached,
-        foretold=advice.saving(f"0:{depth}", cached=cached),
+        foretold=None if cached else advice.saving(f"0:{depth}"),
         measured=1 - found.total_ratio()[1],
         quartiles=(1 - high, 1 - low),
         plain_ms=1000 * statistics.fmean(found.first_wall_s) / options.steps,
@@ -246,7 +246,7 @@ def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
         "    python -m benchmarks.micro.accelerator --record RECORD",
         "",
         f"Wall-clock time of iterations in bfloat16 on one {made_with['accelerator']}, batches of made-up data. "
-        "[How it is measured](../../micro/accelerator.py), [in words](FINDINGS.md).",
+        "[How it is measured](../../micro/accelerator.py).",
         "",
         "| model | frozen | plain iteration | foretold | saved (quartiles of rounds) | memory of a step |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -256,9 +256,10 @@ def describe(rows: list[Row], made_with: dict[str, Any]) -> str:
         memory = "not counted"
         if row.plain_peak_bytes and row.frozen_peak_bytes:
             memory = f"{row.plain_peak_bytes / 2**30:.2f} to {row.frozen_peak_bytes / 2**30:.2f} GiB"
+        foretold = "-" if row.foretold is None else f"{row.foretold:.1%}"
         front = f"{row.frozen} of {row.num_modules}" + ", cached" * row.cached
         lines.append(
-            f"| {row.model} | {front} | {row.plain_ms:.1f} ms | {row.foretold:.1%} "
+            f"| {row.model} | {front} | {row.plain_ms:.1f} ms | {foretold} "
             f"| {row.measured:.1%} ({low:.1%} to {high:.1%}) | {memory} |"
         )
     return "\n".join([*lines, ""])
