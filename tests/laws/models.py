@@ -117,13 +117,19 @@ class Backwards(nn.Module):
         return self.head(self.fourth(self.third(self.second(self.first(x)))))
 
 
-class Sharing(nn.Module):
+class Parts(nn.Module):
+    """Parts and a head."""
+
+    def __init__(self, dropout: nn.Dropout | None = None) -> None:
+        super().__init__()
+        self.parts, self.head = nn.ModuleList(Part(dropout) for _ in range(4)), nn.Linear(WIDTH, CLASSES)
+
+
+class Sharing(Parts):
     """Runs its second part twice, and has one dropout for all."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.2)
-        self.parts, self.head = nn.ModuleList(Part(self.dropout) for _ in range(4)), nn.Linear(WIDTH, CLASSES)
+        super().__init__(nn.Dropout(0.2))
 
     def forward(self, x: Tensor) -> Tensor:
         for index in (0, 1, 1, 2, 3):
@@ -131,13 +137,12 @@ class Sharing(nn.Module):
         return self.head(x)
 
 
-class Branching(nn.Module):
+class Branching(Parts):
     """Has a part near its front that rows with a large first number go through; the first batch has none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts, self.branch = nn.ModuleList(Part() for _ in range(4)), Part()
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.branch = Part()
 
     def forward(self, x: Tensor) -> Tensor:
         takes_branch = x[:, :1] > 1
@@ -219,9 +224,9 @@ MODELS = {
     "residual": Model(build=ResidualNet, rows=images, is_cached=True),
     "transformer": Model(build=Transformer, rows=sentences, optimizer=adamw, is_cached=True),
     "tied": Model(build=lambda: Transformer(is_tied=True), rows=sentences, optimizer=adamw, tied=TIED),
-    "lora": Model(build=with_lora, rows=sentences, optimizer=adamw),
+    "lora": Model(build=with_lora, rows=sentences, optimizer=adamw, is_cached=True),
     "backwards": Model(build=Backwards, is_cached=True),
-    "sharing": Model(build=Sharing, shared=("dropout",)),
+    "sharing": Model(build=Sharing, shared=("parts.0.dropout",)),
     "branching": Model(build=Branching, uses_all=False),
     "remembering": Model(build=Remembering, is_refused=True),
 }

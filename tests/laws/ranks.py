@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,8 +22,7 @@ TIMEOUT_S = 60.0
 class Ranks:
     """The pair of processes. After a job that failed they are started anew, since one may wait for the other."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._num_starts = folder, 0
+    def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -46,8 +46,7 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context, store = multiprocessing.get_context("spawn"), str(self._folder / f"store{self._num_starts}")
-        self._num_starts += 1
+        context, store = multiprocessing.get_context("spawn"), str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(NUM_RANKS):
             ours, theirs = context.Pipe()
             self._processes.append(context.Process(target=_serve, args=(rank, store, theirs), daemon=True))

@@ -105,15 +105,8 @@ def _events(directory: Path, *kinds: str) -> list[Any]:
 class Training:
     """An ordinary loop over one of the models, with egeria attached where there are arguments for that.
 
-    Args:
-        name: of the model.
-        seed: of the weights, and of dropout.
-        data_seed: of the data set.
-        wrap: what is put around the model, and called in its place.
-        total_steps: how long it is.
-        rates: by step, what the learning rate is multiplied by there.
-        is_steady: `run.step` is told a loss that does not change, which ends the critical period at once.
-        attach: further arguments of `egeria.attach`.
+    `rates` has by step what the learning rate is multiplied by there; with `is_steady` the library is told a loss that
+    does not change, which ends the critical period of the paper's rule at once.
     """
 
     def __init__(
@@ -173,29 +166,24 @@ class Training:
         return loss
 
     def prepare(self) -> None:
-        """Set the modes, as loops do that have validated in between."""
         self.model.train()
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
-        """Return the rows of a step, counted from 0."""
         rows = (step * BATCH + torch.arange(BATCH)) % NUM_ROWS
         return tuple(column[rows] for column in self.rows)
 
     def close(self) -> None:
-        """End the run; the loop may go on without it."""
         self._handle.remove()
         self.run.close()
         self.run = None
 
     def save(self) -> bytes:
-        """Return a checkpoint."""
         parts: dict[str, Any] = {part: getattr(self, part).state_dict() for part in ("model", "optimizer", "run")}
         buffer = io.BytesIO()
         torch.save({**parts, "random": self.random, "losses": self.losses}, buffer)
         return buffer.getvalue()
 
     def load(self, checkpoint: bytes) -> None:
-        """Go on from a checkpoint."""
         saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
         for part in ("model", "optimizer", "run"):
             getattr(self, part).load_state_dict(saved[part])
@@ -235,12 +223,7 @@ class Training:
 
 
 class ByHand(Training):
-    """The same loop, which freezes the same parameters itself.
-
-    Args:
-        name: of the model.
-        fronts: as another loop has noted them; behind them nothing is frozen.
-    """
+    """The same loop, which itself freezes what another had frozen, as noted in its `fronts`; nothing behind them."""
 
     def __init__(self, name: str, fronts: Sequence[tuple[Front, Front]]) -> None:
         super().__init__(name)
@@ -257,7 +240,6 @@ class ByHand(Training):
         return loss
 
     def prepare(self) -> None:
-        """Keep what is frozen in inference mode."""
         super().prepare()
         for part in self._still:
             part.eval()

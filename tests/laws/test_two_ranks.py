@@ -10,9 +10,17 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from laws.models import MODELS, each_model
+from laws.ranks import Ranks
 from laws.support import Training, decisions, differences, how
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.close()
 
 
 def train(name, kind, directory, has_own_data=False):
