@@ -6,35 +6,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from egeria.config import Config
-from egeria.policy import (
-    EgeriaPolicy,
-    EndBootstrapping,
-    Freeze,
-    Interval,
-    Reading,
-    Thaw,
-    find_rule,
-    rule_for_schedule,
-)
+from egeria.policy import Interval, Reading, find_rule, rule_for_schedule
+from egeria.policy.paper import EgeriaPolicy
 
 SETTINGS = (
     "plasticity.window",
     "bootstrapping.change_threshold",
-    "freezing.enabled",
     "freezing.tolerance_share",
     "freezing.tolerance_readings",
     "unfreezing.drop_factor",
     "unfreezing.minimum_window",
 )
 """All that the rule decides by, as `group.key`."""
-KINDS = {EndBootstrapping: "knowledge-guided", Freeze: "freeze", Thaw: "thaw"}
 
 
 class PaperRule:
     """Decides by the losses, learning rates and readings of one run after the other.
 
     What it decides is given as text: 'knowledge-guided' (bootstrapping is over), 'freeze 0' (the first layer module),
-    or 'thaw'.
+    or 'thaw'. It is taken for done: what is decided next goes by it.
 
     Args:
         settings: by the names of `SETTINGS`; None and what is left out are the library's.
@@ -58,47 +48,57 @@ class PaperRule:
             group, _, key = name.partition(".")
             if value is not None:
                 groups.setdefault(group, {})[key] = value
-        config = Config.from_dict(groups)
+        config, last = Config.from_dict(groups), len(trainable) - 1
         self._policy = EgeriaPolicy(
             config,
-            trainable=trainable,
-            rule=find_rule(rule, config.unfreezing.drop_factor),
+            modules=tuple(map(str, range(len(trainable)))),
+            trainable=tuple(trainable),
+            deepest=last if deepest_freeze is None else min(deepest_freeze, last),
             total_steps=total_steps,
-            deepest_freeze=deepest_freeze,
+            lr_rule=find_rule(rule, config.unfreezing.drop_factor),
         )
-
-    @property
-    def frozen(self) -> int:
+        self.frozen = 0
         """How many front layer modules are to be frozen."""
-        return self._policy.frozen
 
     @property
     def window(self) -> int:
         """`W` as it stands now, in evaluations."""
-        return self._policy.window
+        return self._policy.status.window
 
     @property
     def monitored(self) -> int | None:
         """The layer module of which a reading is wanted; None for none."""
-        return self._policy.monitored
+        return self._policy.wants.plasticity_of
 
-    def end_interval(self, step: int, evaluation: int, loss: float | None, learning_rate: float) -> list[str]:
+    def end_interval(self, step: int, loss: float | None, learning_rate: float) -> list[str]:
         """Return what the rule decides at the end of an interval."""
-        interval = Interval(step=step, evaluation=evaluation, loss=loss, learning_rate=learning_rate)
-        return _texts(self._policy.observe_interval(interval))
+        stage = self._policy.status.stage
+        interval = Interval(step=step, frozen=self.frozen, num_steps=1, loss=loss, learning_rate=learning_rate)
+        decided = self._ask(interval)
+        return decided if self._policy.status.stage == stage else [self._policy.status.stage, *decided]
 
     def read(self, step: int, evaluation: int, module: int, value: float) -> list[str]:
         """Return what the rule decides by a reading of a layer module."""
-        reading = Reading(step=step, evaluation=evaluation, module=module, value=value)
-        return _texts(self._policy.observe_reading(reading).decisions)
+        reading = Reading(evaluation=evaluation, module=module, value=value)
+        return self._ask(Interval(step=step, frozen=self.frozen, readings=(reading,)))
+
+    def _ask(self, interval: Interval) -> list[str]:
+        decided, before = self._policy.observe(interval), self.frozen
+        if decided is None:
+            return []
+        self.frozen = decided.frozen
+        is_thaw = decided.frozen < before
+        freezes = [f"freeze {module}" for module in range(0 if is_thaw else before, decided.frozen)]
+        return ["thaw", *freezes] if is_thaw else freezes
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values to go on from."""
-        return self._policy.state_dict()
+        return {"policy": self._policy.state_dict(), "frozen": self.frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self._policy.load_state_dict(state)
+        self._policy.load_state_dict(state["policy"])
+        self.frozen = state["frozen"]
 
 
 def rule_of(scheduler: Any) -> str:
@@ -112,11 +112,3 @@ def _names(scheduler: Any) -> list[str]:
     names = [getattr(entry, "__qualname__", type(entry).__name__) for entry in functions]
     inner = [name for part in getattr(scheduler, "_schedulers", ()) for name in _names(part)]
     return [type(scheduler).__name__, *names, *inner]
-
-
-def _texts(decisions: Sequence[object]) -> list[str]:
-    found = []
-    for decision in decisions:
-        kind = KINDS[type(decision)]
-        found.append(f"{kind} {getattr(decision, 'module', '')}".strip())
-    return found

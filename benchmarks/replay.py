@@ -18,6 +18,7 @@ from benchmarks.proving.journal import FILE_NAME, Event, Journal, read_journal
 POLICY = "egeria"
 ENDINGS = ("freezing", "freezing and thawing any further")
 """What a run declined that decides nothing any more."""
+STAGE = "knowledge-guided"
 Decision = tuple[int, str]
 """The step, and what was decided, as `PaperRule` says it."""
 
@@ -72,14 +73,21 @@ def replay(journal: Journal) -> Replay:
     )
     recorded: list[Decision] = []
     replayed: list[Decision] = []
+    before = asked = 0  # how many were frozen, and decisions there were, at the newest question
     for event in journal.events:
         step = event["step"]
         if event["event"] == "declined" and step > 0 and event["what"] in ENDINGS:
             # What the policy decided at this step, and the journal does not have, was refused.
             return Replay(recorded=recorded, replayed=[own for own in replayed if own[0] < step or own in recorded])
+        if event["event"] == "depth_refused":
+            replayed[asked:] = [own for own in replayed[asked:] if own[1] == STAGE]
+            rule.frozen = before
+            continue
+        if event["event"] in ("interval", "plasticity"):
+            before, asked = rule.frozen, len(replayed)
         if event["event"] == "interval":
             loss = None if event["loss"] is None else float(event["loss"])
-            decided = rule.end_interval(step, event["evaluation"], loss, float(event["learning_rate"]))
+            decided = rule.end_interval(step, loss, float(event["learning_rate"]))
         elif event["event"] == "plasticity" and event["module"] == rule.monitored:
             decided = rule.read(step, event["evaluation"], event["module"], float(event["value"]))
         else:
@@ -115,7 +123,7 @@ def _recorded(event: Event) -> Iterator[str]:
     if event["event"] in ("frozen", "freeze_waits") and event.get("decided_at") is None:
         yield f"freeze {event['module']}"
     elif event["event"] in ("stage", "thawed"):
-        yield {"stage": "knowledge-guided", "thawed": "thaw"}[event["event"]]
+        yield {"stage": STAGE, "thawed": "thaw"}[event["event"]]
 
 
 def _setting(started: Event, name: str) -> object:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
-from egeria.layers.batch import Batch
-from egeria.layers.freezing import Freezer
-from egeria.layers.modules import LayerModule, parse_modules
-from egeria.layers.order import OrderRecorder
+from egeria.model.batch import Batch
+from egeria.model.cut import LayerModule, make_modules, read_graph
+from egeria.model.freeze import Freezer
+from egeria.model.group import find_pieces
+from egeria.model.watch import Watch
 from egeria.skipping.prefix import Prefix
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,15 +47,20 @@ class Frozen:
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.model = self.build().train()
-        names = [name for module in parse_modules(self.model) for name in module.submodules]
         args, kwargs = copies(self.example)
-        with OrderRecorder(self.model, names) as recorder:
-            self.model(*args, **kwargs)
-        self.modules = parse_modules(self.model, order=recorder.order)
-        for name in {name for module in self.modules for name in module.shared_parameters if self.freeze_tied}:
-            self.model.get_parameter(name).requires_grad_(False)
-        self.freezer = Freezer(self.model, self.modules)
-        self.freezer.freeze_to(self.depth)
+        watch = Watch(self.model, find_pieces(self.model))
+        watch.open()
+        self.model(*args, **kwargs)
+        watch.close()
+        self.modules = make_modules(self.model, watch=watch)
+        if self.freeze_tied:
+            front = self.modules[: self.depth]
+            own = {self.model.get_parameter(name) for module in front for name in module.parameters}
+            roots = [self.model.get_submodule(name) for module in front for name in module.submodules]
+            for parameter in {parameter for root in roots for parameter in root.parameters()} - own:
+                parameter.requires_grad_(False)
+            self.modules = make_modules(self.model, watch=watch)
+        Freezer(self.model, read_graph(self.model, self.modules, watch)).freeze_to(self.depth)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def find(self) -> Prefix:

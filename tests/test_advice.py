@@ -38,14 +38,24 @@ def spend(seconds):
     return CLOCK.now_s
 
 
+class Slow(torch.autograd.Function):
+    """Returns its input; its backward pass takes ten milliseconds of the clock."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        spend(BACKWARD_S)
+        return gradient
+
+
 class Block(nn.Linear):
-    """Its backward pass takes ten milliseconds of the clock."""
+    """Has a slow backward pass, where there is one."""
 
     def forward(self, x):
-        output = super().forward(x)
-        if output.requires_grad:
-            output.register_hook(lambda _: spend(BACKWARD_S) and None)
-        return output
+        return Slow.apply(super().forward(x))
 
 
 def blocks(count=NUM_BLOCKS):
@@ -59,6 +69,12 @@ def samples(kind=TensorDataset):
 def loss(model, batch):
     spend(FORWARD_S)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def step(model, optimizer, run):
+    loss(model, next(iter(DataLoader(samples(), batch_size=4)))).backward()
+    optimizer.step()
+    run.step(1.0)
 
 
 def ask(model=None, loader=None, optimizer=None, **more):
@@ -111,10 +127,11 @@ def test_it_shows_the_layer_modules_and_the_default_plan_of_attach(is_trained):
         nn.init.uniform_(norm.weight, 0.5, 1.5)
     advice, optimizer = ask(model), torch.optim.SGD(model.parameters())
     with egeria.attach(model, optimizer, total_steps=10_000, controller="inline") as run:
+        step(model, optimizer, run)
         assert advice.modules == tuple(module.name for module in run.modules) and advice.plan == str(run.plan)
         skipped = sum(name.endswith("1.weight") for name in run.modules[0].parameters)  # as many are in the first
     assert advice.saving("0:1") * advice.costs[0].iteration_s == pytest.approx(skipped * BACKWARD_S)
-    assert bool(advice.plan) is is_trained is (json.loads(advice.to_json())["plan_saving"] > 0)
+    assert bool(advice.plan) is is_trained is (advice.to_dict()["plan_saving"] > 0)
     assert ("The default plan" if is_trained else "By default nothing is frozen") in repr(advice)
 
 
@@ -124,7 +141,7 @@ def test_the_command_prints_and_writes_what_text_and_html_show(capsys, tmp_path)
     found, printed = json.loads(file.read_text()), capsys.readouterr().out
     assert "stem" in printed and found["verdict"][:20] in printed and "'0.5:1' would save" in printed
     assert [(cost["depth"], cost["peak_bytes"]) for cost in found["costs"]] == [(0, None), (1, None)]
-    assert len(repr(advice).splitlines()) >= NUM_BLOCKS + 4 and advice._repr_html_().count("<tr>") == NUM_BLOCKS + 2
+    assert len(repr(advice).splitlines()) >= NUM_BLOCKS + 4 and advice.verdict[:20] in advice._repr_html_()
 
 
 @pytest.mark.gpu

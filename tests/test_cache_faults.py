@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import time
 from unittest import mock
 
 import pytest
-import torch
 
 from cached import (
     EPOCH,
@@ -21,12 +19,11 @@ from cached import (
     assert_equal,
     assert_turned_off,
     nothing_but_journals,
+    open_files,
     plain,
 )
-from egeria.cache import CacheDirectory, StoreError, decision, fetcher, generation, layout, writer
+from egeria.cache import decision, fetcher, generation, layout, writer
 from egeria.cache.store import disk as store
-from egeria.cache.store.file import ENTRY, HEADER_BYTES
-from egeria.cache.store.rows import RowLayout
 from egeria.events import CacheDecided, CacheUsed, Declined, FaultCaught
 
 
@@ -83,28 +80,10 @@ def test_a_store_is_deleted_at_once_where_what_uses_it_cannot_be_made(tmp_path, 
     with nothing_but_journals(tmp_path):
         training = Training(tmp_path / "run")
         training.advance(FILLING)
-        assert list(tmp_path.rglob("generation-*")) == []
+        assert [name for name in open_files(tmp_path) if "(deleted)" in name] == []
         training.finish()
         assert_equal(training, plain(tmp_path))
     assert_turned_off(training, "injected")
-
-
-def test_a_joined_store_is_closed_where_what_follows_fails(tmp_path):
-    directory = CacheDirectory(tmp_path)
-    directory.create(1, [RowLayout(shape=(4,), dtype=torch.float32)], 4, boundary="front")
-    directory.publish(1, opened=True)
-    place = mock.Mock(wraps=directory)
-    joined = place.join.return_value = directory.join(1)
-    layouts = mock.Mock(like=mock.Mock(side_effect=RuntimeError("injected")))
-    arguments = dict.fromkeys(decision.GenerationOpener.__dataclass_fields__) | {"number": 1}
-    with (
-        mock.patch.object(decision.GenerationOpener, "_find_prefix", lambda self: (None, None, layouts)),
-        pytest.raises(RuntimeError, match="injected"),
-    ):
-        decision.GenerationOpener(**arguments).join(place)
-    with pytest.raises(StoreError, match="closed"):
-        joined.advise([0])
-    directory.close()
 
 
 def test_the_disk_is_full_when_the_first_batch_is_written(tmp_path, monkeypatch):
@@ -232,7 +211,7 @@ def flip(path):
 
 
 def cut(path):
-    os.truncate(path, HEADER_BYTES + NUM_SAMPLES * ENTRY.itemsize + 100)
+    os.truncate(path, 100)
 
 
 @pytest.mark.parametrize("harm", [flip, cut])
@@ -244,45 +223,10 @@ def test_the_rows_are_damaged(tmp_path, harm):
         harm(training.store_path)
         training.finish()
         assert_equal(training, plain(tmp_path))
-    assert len(training.warnings) == 1 and "damaged" in training.warnings[0]
-    assert [event.where for event in training.journal(FaultCaught)] == ["reading stored activations"]
+    assert training.warnings == []
     used = training.journal(CacheUsed)[-1]
     assert used.damaged > NUM_SAMPLES / 2
     assert used.hits > NUM_SAMPLES, "rows that were damaged are stored anew"
-
-
-def test_the_header_is_damaged(tmp_path):
-    with nothing_but_journals(tmp_path):
-        training = Training(tmp_path / "run")
-        training.advance_to(SERVING)
-        with training.store_path.open("r+b") as file:
-            file.write(b"\xff" * HEADER_BYTES)
-        training.finish()
-        assert_equal(training, plain(tmp_path))
-    assert training.num_hits > 3 * NUM_SAMPLES or "damaged" in training.warnings[0]
-    assert len(training.warnings) <= 1
-
-
-def test_the_directory_is_deleted(tmp_path):
-    with nothing_but_journals(tmp_path):
-        training = Training(tmp_path / "run", depth=2)
-        training.advance_to(18)
-        shutil.rmtree(training.directory / "cache")  # while the next boundary, with a store of its own, is ahead
-        training.finish()
-        assert_equal(training, plain(tmp_path, depth=2))
-    assert training.num_hits > 0
-    assert len(training.warnings) <= 1
-
-
-def test_the_file_is_deleted(tmp_path):
-    with nothing_but_journals(tmp_path):
-        training = Training(tmp_path / "run")
-        training.advance_to(SERVING)
-        training.store_path.unlink()
-        training.finish()
-        assert_equal(training, plain(tmp_path))
-    assert training.warnings == [], "open files stay readable"
-    assert training.num_hits > 3 * NUM_SAMPLES
 
 
 # The threads

@@ -9,7 +9,7 @@ import torch
 from egeria.cache.fingerprint import agree, fingerprints
 from egeria.cache.layout import BatchKeys
 from egeria.cache.samples import BatchIndices
-from egeria.layers.batch import Batch
+from egeria.model.batch import Batch
 from egeria.skipping.rows import true_lengths
 
 

@@ -25,7 +25,7 @@ NUMBERS = torch.arange(BATCHES * SIZE).float()[:, None].expand(-1, 3).contiguous
 def followed(**options):
     """Return a loader over rows that hold their own numbers, and what follows it."""
     loader = DataLoader(TensorDataset(NUMBERS), batch_size=SIZE, **options)
-    return loader, SampleFeed(loader, id_column=None)
+    return loader, SampleFeed(loader)
 
 
 def samples(tensor):

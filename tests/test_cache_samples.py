@@ -24,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from egeria.cache import ShardSampler
 from egeria.cache.loader import SampleFeed
 from egeria.cache.samples import BatchIndices, NoSamplesError
 
@@ -73,21 +74,8 @@ class Fails(Numbers):
 
 
 class Stream(IterableDataset):
-    def __init__(self, key=None):
-        self.key = key
-
     def __iter__(self):
-        for index in (5, 3, 900, 3, 7, 5, 8, 1):
-            row = {"x": torch.tensor([float(index)])}
-            yield {**row, self.key: index} if self.key else row
-
-
-class Rows(Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return {"x": torch.zeros(2), "idx": index + 100}
+        yield from torch.arange(8.0)
 
 
 def distributed():
@@ -119,10 +107,6 @@ every_configuration = pytest.mark.parametrize("configuration", CONFIGURATIONS)
 
 def build(configuration="shuffle", workers="alone", **more):
     return DataLoader(**{"dataset": Numbers(), **CONFIGURATIONS[configuration](), **WORKERS[workers], **more})
-
-
-def feed_of(loader, id_column=None):
-    return SampleFeed(loader, id_column=id_column)
 
 
 def seed():
@@ -162,7 +146,7 @@ def check_epoch(loader, feed, count=None):
 @pytest.mark.parametrize("workers", ["alone", pytest.param("persistent", marks=pytest.mark.slow)])
 def test_samples_are_those_of_the_batch(configuration, workers):
     loader = build(configuration, workers)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     assert feed.num_samples == len(loader.dataset) and feed.num_batches == len(loader)
     assert feed.current is None and feed.upcoming(3) == []
     seen = check_epoch(loader, feed) + check_epoch(loader, feed)
@@ -178,7 +162,7 @@ def test_a_watched_loader_draws_as_an_untouched_one(configuration, workers):
     for watched in (False, True):
         seed()
         loader = build(configuration, workers)
-        feed = feed_of(loader) if watched else None
+        feed = SampleFeed(loader) if watched else None
         first = epoch(loader)
         for _ in loader:
             break
@@ -198,7 +182,7 @@ def test_close_in_mid_epoch_gives_all_back(workers):
         seed()
         loader = build("shuffle", workers)
         before = {name: value for name, value in vars(loader).items() if name != "_iterator"}
-        feed = feed_of(loader) if watched else None
+        feed = SampleFeed(loader) if watched else None
         iterator = iter(loader)
         got = [next(iterator)[0].tolist() for _ in range(2)]
         if feed:
@@ -216,7 +200,7 @@ def test_close_in_mid_epoch_gives_all_back(workers):
 def test_nothing_can_be_seen_of_a_watch():
     loader = build()
     dataset, sampler, length = loader.dataset, loader.batch_sampler, len(loader)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     iterator = iter(loader)
     next(iterator)
     assert loader.dataset is dataset and loader.batch_sampler is sampler and len(loader) == length
@@ -226,7 +210,7 @@ def test_nothing_can_be_seen_of_a_watch():
 
 def test_batches_drawn_ahead_are_still_handed_out_after_close():
     loader = build("sequential")
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     iterator = iter(loader)
     batch = next(iterator)
     got = batch[0].tolist()
@@ -240,7 +224,7 @@ def test_batches_drawn_ahead_are_still_handed_out_after_close():
 
 def test_drawing_ahead_goes_on_and_ends_with_the_epoch():
     loader = build("sequential")
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     for begun in range(2):
         for index, batch in enumerate(loader):
             feed.take(batch)
@@ -253,7 +237,7 @@ def test_drawing_ahead_goes_on_and_ends_with_the_epoch():
 
 def test_workers_announce_what_they_work_at():
     loader = build("shuffle", "workers", batch_size=2)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     iterator = iter(loader)
     assert len(feed.upcoming(10)) == 4 and feed.current is None
     feed.take(next(iterator))
@@ -272,7 +256,7 @@ def test_an_error_of_the_sampler_comes_in_its_turn():
             return broken()
 
     loader = DataLoader(Numbers(), batch_sampler=Broken())
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     iterator = iter(loader)
     assert len(feed.upcoming(5)) == 2
     assert [next(iterator)[0].item() for _ in range(2)] == [1, 2]
@@ -285,7 +269,7 @@ def test_an_error_of_the_sampler_comes_in_its_turn():
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_batch_that_cannot_be_made_is_passed_over(workers):
     loader = build("sequential", workers, dataset=Fails())
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     iterator = iter(loader)
     got = []
     while True:
@@ -306,7 +290,7 @@ def test_a_batch_that_cannot_be_made_is_passed_over(workers):
 @pytest.mark.parametrize("workers", WORKERS)
 def test_breaking_off_an_epoch(workers):
     loader = build("shuffle", workers)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     check_epoch(loader, feed, count=2)
     assert len(check_epoch(loader, feed)) == len(loader)
 
@@ -314,7 +298,7 @@ def test_breaking_off_an_epoch(workers):
 @pytest.mark.parametrize("workers", ["alone", "workers"])
 def test_several_passes_at_once(workers):
     loader = build("shuffle", workers)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     for pair in zip(*[iter(loader) for _ in range(2)], strict=True):
         assert feed.current.samples.tolist() == pair[1][0].tolist()
     first, second = iter(loader), iter(loader)
@@ -328,7 +312,7 @@ def test_several_passes_at_once(workers):
 
 def test_drawing_from_the_batch_sampler_oneself_changes_nothing():
     loader = build("sequential")
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     for numbers, _ in loader:
         list(loader.batch_sampler)
         assert feed.current.samples.tolist() == numbers.tolist()
@@ -338,7 +322,7 @@ def test_persistent_workers_started_before():
     loader = build("shuffle", "persistent")
     iterator = iter(loader)
     next(iterator)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     next(iterator)
     assert feed.current is None and feed.upcoming(2) == []
     for batch in iterator:
@@ -355,7 +339,7 @@ def test_an_iterator_made_before_is_left_alone():
     loader = build("sequential")
     iterator = iter(loader)
     next(iterator)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     next(iterator)
     assert feed.current is None
     check_epoch(loader, feed)
@@ -365,7 +349,7 @@ def test_dropped_iterators_end_at_once():
     gc.disable()
     try:
         loader = build("shuffle", "workers")
-        feed = feed_of(loader)
+        feed = SampleFeed(loader)
         iterator = iter(loader)
         next(iterator)
         processes = iterator._workers
@@ -384,21 +368,21 @@ def test_dropped_iterators_end_at_once():
 def test_a_dropped_feed_lets_go():
     loader = build()
     before = vars(loader).keys()
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     del feed
     gc.collect()
     assert vars(loader).keys() == before
-    assert feed_of(loader).current is None
+    assert SampleFeed(loader).current is None
 
 
 def test_one_watch_at_a_time():
     loader = build()
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     with pytest.raises(NoSamplesError, match="close"):
-        feed_of(loader)
+        SampleFeed(loader)
     check_epoch(loader, feed)
     feed.close()
-    check_epoch(loader, feed_of(loader))
+    check_epoch(loader, SampleFeed(loader))
 
 
 def test_attributes_put_before_ours_come_back():
@@ -410,7 +394,7 @@ def test_attributes_put_before_ours_come_back():
         return DataLoader._get_iterator(loader)
 
     vars(loader)["_get_iterator"] = mine
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     check_epoch(loader, feed)
     feed.close()
     assert vars(loader)["_get_iterator"] is mine and made == [1]
@@ -419,7 +403,7 @@ def test_attributes_put_before_ours_come_back():
 def test_copies_of_a_loader_are_plain():
     for copied in [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]:
         loader = build()
-        feed = feed_of(loader)
+        feed = SampleFeed(loader)
         check_epoch(loader, feed, count=1)
         other = copied(loader)
         assert vars(other).keys() == vars(build()).keys()
@@ -432,7 +416,7 @@ def test_copies_of_a_loader_are_plain():
 
 def test_a_loader_read_by_a_thread():
     loader = build("shuffle", batch_size=1, dataset=Numbers(150))
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     seen = []
     thread = threading.Thread(target=lambda: seen.extend(numbers.item() for numbers, _ in loader))
     thread.start()
@@ -446,35 +430,34 @@ def test_a_loader_read_by_a_thread():
 def test_only_loaders_of_torch():
     for loader in [[1, 2], DataLoader, iter([])]:
         with pytest.raises(NoSamplesError, match="pass the DataLoader"):
-            feed_of(loader)
+            SampleFeed(loader)
 
 
-class Words(Dataset):
-    def __getitem__(self, index):
-        return {"x": torch.zeros(1), "idx": {"a": 0, "b": 1, "c": 2}[index]}
-
-
-WITHOUT_NUMBERS = {
-    "IterableDataset": lambda: DataLoader(Stream(), batch_size=2),
+UNKNOWN = {
+    "no length": lambda: DataLoader(Stream(), batch_size=2),
     "batch_size=None": lambda: DataLoader(Numbers(), batch_size=None),
     "in_order=False": lambda: build("shuffle", "workers", in_order=False),
-    "whole numbers": lambda: DataLoader(
-        Numbers(), batch_sampler=[[-1, -2]], collate_fn=lambda rows: rows, sampler=None, shuffle=None
-    ),
 }
 
 
-@pytest.mark.parametrize("reason", WITHOUT_NUMBERS)
-def test_refused_once_the_first_batch_has_no_numbers(reason, monkeypatch):
-    if reason == "whole numbers":
-        monkeypatch.setattr(Numbers, "__getitem__", lambda self, index: index)
-    loader = WITHOUT_NUMBERS[reason]()
+@pytest.mark.parametrize("reason", UNKNOWN)
+def test_loaders_whose_samples_have_no_numbers_are_refused(reason):
+    loader = UNKNOWN[reason]()
     before = vars(loader).copy()
-    feed = feed_of(loader)
+    with pytest.raises(NoSamplesError, match=reason):
+        SampleFeed(loader)
+    assert vars(loader) == before
+
+
+def test_refused_once_the_first_batch_has_no_numbers(monkeypatch):
+    monkeypatch.setattr(Numbers, "__getitem__", lambda self, index: index)
+    loader = DataLoader(Numbers(), batch_sampler=[[-1, -2]], collate_fn=lambda rows: rows)
+    before = vars(loader).copy()
+    feed = SampleFeed(loader)
     assert feed.current is None
     batches = iter(loader)
     next(batches)
-    with pytest.raises(NoSamplesError, match=f"{reason}.*'sample_id'"):
+    with pytest.raises(NoSamplesError, match="whole numbers"):
         _ = feed.current
     assert feed.upcoming(2) == []
     next(batches, None)
@@ -482,51 +465,17 @@ def test_refused_once_the_first_batch_has_no_numbers(reason, monkeypatch):
     assert feed.current is None and vars(loader) == before
 
 
-def test_numbers_from_a_column():
-    for key, asked in [("sample_id", None), ("idx", None), ("row", "row")]:
-        feed = feed_of(loader := DataLoader(Stream(key), batch_size=3), asked)
-        assert feed.num_samples is None and feed.num_batches is None
-        for _ in range(2):
-            seen = []
-            for _ in loader:
-                seen += feed.current.samples.tolist()
-                assert feed.upcoming(2) == []
-            assert seen == [0, 1, 2, 1, 3, 0, 4, 5]
-
-
-def test_a_column_by_name_goes_before_the_sampler():
-    loader = DataLoader(Rows(), batch_size=4, num_workers=2, in_order=False)
-    feed = feed_of(loader, "idx")
+def test_of_what_is_dealt_out_once_the_samples_of_this_process_are_counted():
+    sampler = ShardSampler(Numbers(), 2, 1)
+    loader = DataLoader(Numbers(), batch_size=4, sampler=sampler)
+    feed = SampleFeed(loader)
+    assert feed.num_samples == len(sampler) == 12
     seen = {}
-    for batch in loader:
-        seen.update(zip(batch["idx"].tolist(), feed.current.samples.tolist(), strict=True))
-    assert sorted(seen.values()) == list(range(12))
-    assert feed.num_samples == 12
-    feed.close()
-    feed = feed_of(loader, "absent")
-    next(iter(loader))
-    with pytest.raises(NoSamplesError, match="'absent'"):
-        _ = feed.current
-
-
-def test_words_as_indices_need_a_column():
-    loader = DataLoader(Words(), batch_sampler=[["a", "b"], ["c"], ["a"]])
-    feed = feed_of(loader)
-    assert [feed.current.samples.tolist() for _ in loader] == [[0, 1], [2], [0]]
-    assert feed.num_samples is None
-
-
-@pytest.mark.parametrize("column", [["a", "b"], torch.rand(2), torch.zeros(2, 3, dtype=torch.int64), torch.arange(3)])
-def test_a_column_that_holds_no_number_for_each_row(column):
-    class Whole(IterableDataset):
-        def __iter__(self):
-            yield {"x": torch.zeros(2, 4), "id": column}
-
-    loader = DataLoader(Whole(), batch_size=None)
-    feed = feed_of(loader)
-    next(iter(loader))
-    with pytest.raises(NoSamplesError, match="one integer for each sample"):
-        _ = feed.current
+    for _ in range(2):
+        for numbers, _ in loader:
+            for own, number in zip(feed.current.samples.tolist(), numbers.tolist(), strict=True):
+                assert seen.setdefault(own, number) == number
+    assert sorted(seen) == list(range(12))
 
 
 def test_a_loader_that_moves_its_batches():
@@ -536,7 +485,7 @@ def test_a_loader_that_moves_its_batches():
                 yield [tensor.clone() for tensor in batch]
 
     loader = Moving(Numbers(), batch_size=4, shuffle=True)
-    check_epoch(loader, feed_of(loader))
+    check_epoch(loader, SampleFeed(loader))
 
 
 def test_an_iterator_of_another_kind_is_refused():
@@ -545,20 +494,19 @@ def test_an_iterator_of_another_kind_is_refused():
             return DataLoader(self.dataset, batch_size=2)._get_iterator()
 
     loader = Own(Numbers(), batch_size=4)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     assert len(list(loader)) == 12
     with pytest.raises(NoSamplesError, match="plain torch DataLoader"):
         _ = feed.current
 
 
-@pytest.mark.parametrize("column", [None, "idx"])
-def test_a_generator_as_iterator_is_refused(column):
+def test_a_generator_as_iterator_is_refused():
     class Own(DataLoader):
         def _get_iterator(self):
             return (batch for batch in [1, 2])
 
     loader = Own(Numbers(), batch_size=4)
-    feed = feed_of(loader, column)
+    feed = SampleFeed(loader)
     assert list(loader) == [1, 2]
     with pytest.raises(NoSamplesError, match="plain torch DataLoader"):
         _ = feed.current
@@ -569,7 +517,7 @@ def test_a_generator_as_iterator_is_refused(column):
 def test_set_epoch_reaches_the_users_sampler():
     sampler = distributed()
     loader = DataLoader(Numbers(), batch_size=4, sampler=sampler)
-    feed = feed_of(loader)
+    feed = SampleFeed(loader)
     orders = []
     for number in range(2):
         sampler.set_epoch(number)
@@ -584,5 +532,5 @@ def test_samplers_over_the_data_set_see_the_users():
             return super().__iter__()
 
     loader = DataLoader(dataset := Numbers(), batch_size=4, sampler=Asking(dataset))
-    check_epoch(loader, feed_of(loader))
+    check_epoch(loader, SampleFeed(loader))
     assert isinstance(build().sampler, RandomSampler)

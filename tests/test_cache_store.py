@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import json
 import os
 import resource
 import subprocess
@@ -20,9 +19,8 @@ import torch
 
 import egeria
 from egeria.cache.store import file
+from egeria.cache.store.codec import RowLayout, StoreError
 from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.file import ENTRY, HEADER_BYTES, PREFIX, bytes_per_position
-from egeria.cache.store.rows import RowLayout, StoreError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(egeria.__file__).parent.parent)}
 CAPACITY = 40
@@ -46,7 +44,7 @@ def make(tmp_path):
     made = []
 
     def make_store(*layouts, capacity=CAPACITY):
-        made.append(DiskStore.create(tmp_path / f"store{len(made)}", layouts, capacity))
+        made.append(DiskStore(tmp_path, layouts, capacity))
         return made[-1]
 
     yield make_store
@@ -57,7 +55,7 @@ def make(tmp_path):
 @pytest.fixture
 def disk(tmp_path):
     """A store on the disk with a float and a bfloat16 leaf, half full."""
-    store = DiskStore.create(tmp_path / "store", [PLAIN, RowLayout(shape=(7,), dtype=torch.bfloat16)], CAPACITY)
+    store = DiskStore(tmp_path, [PLAIN, RowLayout(shape=(7,), dtype=torch.bfloat16)], CAPACITY)
     store.write(np.arange(20), leaves(np.arange(20)), prints(np.arange(20)))
     yield store
     store.close()
@@ -192,7 +190,7 @@ def test_a_store_counts_what_it_holds(make):
     store = make(PLAIN)
     store.write([1, 2, 2], [torch.ones(3, 3, 5)], prints([1, 2, 2]))
     store.drop_pages()
-    assert (store.num_stored, store.num_damaged, store.row_bytes) == (2, 0, 60)
+    assert (store.num_damaged, store.row_bytes) == (0, 60)
     assert store.size_bytes >= 2 * store.row_bytes
 
 
@@ -324,25 +322,17 @@ def test_a_closed_store_refuses(make):
 # On the disk
 
 
-def test_closing_removes_the_file_of_whoever_made_it(disk):
-    DiskStore.join(disk.path).close()
-    assert [path.name for path in disk.path.parent.iterdir()] == ["store"]
-    disk.close()
-    assert list(disk.path.parent.iterdir()) == []
-
-
 def test_the_file_has_all_its_blocks_from_the_start(tmp_path):
     layout = RowLayout(shape=(1024,), dtype=torch.float32)
-    store = DiskStore.create(tmp_path / "store", [layout], 300)
-    found = store.path.stat()
-    assert found.st_blocks * 512 >= found.st_size == store.size_bytes
-    assert store.row_bytes == 4096 and bytes_per_position([layout]) == 4112
-    assert found.st_mode & 0o077 == 0
+    store = DiskStore(tmp_path, [layout], 300)
+    found = os.fstat(store.descriptor)
+    assert found.st_blocks * 512 >= found.st_size == store.size_bytes == 300 * store.row_bytes == 300 * 4096
+    assert found.st_mode & 0o077 == 0 and list(tmp_path.iterdir()) == [], "nothing is left, however the process ends"
     store.close()
 
 
-def test_a_store_that_nobody_closed_closes_its_file(disk):
-    held = DiskStore.join(disk.path)
+def test_a_store_that_nobody_closed_closes_its_file(tmp_path):
+    held = DiskStore(tmp_path, [PLAIN], 10)
     before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else 0
     del held
     gc.collect()
@@ -352,32 +342,7 @@ def test_a_store_that_nobody_closed_closes_its_file(disk):
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc")
 def test_no_file_is_mapped_so_that_truncating_one_cannot_kill(disk):
     check_rows(disk, [])
-    assert str(disk.path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
-
-
-def test_another_process_sees_rows_before_and_after_it_joins(disk):
-    other = DiskStore.join(disk.path)
-    assert read(other, np.arange(25))[0].tolist() == [True] * 20 + [False] * 5
-    disk.write([22, 3], leaves([22, 50]), prints([22, 50]))
-    known = other.lookup([22, 3])
-    assert not read(other, [22, 3], known=known)[0].any()  # one it does not know, one that changed
-    other.advise([22, 3])
-    mask, (out, _) = read(other, [22, 3])
-    assert mask.all() and out[:, 0, 0].tolist() == [22, 50] and other.num_damaged == 0
-    other.write([30], leaves([30]), prints([30]))
-    assert not disk.lookup([30]).valid.any()
-    disk.advise([30])
-    assert read(disk, [30])[0].all()
-    other.close()
-
-
-def test_forgetting_in_one_process_is_seen_in_the_other(disk):
-    other = DiskStore.join(disk.path)
-    flip(disk.path, row_offset(5))
-    assert not read(other, [5])[0].any() and other.num_damaged == 1
-    disk.advise([5])
-    assert not disk.lookup([5]).valid.any() and disk.lookup([4]).valid.all()
-    other.close()
+    assert f" {os.fstat(disk.descriptor).st_ino} " not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 # Faults
@@ -385,15 +350,12 @@ def test_forgetting_in_one_process_is_seen_in_the_other(disk):
 
 def row_offset(position):
     """Where a row of `disk` begins in its file."""
-    return HEADER_BYTES + CAPACITY * ENTRY.itemsize + position * (3 * 5 * 4 + 7 * 2)
+    return position * (3 * 5 * 4 + 7 * 2)
 
 
-def flip(path, offset):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 0x10]))
+def flip(store, offset):
+    (byte,) = os.pread(store.descriptor, 1, offset)
+    os.pwrite(store.descriptor, bytes([byte ^ 0x10]), offset)
 
 
 @contextlib.contextmanager
@@ -417,103 +379,26 @@ def check_rows(store, missing):
 
 def test_a_flipped_bit_anywhere_in_a_row_is_noticed(disk):
     for position in range(15):
-        flip(disk.path, row_offset(position) + position * 5)
+        flip(disk, row_offset(position) + position * 5)
     check_rows(disk, range(15))
     assert disk.num_damaged == 15 and not disk.lookup(np.arange(15)).valid.any()
-    assert disk.num_stored == 5
     disk.write(np.arange(20), leaves(np.arange(20)), prints(np.arange(20)))
     check_rows(disk, [])
 
 
-@pytest.mark.parametrize("byte", range(0, 16, 5))
-def test_a_flipped_bit_in_an_entry_is_noticed(byte, disk):
-    flip(disk.path, HEADER_BYTES + 7 * 16 + byte)
-    other = DiskStore.join(disk.path)
-    check_rows(other, [7])
-    assert other.num_damaged == 1
-    other.close()
-
-
 def test_a_truncated_file_costs_the_rows_that_are_gone(disk):
-    os.truncate(disk.path, row_offset(12) + 3)
+    os.truncate(disk.descriptor, row_offset(12) + 3)
     check_rows(disk, range(12, 20))
     assert disk.num_damaged == 8
-    with pytest.raises(StoreError, match=r"must have \d+ bytes, found"):
-        DiskStore.join(disk.path)
     disk.write([15], leaves([15]), prints([15]))
     check_rows(disk, {*range(12, 20)} - {15})
-
-
-def test_truncated_entries_harm_nobody(disk):
-    other = DiskStore.join(disk.path)
-    os.truncate(disk.path, HEADER_BYTES + 16 * 5)
-    other.advise(np.arange(20))
-    check_rows(other, range(20))
-    disk.write([3, 17], leaves([3, 17]), prints([3, 17]))
-    check_rows(disk, {*range(1, 20)} - {3, 17})  # row 0 is all zeros, as are the gaps of a file
-    other.close()
-
-
-def test_a_deleted_file_is_served_as_long_as_it_is_open(disk):
-    disk.path.unlink()
-    check_rows(disk, [])
-    with pytest.raises(StoreError, match="cannot be joined"):
-        DiskStore.join(disk.path)
-
-
-def test_a_link_in_place_of_the_file_is_not_followed(disk, tmp_path):
-    disk.path.rename(tmp_path / "elsewhere")
-    disk.path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match="cannot be joined"):
-        DiskStore.join(disk.path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda record: "no json",
-        lambda record: json.dumps([]),
-        lambda record: json.dumps({**record, "capacity": 39}),
-        lambda record: json.dumps({**record, "capacity": "many"}),
-        lambda record: json.dumps({**record, "layouts": [[[3, 5], "nn", "native", None]]}),
-        lambda record: json.dumps({**record, "layouts": [[[3, 5], "float99", "native", None]]}),
-        lambda record: json.dumps({**record, "layouts": [[[3, 5], "float32", "zip", None]]}),
-        lambda record: json.dumps({**record, "layouts": [[[3, 6], "float32", "native", None]]}),
-    ],
-)
-def test_a_damaged_description_is_refused(change, disk):
-    content = disk.path.read_bytes()
-    magic, shared, size = PREFIX.unpack_from(content)
-    text = change(json.loads(content[PREFIX.size : PREFIX.size + size])).encode()
-    header = PREFIX.pack(magic, shared, len(text)) + text
-    disk.path.write_bytes(header.ljust(HEADER_BYTES, b"\0") + content[HEADER_BYTES:])
-    with pytest.raises(StoreError, match="must"):
-        DiskStore.join(disk.path)
-
-
-def test_a_foreign_file_is_refused(disk):
-    flip(disk.path, 0)
-    with pytest.raises(StoreError, match="must begin with"):
-        DiskStore.join(disk.path)
-
-
-def test_a_store_is_described_as_it_was_made(tmp_path):
-    layouts = (RowLayout(shape=(8, 2), dtype=torch.bfloat16, length_axis=0), PLAIN)
-    description = {"boundary": "b", "front": 2**40, "ignores_padding": True}
-    made = DiskStore.create(tmp_path / "made", layouts, 9, **description)
-    for store in (made, DiskStore.join(made.path)):
-        assert (store.layouts, store.capacity) == (layouts, 9)
-        assert {name: getattr(store, name) for name in description} == description
-        store.close()
-    with pytest.raises(StoreError, match="too many"):
-        DiskStore.create(tmp_path / "store", [PLAIN] * 500, 9)
 
 
 def test_where_files_cannot_grow_no_store_is_made_and_nothing_is_left(tmp_path):
     layouts = [RowLayout(shape=(16,), dtype=torch.float32), RowLayout(shape=(4096,), dtype=torch.float32)]
     with file_size_limit(2**20), pytest.raises(StoreError, match="cannot be made"):
-        DiskStore.create(tmp_path / "new", layouts, 100)
-    assert not (tmp_path / "new").exists()
+        DiskStore(tmp_path, layouts, 100)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_on_a_full_disk_no_store_is_made_and_nothing_is_left(tmp_path, monkeypatch):
@@ -522,8 +407,8 @@ def test_on_a_full_disk_no_store_is_made_and_nothing_is_left(tmp_path, monkeypat
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreError, match="No space left"):
-        DiskStore.create(tmp_path / "new", [PLAIN], 100)
-    assert not (tmp_path / "new").exists()
+        DiskStore(tmp_path, [PLAIN], 100)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_the_system_cannot_preallocate_zeros_are_written(tmp_path, monkeypatch):
@@ -531,8 +416,8 @@ def test_where_the_system_cannot_preallocate_zeros_are_written(tmp_path, monkeyp
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "posix_fallocate", unknown)
-    store = DiskStore.create(tmp_path / "new", [RowLayout(shape=(1 << 16,), dtype=torch.float32)], 9)
-    assert store.path.stat().st_size == store.size_bytes > 9 * 2**18
+    store = DiskStore(tmp_path, [RowLayout(shape=(1 << 16,), dtype=torch.float32)], 9)
+    assert os.fstat(store.descriptor).st_size == store.size_bytes == 9 * 2**18
     store.write([8], [torch.ones(1, 1 << 16)], prints([8]))
     assert read(store, [8])[0].all()
     store.close()
@@ -550,17 +435,17 @@ def test_a_file_system_that_allocates_too_slowly_gets_no_store_and_nothing_is_le
     monkeypatch.setattr(file, "ALLOCATION_S", 0.1)
     begin = time.monotonic()
     with pytest.raises(StoreError, match="the file system allocates too slowly"):
-        DiskStore.create(tmp_path / "new", [PLAIN], 50_000)
+        DiskStore(tmp_path, [PLAIN], 50_000)
     assert time.monotonic() - begin < 2 and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(file, "ALLOCATION_S", 60)
-    store = DiskStore.create(tmp_path / "new", [PLAIN], 500)
+    store = DiskStore(tmp_path, [PLAIN], 500)
     store.close()
 
 
 def test_a_path_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be made"):
-        DiskStore.create(tmp_path / "file" / "store", [PLAIN], 10)
+        DiskStore(tmp_path / "file", [PLAIN], 10)
 
 
 def refuse(*_, **__):
@@ -572,24 +457,11 @@ def test_without_rights_no_store_is_made_and_nothing_is_left(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         with pytest.raises(StoreError, match="Permission denied"):
-            DiskStore.create(tmp_path / "store", [PLAIN], 10)
-    assert not (tmp_path / "store").exists()
+            DiskStore(tmp_path, [PLAIN], 10)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_that_may_not_be_read_cannot_be_joined(disk, monkeypatch):
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StoreError, match="Permission denied"):
-        DiskStore.join(disk.path)
-
-
-def test_a_second_store_in_one_place_is_refused_and_harms_nothing(disk):
-    with pytest.raises(StoreError, match="File exists"):
-        DiskStore.create(disk.path, [PLAIN], 10)
-    check_rows(disk, [])
-    DiskStore.join(disk.path).close()
-
-
-@pytest.mark.parametrize("calls", [0, 20, 27, 40])
+@pytest.mark.parametrize("calls", [0, 7, 18])
 def test_a_disk_that_fails_while_writing_leaves_no_torn_row(calls, disk, monkeypatch):
     real, count = os.pwritev, [0]
 
@@ -604,13 +476,8 @@ def test_a_disk_that_fails_while_writing_leaves_no_torn_row(calls, disk, monkeyp
     with pytest.raises(StoreError, match="No space left"):
         disk.write(np.arange(0, 40, 2), leaves(np.arange(100, 120)), prints(np.arange(100, 120)))
     monkeypatch.undo()
-    check_rows(disk, [] if calls == 0 else range(0, 20, 2))
-    other = DiskStore.join(disk.path)  # it may find rows that were not touched yet
-    check_rows(other, np.flatnonzero(~read(other, np.arange(20))[0]))
-    for store in (disk, other):
-        assert read(store, np.arange(1, 20, 2))[0].all() and not read(store, np.arange(20, 40))[0].any()
-    assert other.num_damaged <= 1, "an entry may have been written by half"
-    other.close()
+    check_rows(disk, range(0, 20, 2))
+    assert read(disk, np.arange(1, 20, 2))[0].all() and not read(disk, np.arange(20, 40))[0].any()
 
 
 def test_a_disk_that_fails_while_reading_is_a_store_error(disk, monkeypatch):
@@ -618,9 +485,8 @@ def test_a_disk_that_fails_while_reading_is_a_store_error(disk, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", failing)
-    for action in (lambda: read(disk, [1]), lambda: disk.advise([1])):
-        with pytest.raises(StoreError, match="cannot be read"):
-            action()
+    with pytest.raises(StoreError, match="cannot be read"):
+        read(disk, [1])
     assert disk.lookup([1]).valid.all()
     monkeypatch.undo()
     check_rows(disk, [])
@@ -633,13 +499,12 @@ def test_short_reads_and_writes_are_taken_up_again(disk, monkeypatch):
     disk.write([2, 30], leaves([2, 30]), prints([2, 30]))
     check_rows(disk, [])
     assert read(disk, [30])[0].all()
-    DiskStore.join(disk.path).close()
 
 
 @pytest.mark.parametrize("name", ["posix_fadvise", "posix_fallocate"])
 def test_it_works_where_the_system_takes_no_advice(name, tmp_path, monkeypatch):
     monkeypatch.delattr(os, name, raising=False)
-    store = DiskStore.create(tmp_path / "store", [PLAIN], 10)
+    store = DiskStore(tmp_path, [PLAIN], 10)
     store.write([1], [torch.ones(1, 3, 5)], prints([1]))
     store.advise([1])
     assert read(store, [1])[0].all()
@@ -651,7 +516,7 @@ def test_it_works_where_the_system_takes_no_advice(name, tmp_path, monkeypatch):
 
 def test_a_writer_and_readers_share_a_store(tmp_path):
     layouts = [RowLayout(shape=(2048,), dtype=torch.float32), RowLayout(shape=(64,), dtype=torch.float32)]
-    store = DiskStore.create(tmp_path / "store", layouts, 64)
+    store = DiskStore(tmp_path, layouts, 64)
     stop, served, wrong = threading.Event(), [0, 0], []
 
     def overwrite():
@@ -682,8 +547,8 @@ def test_a_writer_and_readers_share_a_store(tmp_path):
 
 
 def test_closing_waits_for_those_who_read(tmp_path):
-    for attempt in range(5):
-        store = DiskStore.create(tmp_path / f"store{attempt}", [RowLayout(shape=(4096,), dtype=torch.float32)], 64)
+    for _ in range(5):
+        store = DiskStore(tmp_path, [RowLayout(shape=(4096,), dtype=torch.float32)], 64)
         store.write(np.arange(64), [torch.ones(64, 4096)], prints(np.arange(64)))
         ends = []
 
@@ -702,7 +567,7 @@ def test_closing_waits_for_those_who_read(tmp_path):
         store.close()
         for thread in threads:
             thread.join(30)
-        assert [type(end) for end in ends] == [StoreError] * 3 and not (tmp_path / f"store{attempt}").exists()
+        assert [type(end) for end in ends] == [StoreError] * 3
 
 
 @pytest.mark.parametrize("patience_s", [60, 0.2])
@@ -726,61 +591,28 @@ def test_files_stay_open_under_a_slow_reader(patience_s, disk, monkeypatch):
     released.set()
     closer.join(60)
     reader.join(60)
-    assert masks[0].all() and not disk.path.exists()
+    assert masks[0].all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_leaves_the_files_alone(disk):
+def test_a_forked_child_leaves_the_file_alone(tmp_path):
     script = f"""
 import os
 from pathlib import Path
 from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.rows import RowLayout
+from egeria.cache.store.codec import RowLayout
 import torch
-path = Path({str(disk.path)!r}).parent / "forked"
-store = DiskStore.create(path, [RowLayout(shape=(4,), dtype=torch.float32)], 8)
+store = DiskStore(Path({str(tmp_path)!r}), [RowLayout(shape=(4,), dtype=torch.float32)], 8)
 child = os.fork()
 if not child:
     store.close()
     os._exit(0)
 os.waitpid(child, 0)
-assert path.exists()
 store.write([0], [torch.ones(1, 4)], [[0, 0]])
+assert store.read([0], [torch.zeros(1, 4)]).all()
 store.close()
-assert not path.exists()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100, env=ENVIRONMENT)
-
-
-OVERWRITER = """
-import os, signal, sys, time
-from pathlib import Path
-import numpy as np, torch
-from egeria.cache.store.disk import DiskStore
-
-def overwrite(seed, has_begun):
-    store, rng = DiskStore.join(Path(sys.argv[1])), np.random.default_rng(seed)
-    sizes = [layout.shape[0] for layout in store.layouts]
-    while True:
-        positions, values = rng.permutation(store.capacity)[:32], rng.integers(1, 2**20, 32)
-        column = torch.from_numpy(values).float()[:, None]
-        store.write(positions, [column.repeat(1, size) for size in sizes], np.stack([values, positions], 1))
-        os.write(has_begun, b".")
-
-torch.set_num_threads(1)
-for kill in range(int(sys.argv[2])):
-    begun, has_begun = os.pipe()
-    child = os.fork()
-    if not child:
-        overwrite(kill, has_begun)
-    os.close(has_begun)
-    os.read(begun, 1)
-    time.sleep(0.05 + 0.013 * (kill % 7))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(begun)
-    print("killed", flush=True)
-"""
 
 
 def inspect_rows(store, positions):
@@ -794,28 +626,3 @@ def inspect_rows(store, positions):
         if position != positions[row] or any((leaf[row] != value).any() for leaf in out):
             wrong.append(int(positions[row]))
     return int(mask.sum()), wrong
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("num_kills", "num_rows"), [(8, 10_000), pytest.param(100, 200_000, marks=pytest.mark.slow)])
-def test_writers_that_are_killed_leave_no_torn_row(num_kills, num_rows, tmp_path):
-    layouts = [RowLayout(shape=(4096,), dtype=torch.float32), RowLayout(shape=(1024,), dtype=torch.float32)]
-    store = DiskStore.create(tmp_path / "store", layouts, 96)
-    command = [sys.executable, "-c", OVERWRITER, str(store.path), str(num_kills)]
-    served, wrong, rng = 0, [], np.random.default_rng(0)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-        deadline = time.monotonic() + 200
-        while (process.poll() is None or served < num_rows) and time.monotonic() < deadline:
-            num, bad = inspect_rows(store, rng.permutation(96)[:32])
-            served += num
-            wrong += bad
-            if process.poll() not in (None, 0):
-                break
-        process.wait(30)
-        assert process.stdout.read().count("killed") == num_kills
-    assert served >= num_rows and not wrong
-    store.advise(np.arange(96))
-    valid = store.lookup(np.arange(96)).valid
-    assert np.array_equal(read(store, np.arange(96))[0], valid), "each row is whole, or known not to be there"
-    store.close()

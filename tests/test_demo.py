@@ -75,4 +75,6 @@ def test_the_network_of_the_demo_is_recognised_as_pretrained(tmp_path):
     model = demo.pretrain((data, data), epochs=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with egeria.attach(model, optimizer, total_steps=100, directory=tmp_path) as run:
+        model(data[:8][0]).square().mean().backward()
+        optimizer.step()
         assert run.plan.freezes and len(run.modules) >= 5

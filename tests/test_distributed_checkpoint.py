@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -17,7 +18,6 @@ from egeria.events import FaultCaught, ModuleFrozen, PlasticityRead
 from loops import FAST, Loop, differences
 from menagerie import SPECIMENS
 from ranks import replica, run_ranks
-from test_shards import sharded, whole
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 CONFIG = {**FAST, "freezing": {"tolerance_share": 3.0}}
@@ -25,11 +25,26 @@ STEPS = 24
 OF_PARTS = {"plan": "0.2:1 0.7:2", "total_steps": 2 * STEPS, "config": {"plasticity": {"interval_steps": 2}}}
 
 
+def shard(model):
+    """Shard each part that has weights, and the model around them."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - it takes seconds
+
+    for part in model.children():
+        if any(True for _ in part.parameters()) and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            fully_shard(part)
+    return fully_shard(model)
+
+
+def whole(state):
+    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+
+
 def begin(name, folder, *, in_parts=False, seed=0):
     specimen = SPECIMENS[name]
     attach = {"directory": Path(folder), **(OF_PARTS if in_parts else {"config": CONFIG, "controller": "inline"})}
     if in_parts:
-        return Loop(sharded(specimen), attach, seed=seed)
+        specimen = dataclasses.replace(specimen, build=lambda: shard(SPECIMENS[name].build()))
+        return Loop(specimen, attach, seed=seed)
     return Loop(specimen, attach, seed=seed, wrap=replica)
 
 
@@ -123,7 +138,7 @@ def test_a_state_that_is_no_run_s_is_refused_and_changes_nothing(tmp_path):
     with pytest.raises(StateError, match="schema"):
         loop.run.packed.load_state_dict({"state": _packed({"schema": 99})})
     loop.step(4)
-    assert loop.run._session.clock.step == 8 and not distributed.is_initialized()
+    assert loop.run.summary().step == 8 and not distributed.is_initialized()
     loop.run.close()
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import json
 import math
-import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +28,8 @@ EXAMPLES = [
         rule="step",
         total_steps=None,
         interval_steps=10,
-        interval_reason="“given”",
-        environment={"torch": "2"},
+        environment={"torch": "“2”"},
     ),
-    events.ModulesOrdered(step=1, modules=[{"name": "stem"}], trainable=[False], deepest_freeze=0),
-    events.ComputeProfiled(step=1, forward_shares=[0.25, 0.75]),
     events.IntervalMeasured(
         step=10,
         evaluation=1,
@@ -64,7 +60,7 @@ EXAMPLES = [
     events.StageChanged(step=20, stage="knowledge-guided", reason="settled"),
     events.ModuleFrozen(step=30, module=0, name="stem", frozen=1, reason="stationary", parameter_share=0.5),
     events.Thawed(step=40, frozen_before=1, reason="the rate fell", window=2),
-    events.FreezeWaits(step=40, module=1, name="layer1", reason="it would save 1 s, and compiling took 2 s"),
+    events.DepthRefused(step=40, asked=2, reason="it would save 1 s, and compiling took 2 s"),
     events.Recompiled(step=40, wall_s=2.0, by_freezing=True),
     events.Rewrapped(step=40, wall_s=0.003, reduced_bytes=1024),
     events.ReferenceRefreshed(step=40, evaluation=4, builder="fp32 snapshot", wall_s=0.1, cpu_s=0.1),
@@ -72,9 +68,7 @@ EXAMPLES = [
     events.FaultCaught(step=42, where="reading", error="ValueError: no", count=1),
     events.MetricLogged(step=43, values={"accuracy": 0.5}),
     events.ControllerChosen(step=0, controller="process", reason="two cores are spare"),
-    events.ControllerRestarted(step=43, count=1, reason="it died"),
-    events.RungTaken(step=43, before="int8-static", after="fp32", reason="too coarse"),
-    events.FidelityChecked(step=43, tap="layer1", rung="bf16", error=1e-9, plasticity=1e-6, outcome="kept"),
+    events.RungTaken(step=43, before="int8", after="fp32", reason="too coarse"),
     events.IntervalChanged(step=43, before=4, after=20, reason="over the budget"),
     events.CacheDecided(
         step=43, boundary="layer1", generation=1, mode="stored", reason="it pays", numbers={"prefix_s": 0.1}
@@ -92,7 +86,6 @@ EXAMPLES = [
         bytes_read=100,
         bytes_written=200,
         size_bytes=300,
-        dropped_writes=0,
         checks=1,
         largest_error=1e-7,
         thread_cpu_s=0.2,
@@ -101,7 +94,7 @@ EXAMPLES = [
     events.RunClosed(step=50, frozen=1, overhead_wall_s=1.0, overhead_cpu_s=2.0),
     events.PlanMade(step=1, plan="0.5:1", reason="given by the user", skipped_share=0.1),
 ]
-FROZEN = EXAMPLES[7]
+READ, FROZEN = EXAMPLES[2], EXAMPLES[5]
 OPENED = {"event": "journal_opened", "schema_version": events.SCHEMA_VERSION, "time": 1.0}
 
 
@@ -137,16 +130,13 @@ def test_there_is_an_example_of_every_kind_of_event():
     assert {type(event) for event in EXAMPLES} == set(events.EVENT_TYPES.values())
 
 
-def test_a_journal_gives_its_events_in_order_by_kind_and_with_their_times(tmp_path):
-    before = time.time()
+def test_a_journal_gives_its_events_in_order_and_by_kind(tmp_path):
     write(tmp_path / "made" / "on the way", *EXAMPLES)
     journal = read_journal(tmp_path / "made" / "on the way")
     assert tuple(journal) == journal.events == tuple(EXAMPLES) and len(journal) == len(EXAMPLES)
     assert journal.of(events.ModuleFrozen) == [FROZEN]
     assert journal.first(events.ModuleFrozen) == FROZEN
     assert read_journal(journal.directory / FILE_NAME) == journal
-    assert all(before - 0.01 <= moment <= time.time() + 0.01 for moment in journal.times)
-    assert len(journal.times) == len(journal) and list(journal.times) == sorted(journal.times)
     assert journal.num_damaged == 0
 
 
@@ -210,13 +200,6 @@ def test_bytes_that_are_no_text_damage_their_line_alone(tmp_path):
     assert (len(journal), journal.num_damaged) == (1, 1)
 
 
-@pytest.mark.parametrize("moment", ["yesterday", None, [], {}])
-def test_a_time_that_is_none_costs_no_event(moment, tmp_path):
-    write_lines(tmp_path, OPENED, {**logged(a=1.0).to_dict(), "time": moment})
-    journal = read_journal(tmp_path)
-    assert (journal.events, journal.times, journal.num_damaged) == ((logged(a=1.0),), (0.0,), 0)
-
-
 def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
     write_lines(tmp_path, OPENED, {**FROZEN.to_dict(), "mood": "good"})
     assert read_journal(tmp_path).events == (FROZEN,)
@@ -247,25 +230,15 @@ def test_a_missing_journal_is_an_error_that_names_the_place(kind, tmp_path):
 def test_numbers_that_json_cannot_hold_come_back_as_numbers(number, tmp_path):
     course = [
         logged(accuracy=number, loss=0.5),
-        dataclasses.replace(EXAMPLES[2], forward_shares=[number, 0.5]),
-        dataclasses.replace(EXAMPLES[4], value=number, slope=number),
+        dataclasses.replace(READ, value=number, slope=number),
     ]
     write(tmp_path, *course)
     assert [repr(event) for event in read_journal(tmp_path)] == [repr(event) for event in course]
-    for line in (tmp_path / FILE_NAME).read_text(encoding="utf-8").splitlines():
-        json.loads(line, parse_constant=pytest.fail)
-
-
-@pytest.mark.parametrize("name", ["nan", "inf", "-inf"])
-def test_a_module_may_be_called_nan(name, tmp_path):
-    course = (dataclasses.replace(EXAMPLES[4], name=name), dataclasses.replace(FROZEN, name=name, reason=name))
-    write(tmp_path, *course)
-    assert read_journal(tmp_path).events == course
 
 
 @given(number=st.floats(allow_nan=False), text=st.text(), slope=st.none() | st.floats(allow_nan=False))
 def test_numbers_and_texts_keep_every_digit_and_letter(number, text, slope, tmp_path_factory):
-    event = dataclasses.replace(EXAMPLES[4], value=number, name=text, slope=slope)
+    event = dataclasses.replace(READ, value=number, name=text, slope=slope)
     directory = tmp_path_factory.mktemp("run")
     write(directory, event, logged(**{text: number}))
     assert read_journal(directory).events == (event, logged(**{text: number}))
@@ -306,6 +279,9 @@ class FullDisk:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.room -= 1
         return self.file.write(text)
+
+    def tell(self):
+        return self.file.tell()
 
     def flush(self):
         self.file.flush()
@@ -383,7 +359,7 @@ def test_after_closing_events_stay_in_memory(tmp_path):
         recorder.close()
         recorder.write(FROZEN)
     assert list(recorder.recent) == [FROZEN] and failures == []
-    assert read_journal(tmp_path) == Journal(directory=tmp_path, events=(), times=(), num_damaged=0)
+    assert read_journal(tmp_path) == Journal(directory=tmp_path, events=(), num_damaged=0)
 
 
 def test_what_is_declined_again_is_written_once_by_each_process():

@@ -13,7 +13,7 @@ from egeria.cli import main
 from egeria.errors import JournalError
 from egeria.events import Declined, IntervalMeasured, ModuleFrozen, Resumed, RunClosed
 from egeria.journal import EgeriaWarning
-from egeria.report.history import read_history
+from egeria.report import Summary
 
 URL = "memory://bucket/run"
 
@@ -166,8 +166,8 @@ def test_another_host_goes_on_behind_what_the_store_has(tmp_path, monkeypatch):
     journal = egeria.read_journal(URL)
     assert len(journal.of(Resumed)) == 1 and journal.num_damaged == 0
     assert [event.step for event in journal.of(IntervalMeasured)] == list(range(2, 61, 2))
-    history = read_history(URL)
-    assert history.num_processes == 2 and history.first_step == history.num_overridden == 0
+    summary = Summary.from_journal(journal)
+    assert (summary.num_resumed, summary.first_step) == (1, 0)
 
 
 def test_a_host_that_comes_back_takes_over_what_another_wrote_meanwhile(tmp_path, monkeypatch):
@@ -184,5 +184,6 @@ def test_a_host_that_comes_back_takes_over_what_another_wrote_meanwhile(tmp_path
     third.run.load_state_dict(state)
     third.go(20).run.close()
     assert stored() == third.local()
-    steps = [event.step for event in egeria.read_journal(URL).of(IntervalMeasured)]
-    assert steps == list(range(2, 61, 2)) and read_history(URL).num_processes == 3
+    journal = egeria.read_journal(URL)
+    steps = [event.step for event in journal.of(IntervalMeasured)]
+    assert steps == list(range(2, 61, 2)) and Summary.from_journal(journal).num_resumed == 2

@@ -1,10 +1,13 @@
-"""Where the models of Hugging Face transformers are cut."""
+"""Where the models of Hugging Face transformers are cut, and how deep they freeze."""
+
+from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional
 
-from cuts import check_partition, cut, numbered, on_meta, run_order
-from egeria.layers.modules import find_atoms, parse_modules
+from cuts import check_depths, check_partition, cut, cut_behind, numbered, on_meta, text_of
+from egeria.model.cut import make_modules
 
 transformers = pytest.importorskip("transformers")
 
@@ -84,22 +87,27 @@ def names_of_twelve(prefix):
     return [*(f"{prefix}.{part.format(prefix)}" for part in TWELVE), f"{prefix}.10", f"{prefix}.11"]
 
 
-def test_bert():
-    model = bert()
-    order = run_order(model, lambda: model(TOKENS))
-    modules = cut(model, order=order)
-    layers = "bert.encoder.layer"
-    assert modules == cut(model)
-    assert list(modules) == names_of_twelve(layers)
-    assert modules[f"{layers}.0-{layers}.2"] == ["bert.embeddings", *numbered(layers, 0, 3)]
-    assert modules[f"{layers}.11"] == [f"{layers}.11", "bert.pooler", "dropout", "classifier"]
+PARTS_OF_TWELVE = [(0, 3), (3, 6), (6, 8), (8, 10), (10, 11), (11, 12)]
 
 
-def test_bert_with_tied_head():
-    modules = parse_modules(bert("BertForMaskedLM"))
-    assert modules[0].shared_parameters == ("bert.embeddings.word_embeddings.weight",)
-    assert not any(module.shared_parameters for module in modules[1:])
-    assert modules[-1].submodules == ("bert.encoder.layer.11", "cls")
+@pytest.mark.parametrize(
+    ("build", "layers", "stem", "head"),
+    [
+        (bert, "bert.encoder.layer", ["bert.embeddings"], ["bert.pooler", "dropout", "classifier"]),
+        (
+            *(gpt2, "transformer.h"),
+            *(["transformer.wte", "transformer.wpe", "transformer.drop"], ["transformer.ln_f", "lm_head"]),
+        ),
+        (vit, "vit.layers", ["vit.embeddings"], ["vit.layernorm", "classifier"]),
+    ],
+)
+def test_bert_gpt2_and_vit_have_six_layer_modules(build, layers, stem, head):
+    parts = [numbered(layers, *bounds) for bounds in PARTS_OF_TWELVE]
+    parts[0], parts[-1] = [*stem, *parts[0]], [*parts[-1], *head]
+    modules = cut(build())
+    assert list(modules) == names_of_twelve(layers) and list(modules.values()) == parts
+    found = cut_behind(build(), step_of(build))
+    assert [(module.name, list(module.submodules)) for module in found.modules] == list(modules.items())
 
 
 @pytest.mark.parametrize("size", [{}, {"vocab_size": 250_000}], ids=["usual vocabulary", "huge vocabulary"])
@@ -108,91 +116,157 @@ def test_the_vocabulary_has_no_say_in_the_cut(size):
     assert list(cut(model)) == names_of_twelve("transformer.h")
 
 
-def test_gpt2():
-    model = gpt2()
-    order = run_order(model, lambda: model(TOKENS))
-    modules = cut(model, order=order)
-    layers = "transformer.h"
-    assert modules == cut(model)
-    assert list(modules) == names_of_twelve(layers)
-    stem = ["transformer.wte", "transformer.wpe", "transformer.drop"]
-    assert modules[f"{layers}.0-{layers}.2"] == [*stem, *numbered(layers, 0, 3)]
-    assert modules[f"{layers}.11"] == [f"{layers}.11", "transformer.ln_f", "lm_head"]
-    assert parse_modules(model, order=order)[0].shared_parameters == ("transformer.wte.weight",)
+@pytest.mark.parametrize("build", [bart, marian, t5])
+def test_encoders_and_decoders(build):
+    found = cut_behind(build(), step_of(build))
+    layers = ("encoder.block", "decoder.block") if build is t5 else ("model.encoder.layers", "model.decoder.layers")
+    blocks = [name for module in found.modules for name in module.submodules if name.startswith(layers)]
+    assert blocks == [name for layer in layers for name in numbered(layer, 0, 6)]
+    front, back = layers
+    taps = [f"{front}.2", f"{front}.5", *(f"{back}.{index}" for index in (1, 3, 4, 5))]
+    assert [module.tap for module in found.modules] == taps
+    assert found.modules[-1].submodules[-1] == "lm_head"
+    shared = "shared.weight" if build is t5 else "model.shared.weight"
+    assert [shared in module.parameters for module in found.modules] == [False] * 5 + [True]
+    assert text_of(found.detaches) == "011000", "the decoder uses the embedding too"
 
 
-def test_vit():
-    model = vit()
-    order = run_order(model, lambda: model(torch.randn(1, 3, 8, 8)))
-    modules = cut(model, order=order)
-    layers = "vit.layers"
-    assert modules == cut(model)
-    assert list(modules) == names_of_twelve(layers)
-    assert modules[f"{layers}.0-{layers}.2"] == ["vit.embeddings", *numbered(layers, 0, 3)]
-    assert modules[f"{layers}.11"] == [f"{layers}.11", "vit.layernorm", "classifier"]
+def test_towers_stages_experts_and_two_models_in_one():
+    def blocks_of(build):
+        return [module.tap for module in make_modules(build(), target_share=1e-9, minimum_share=1e-12)]
 
-
-@pytest.mark.parametrize("build", [bart, marian])
-def test_bart_and_marian(build):
-    model = build()
-    order = run_order(model, lambda: model(input_ids=TOKENS, decoder_input_ids=TOKENS))
-    modules = parse_modules(model, order=order)
-    check_partition(model, modules)
-    front, back = "model.encoder.layers", "model.decoder.layers"
-    blocks = [name for module in modules for name in module.submodules if name.startswith((front, back))]
-    assert blocks == [*numbered(front, 0, 6), *numbered(back, 0, 6)]
-    assert [module.tap for module in modules] == [
-        *(f"{front}.2", f"{front}.5"),
-        *(f"{back}.1", f"{back}.3", f"{back}.4", f"{back}.5"),
-    ]
-    assert {"model.shared", "model.encoder.embed_tokens"} <= set(modules[0].submodules)
-    assert "model.decoder.embed_tokens" in modules[2].submodules
-    assert modules[0].shared_parameters == ("model.shared.weight",)
-    assert modules[-1].submodules[-1] == "lm_head"
-
-
-def test_t5():
-    model = t5()
-    order = run_order(model, lambda: model(input_ids=TOKENS, decoder_input_ids=TOKENS))
-    modules = parse_modules(model, order=order)
-    check_partition(model, modules)
-    assert [list(module.submodules) for module in modules] == [
-        ["shared", "encoder.embed_tokens", *numbered("encoder.block", 0, 3)],
-        numbered("encoder.block", 3, 6),
-        ["encoder.final_layer_norm", "encoder.dropout", "decoder.embed_tokens", *numbered("decoder.block", 0, 2)],
-        numbered("decoder.block", 2, 4),
-        ["decoder.block.4"],
-        ["decoder.block.5", "decoder.final_layer_norm", "decoder.dropout", "lm_head"],
-    ]
-    assert modules[0].shared_parameters == ("shared.weight",)
-
-
-def test_clip_has_the_layers_of_both_towers_as_atoms():
-    names = [atom.name for atom in find_atoms(clip())]
-    assert names == [*numbered("text_model.encoder.layers", 0, 6), *numbered("vision_model.encoder.layers", 0, 6)]
-
-
-def test_swin_and_resnet_are_cut_at_their_stages():
+    towers = ("text_model.encoder.layers", "vision_model.encoder.layers")
+    assert blocks_of(clip) == [name for tower in towers for name in numbered(tower, 0, 6)]
     stages = [(0, 2), (1, 2), (2, 6), (3, 2)]
     expected = [f"swin.encoder.layers.{stage}.blocks.{i}" for stage, count in stages for i in range(count)]
-    assert [atom.name for atom in find_atoms(swin())] == expected
+    assert blocks_of(swin) == expected
     assert cut(swin())["swin.encoder.layers.1.blocks"][0] == "swin.encoder.layers.0.downsample"
     stages = [(0, 3), (1, 4), (2, 6), (3, 3)]
     expected = [f"resnet.encoder.stages.{stage}.layers.{i}" for stage, count in stages for i in range(count)]
-    assert [atom.name for atom in find_atoms(hf_resnet())] == expected
-
-
-def test_mixtral_keeps_its_experts_inside_the_blocks():
-    assert [atom.name for atom in find_atoms(mixtral())] == numbered("model.layers", 0, 4)
-
-
-def test_two_bert_have_their_layers_and_not_their_embeddings_as_atoms():
-    names = [atom.name for atom in find_atoms(bert_to_bert())]
-    assert names == [*numbered("encoder.encoder.layer", 0, 3), *numbered("decoder.bert.encoder.layer", 0, 3)]
+    assert blocks_of(hf_resnet) == expected
+    assert blocks_of(mixtral) == numbered("model.layers", 0, 4)
+    both = ("encoder.encoder.layer", "decoder.bert.encoder.layer")
+    assert blocks_of(bert_to_bert) == [name for layers in both for name in numbered(layers, 0, 3)]
 
 
 @pytest.mark.parametrize("build", [bert, bart, marian, t5, gpt2, vit, clip, swin, hf_resnet, mixtral, bert_to_bert])
 def test_every_parameter_is_in_exactly_one_module(build):
     model = on_meta(build)
-    check_partition(model, parse_modules(model))
-    check_partition(model, parse_modules(model, pattern=r".*\.(layers?|h|block|blocks)\.\d+"))
+    check_partition(model, make_modules(model))
+    check_partition(model, make_modules(model, pattern=r".*\.(layers?|h|block|blocks)\.\d+"))
+
+
+# --- what the first passes say ---
+
+
+def image(model, i):
+    return model(pixel_values=torch.randn(2, 3, *[model.config.image_size] * 2), labels=torch.tensor([0, 1])).loss
+
+
+def text(model, i):
+    words = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
+    is_classifier = "ForSequence" in type(model).__name__
+    return model(input_ids=words, labels=torch.tensor([0, 1]) if is_classifier else words).loss
+
+
+def step_of(build):
+    return image if build is vit else text
+
+
+def small(name, **settings):
+    size = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16, **SMALL}
+    return getattr(transformers, name)(getattr(transformers, settings.pop("config"))(**size, **settings))
+
+
+mpnet = partial(small, "MPNetForSequenceClassification", config="MPNetConfig")
+llama = partial(small, "LlamaForCausalLM", config="LlamaConfig", num_key_value_heads=2, tie_word_embeddings=True)
+experts = partial(
+    *(small, "MixtralForCausalLM"), config="MixtralConfig", num_key_value_heads=2, output_router_logits=True
+)
+
+
+def segformer():
+    size = {"hidden_sizes": [8, 8, 16, 16], "num_attention_heads": [1, 1, 2, 2], "decoder_hidden_size": 16}
+    model = transformers.SegformerForImageClassification(transformers.SegformerConfig(depths=[2, 1, 1, 1], **size))
+    model.config.image_size = 32
+    return model
+
+
+class Pooled(torch.nn.Module):
+    """Reads the hidden states of several layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert, self.head = bert("BertModel", depth=5), torch.nn.Linear(8, 2)
+
+    def forward(self, words):
+        states = self.bert(words, output_hidden_states=True).hidden_states
+        return self.head(torch.stack(states[-4:]).mean(0)[:, 0])
+
+
+def contrast(model, i):
+    pixels = torch.randn(2, 3, 8, 8)
+    words = torch.tensor([[3, 4, 5, 2], [7, 8, 9, 2]])
+    return functional.cross_entropy(model(input_ids=words, pixel_values=pixels).logits_per_image, torch.arange(2))
+
+
+def checkpointed(build, *, use_reentrant):
+    model = build()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    return model
+
+
+def lora(*, use_reentrant=None):
+    peft = pytest.importorskip("peft")
+    settings = {"r": 2, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(llama(use_cache=False), peft.LoraConfig(**settings))
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+    return model
+
+
+four = partial(bert, depth=4)
+KINDS = {
+    # kind: (model, step, needs, detaches)
+    "mpnet": (mpnet, text, "0123", "0111"),
+    "llama": (llama, text, "0123", "0111"),
+    "experts": (experts, text, "0123", "0111"),
+    "segformer": (segformer, image, "01234", "01111"),
+    "clip": (clip, contrast, "01234", "01111"),
+    "pooled": (Pooled, lambda model, i: model(TOKENS).sum(), "01234", "01111"),
+    "hidden state": (
+        *(partial(bert, "BertModel", depth=4), "hidden"),
+        *("01", "0110"),
+    ),
+    "full, checkpoint": (partial(checkpointed, four, use_reentrant=False), text, "0123", "0111"),
+    "full, reentrant": (partial(checkpointed, four, use_reentrant=True), text, "0123", "0111"),
+    "lora": (lora, text, "0123", "0111"),
+    "lora, checkpoint": (partial(lora, use_reentrant=False), text, "0123", "0111"),
+    "lora, reentrant": (partial(lora, use_reentrant=True), text, "0123", "0111"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_deep_a_model_freezes(kind):
+    build, step, needs, detaches = KINDS[kind]
+    if step == "hidden":
+        step = lambda model, i: model(TOKENS, output_hidden_states=True).hidden_states[2].square().mean()  # noqa: E731
+    torch.manual_seed(0)
+    model = build()
+    found = cut_behind(model.train(), step)
+    assert " ".join("".join(map(str, need)) for need in found.needs) == needs
+    assert text_of(found.detaches) == detaches
+    assert found.deepest == found.needs[0][-1]
+    assert found.is_reentrant == ("reentrant" in kind)
+    trained = {name for module in found.modules for name in module.parameters}
+    assert trained == {name for name, p in model.named_parameters() if p.grad is not None}
+    check_depths(lambda: build().train(), step, found)
+
+
+def test_layers_that_the_first_batch_drops_never_freeze():
+    config = transformers.BartConfig(**MARIAN, encoder_layerdrop=0.4)
+    found = cut_behind(transformers.BartForConditionalGeneration(config), text)
+    layers = [name for module in found.modules for name in module.submodules if ".encoder.layers." in name]
+    assert 0 < len(layers) < 6 and found.deepest == len(found.modules) - 1

@@ -10,9 +10,9 @@ from torch import nn
 
 import egeria
 from egeria import Config, ConfigError, StateError, read_journal
-from egeria.config.plan_text import read_plan
+from egeria.config.checks import read_plan
 from egeria.events import FaultCaught, ModuleFrozen, PlanMade, Thawed
-from egeria.policy import Freeze, Interval, Plan, Thaw, draw_up, find_policy, find_rule
+from egeria.policy import Interval, Plan, draw_up, find_maker, find_rule
 from egeria.policy.plan import even_moves
 
 MODULES = tuple("abcd")
@@ -78,6 +78,7 @@ def test_more_than_there_are_means_all_but_the_last_and_fewer_thaw():
     assert depths("0.1:9 0.5:1 0.7:0", [0, 10, 50, 70, 100]) == [0, 3, 1, 0, 0]
     assert plan("0.1:9").freezes and not plan("0.1:0").freezes and not plan("").freezes
     assert not plan("0.1:9", modules=("only",)).freezes
+    assert plan("0.1:9 0.335:1 step 70:0").steps == (10, 34, 70)
 
 
 def test_the_share_that_it_skips_is_that_of_the_backward_passes():
@@ -113,46 +114,71 @@ def test_from_scratch_and_for_an_unknown_length_nothing_is_frozen():
     assert not unknown.freezes and "total_steps is not known; pass it" in unknown.reason
 
 
-def make(name="plan", modules=4, total_steps=100, deepest=None, **groups):
-    config = Config.from_dict({**groups, "policy": {"name": name, **groups.get("policy", {})}})
-    options = {"rule": find_rule("step"), "total_steps": total_steps, "deepest_freeze": deepest}
-    return find_policy(name)(config, trainable=[True] * modules, **options)
+def make(name="plan", modules=4, total_steps=100, deepest=None, **policy):
+    config = Config.from_dict({"policy": {"name": name, **policy}})
+    return find_maker(config)(
+        modules=("",) * modules,
+        trainable=(True,) * modules,
+        deepest=modules - 1 if deepest is None else deepest,
+        total_steps=total_steps,
+        lr_rule=find_rule("step"),
+    )
 
 
-def decided(policy, steps):
-    """What the policy decides, by step: the modules that freeze, and 'thaw'."""
-    found = {}
-    for step in steps:
-        decisions = policy.observe_interval(Interval(step=step, evaluation=step, loss=1.0, learning_rate=0.1))
-        if decisions:
-            found[step] = ["thaw" if isinstance(each, Thaw) else each.module for each in decisions]
-            assert all(isinstance(each, (Freeze, Thaw)) and each.reason for each in decisions)
+def decided(policy, last=100):
+    """The depths that a policy decides, by step, asked at the steps it wants to be asked after."""
+    found, frozen, step = {}, 0, 0
+    while step is not None and step <= last:
+        depth = policy.observe(Interval(step=step, frozen=frozen))
+        if depth is not None:
+            assert depth.frozen != frozen and depth.reason
+            found[step] = frozen = depth.frozen
+        step = policy.wants.next_step(step)
     return found
 
 
-def test_a_move_is_made_at_the_end_of_the_first_interval_behind_it():
-    policy = make(policy={"plan": "0.54:2 0.79:3 0.9:1 0.95:0"})
-    assert decided(policy, range(10, 101, 10)) == {60: [0, 1], 80: [2], 90: ["thaw", 0], 100: ["thaw"]}
-    assert policy.needs == frozenset()
+def test_a_move_is_made_at_the_first_whole_step_not_before_it():
+    policy = make(plan="0.54:2 0.785:3 step 90:1 0.95:0")
+    assert policy.wants.steps == (54, 79, 90, 95) and policy.wants.plasticity_of is policy.wants.interval_steps is None
+    assert decided(policy) == {54: 2, 79: 3, 90: 1, 95: 0}
+    assert "54.0% of the training is done" in policy.observe(Interval(step=54, frozen=0)).reason
+    assert decided(make(plan="0.07:1", total_steps=300)) == {21: 1}, "0.07 * 300 is a little more than 21"
+    assert decided(make(plan="0.504:1 0.508:2")) == {51: 2}, "two moves within one step"
+
+
+def test_a_plan_may_begin_frozen():
+    assert decided(make(plan="0:20 0.25:0 0.6:2")) == {0: 3, 25: 0, 60: 2}
+
+
+def test_asked_at_any_step_it_returns_the_depth_of_the_newest_move():
+    policy = make(plan="0.5:1 0.75:2")
+    assert policy.observe(Interval(step=60, frozen=1)) is None
+    assert policy.observe(Interval(step=60, frozen=0)).frozen == 1, "it was refused, or interrupted"
+    assert policy.observe(Interval(step=40, frozen=1)).frozen == 0
 
 
 def test_no_more_freeze_than_may():
-    for deepest, expected in ((None, 3), (2, 2), (0, 0)):
-        policy = make(deepest=deepest, policy={"plan": "0.3:9"})
-        decided(policy, range(1, 101))
-        assert policy.frozen == expected
-    assert decided(make(policy={"plan": "0.3:9"}, freezing={"enabled": False}), range(1, 101)) == {}
+    for deepest, expected in ((None, {30: 3}), (2, {30: 2}), (0, {})):
+        assert decided(make(deepest=deepest, plan="0.3:9 0.4:8")) == expected
+    assert make(plan="0.5:1 0.9:3 0.95:9").wants.steps == (50, 90), "9 of 4 are 3, as before"
 
 
 def test_linear_is_the_even_plan_from_its_start():
-    assert decided(make("linear", 11, 20), [11]) == {11: [0]}, "0.5 + 0.5 / 10 is a little more than 0.55"
-    assert decided(make("linear", 5), range(1, 101)) == {63: [0], 75: [1], 88: [2]}
-    assert decided(make("linear", 5, policy={"start": 0.0}), range(1, 101)) == {25: [0], 50: [1], 75: [2]}
+    assert decided(make("linear", 11, 20))[11] == 1, "0.5 + 0.5 / 10 is a little more than 0.55"
+    assert decided(make("linear", 5)) == {63: 1, 75: 2, 88: 3}
+    assert decided(make("linear", 5, start=0.0)) == {25: 1, 50: 2, 75: 3}
 
 
-def test_it_foresees_how_long_the_boundary_stays():
-    policy = make(policy={"plan": "0.5:1 0.9:3 0.95:9"})
-    assert [policy.steady_steps(step, 10) for step in (0, 50, 89, 90)] == [50, 40, 1, None], "9 of 4 are 3, as before"
+def test_by_default_a_pretrained_model_has_the_even_plan_and_another_one_none():
+    assert decided(make(pretrained=True)) == {67: 1, 84: 2}
+    assert decided(make(pretrained=False)) == decided(make()) == decided(make("none")) == {}
+
+
+def test_a_policy_goes_on_with_the_plan_that_it_began_with():
+    first, second = make(plan="0.5:1 0.75:2"), make(plan="0.6:3")
+    second.load_state_dict(first.state_dict())
+    assert decided(second) == decided(first) == {50: 1, 75: 2}
+    assert (str(second.plan), second.plan.reason) == ("0.5:1 0.75:2", "the run began with it")
 
 
 @pytest.mark.parametrize("name", ["egeria", "none"])
@@ -164,7 +190,8 @@ def test_a_policy_that_follows_no_plan_takes_none(name):
 def test_static_needs_a_plan():
     with pytest.raises(ConfigError, match=r"policy\.plan must be text.*where policy\.name is 'static', found None"):
         Config.from_dict({"policy": {"name": "static"}})
-    assert decided(make("static", policy={"plan": "step 30:1"}, total_steps=None), range(10, 101, 10)) == {30: [0]}
+    policy = make("static", plan="step 30:1", total_steps=None)
+    assert decided(policy) == {30: 1} and "30 steps are done" in policy.observe(Interval(step=30)).reason
 
 
 class Training:
@@ -197,11 +224,11 @@ def moves(directory):
 def test_a_run_freezes_by_its_plan_and_says_so_at_its_first_step(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="egeria")
     training = Training(tmp_path, plan="0.5:1 0.75:3 0.9:0")
-    assert str(training.run.plan) == "0.5:1 0.75:3 0.9:0" and len(training.run.plan.modules) == 4
     assert not read_journal(tmp_path).of(PlanMade)
     training.train(1)
+    assert str(training.run.plan) == "0.5:1 0.75:3 0.9:0" and len(training.run.plan.modules) == 4
     (made,) = read_journal(tmp_path).of(PlanMade)
-    assert (made.step, made.plan, made.reason) == (1, str(training.run.plan), "given by the user")
+    assert (made.step, made.plan, made.reason) == (0, str(training.run.plan), "given by the user")
     # A layer is a quarter of the iteration, of which two thirds are the backward pass.
     assert made.skipped_share == pytest.approx((0.25 * 1 + 0.15 * 3) / 6, rel=0.1)
     (line,) = (line for record in caplog.records if "plan is" in (line := record.getMessage()))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import egeria
-from egeria.layers.modules import parse_modules
-from egeria.layers.pretrained import find_trained_norms, is_mostly_trained
+from egeria.model.cut import make_modules
+from egeria.model.pretrained import find_trained_norms, is_mostly_trained
 
 WIDTH, STEPS = 16, 40
 
@@ -75,10 +75,10 @@ def test_a_model_is_what_most_of_its_norms_are():
 
 def test_a_table_that_is_tied_to_the_head_stays_with_its_block():
     model = pretrained()
-    assert parse_modules(model, tables_apart=True, target_share=0.1)[0].name == "table"
+    assert make_modules(model, tables_apart=True, target_share=0.1)[0].name == "table"
     model.head = nn.Linear(WIDTH, 50, bias=False)
     model.head.weight = model.table.weight
-    assert parse_modules(model, tables_apart=True)[0].name != "table"
+    assert make_modules(model, tables_apart=True)[0].name != "table"
 
 
 def train(model, directory, **policy):

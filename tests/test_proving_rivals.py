@@ -174,17 +174,17 @@ def test_the_percentile_lies_between_its_neighbours():
 
 def test_the_papers_rule_freezes_at_the_tenth_reading_of_its_worked_example():
     rule = PaperRule({"plasticity.window": 3}, trainable=[True] * 3, rule="step", total_steps=None)
-    assert rule.end_interval(10, 1, 1.0, 0.1) == [] and rule.monitored is None
-    assert rule.end_interval(20, 2, 1.0, 0.1) == ["knowledge-guided"] and rule.monitored == 0
+    assert rule.end_interval(10, 1.0, 0.1) == [] and rule.monitored is None
+    assert rule.end_interval(20, 1.0, 0.1) == ["knowledge-guided"] and rule.monitored == 0
     said = []
     for index, value in enumerate((9, 7, 5, 3, 1, 2, 1.8, 2.2, 2, 2.1), start=3):
-        assert rule.end_interval(10 * index, index, 1.0, 0.1) == []
+        assert rule.end_interval(10 * index, 1.0, 0.1) == []
         said.append(rule.read(10 * index, index, 0, value))
     assert said == [[]] * 9 + [["freeze 0"]] and (rule.frozen, rule.monitored) == (1, 1)
     again = PaperRule({"plasticity.window": 3}, trainable=[True] * 3, rule="step", total_steps=None)
     again.load_state_dict(rule.state_dict())
     assert again.frozen == 1
-    assert again.end_interval(140, 14, 1.0, 0.001) == ["thaw"] and (again.frozen, again.window) == (0, 2)
+    assert again.end_interval(140, 1.0, 0.001) == ["thaw"] and (again.frozen, again.window) == (0, 2)
 
 
 def test_the_rule_for_thaws_goes_by_the_names_of_the_schedule():

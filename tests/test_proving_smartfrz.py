@@ -18,7 +18,7 @@ from benchmarks.rivals.smartfrz.predictor import (
 )
 from torch import nn
 
-from egeria.layers.modules import parse_modules
+from egeria.model.cut import make_modules
 
 pytestmark = pytest.mark.bench
 
@@ -44,7 +44,7 @@ def count_up(model, history, steps):
 @pytest.mark.parametrize("length", [30, 31, 59, 60, 61, 100, 119, 1000])
 def test_snapshots_are_evenly_spaced_over_an_interval_of_any_length(length):
     model, count_up.step = network(), 0
-    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    history, modules = WeightHistory(model), make_modules(model, pattern=r"\d")
     for began in (0, length):  # the second interval knows how far apart they were
         count_up(model, history, length)
         windows = history.windows(modules)
@@ -57,7 +57,7 @@ def test_snapshots_are_evenly_spaced_over_an_interval_of_any_length(length):
 
 def test_an_interval_with_fewer_steps_than_snapshots_shows_nothing():
     model, count_up.step = network(), 0
-    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    history, modules = WeightHistory(model), make_modules(model, pattern=r"\d")
     count_up(model, history, NUM_SNAPSHOTS - 1)
     assert history.windows(modules) == [None] * len(modules)
     count_up(model, history, NUM_SNAPSHOTS)
@@ -68,7 +68,7 @@ def test_each_snapshot_shows_the_same_weights_of_matrices_that_train():
     model = network()
     model[1].requires_grad_(False)
     model[2][0].weight.requires_grad_(False)
-    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    history, modules = WeightHistory(model), make_modules(model, pattern=r"\d")
     for _ in range(NUM_SNAPSHOTS):
         history.end_step()
     first, fixed, biases, head = history.windows(modules)
@@ -84,7 +84,7 @@ def test_a_module_of_several_matrices_shows_each_by_its_size():
     with torch.no_grad():
         model[0][0].weight.fill_(1.0)
         model[0][1].weight.fill_(2.0)
-    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    history, modules = WeightHistory(model), make_modules(model, pattern=r"\d")
     for _ in range(NUM_SNAPSHOTS):
         history.end_step()
     window = history.windows(modules)[0]
@@ -93,7 +93,7 @@ def test_a_module_of_several_matrices_shows_each_by_its_size():
 
 def test_an_interval_goes_on_where_its_state_was_saved():
     model, count_up.step = network(), 0
-    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    history, modules = WeightHistory(model), make_modules(model, pattern=r"\d")
     count_up(model, history, 45)
     other = WeightHistory(model)
     other.load_state_dict(history.state_dict())
@@ -156,7 +156,7 @@ def test_reading_it_draws_no_random_numbers_and_gives_what_was_saved(tmp_path):
 
 def test_a_state_of_other_weights_begins_the_interval_anew():
     model, count_up.step = network(), 0
-    history, modules = WeightHistory(model), parse_modules(model, pattern=r"\d")
+    history, modules = WeightHistory(model), make_modules(model, pattern=r"\d")
     count_up(model, history, 45)
     model[0].requires_grad_(False)
     other = WeightHistory(model)

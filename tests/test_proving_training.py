@@ -117,7 +117,10 @@ def test_what_rests_are_the_layer_modules_that_egeria_would_freeze(is_trained, t
         if is_trained and isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight)
     layers = Layers(model)
-    with egeria.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), directory=tmp_path) as run:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with egeria.attach(model, optimizer, directory=tmp_path) as run:
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+        optimizer.step()
         assert [module.name for module in layers.modules] == [module.name for module in run.modules]
     assert len(layers.modules) == (6 if is_trained else 5)
 

@@ -95,7 +95,7 @@ def test_what_the_pages_show_runs(code, tmp_path, monkeypatch):
         pytest.importorskip("accelerate")
     exec(code, names)
     if run := names.get("run"):
-        assert run.modules
+        assert run.modules or not run.summary().step  # a page may stop before the first step
         run.close()
     else:
         assert "advice" in names or "trainer" in names
@@ -124,7 +124,7 @@ def test_interleaved_rounds_take_turns_and_ratios_are_per_round():
 
 def test_the_overhead_benchmark_evaluates_once_an_interval(monkeypatch):
     for name in ("expect", "review"):  # so small a model leaves no budget for evaluations
-        monkeypatch.setattr(f"egeria.session.timing.Budget.{name}", lambda *_: None)
+        monkeypatch.setattr(f"egeria.session.budget.Budget.{name}", lambda *_: None)
     made = []
 
     def make():
@@ -163,7 +163,7 @@ def test_the_cifar10_example_trains_and_leaves_a_report(data, tmp_path):
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"accuracy [\d.]+%  wall [\d.]+ s  cpu [\d.]+ s", last)
     summary = egeria.report(tmp_path / "run").summary
-    assert summary.steps_done == 4
+    assert summary.step == 4
     assert summary.metrics
 
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from egeria import tree
 from egeria.errors import UncacheableError
-from egeria.layers.batch import Autocast, Batch
-from egeria.layers.modules import LayerModule
+from egeria.model.batch import Autocast, Batch
+from egeria.model.cut import LayerModule
 from egeria.skipping import prefix as skip
 from egeria.skipping.prefix import Prefix
 from egeria.skipping.rows import RowArguments, signature
@@ -163,6 +163,7 @@ def layers(model, *groups):
             parameters=tuple(f"{n}.{key}" for n in names for key, _ in model.get_submodule(n).named_parameters()),
             num_parameters=1,
             tap=names[-1],
+            share=0.0,
             reason="By hand.",
         )
         for names in groups

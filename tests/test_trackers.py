@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import warnings
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import torch
 import egeria
 from egeria import ConfigError, EgeriaWarning
 from egeria.events import IntervalMeasured, ModuleFrozen, PlasticityRead
-from egeria.report.build import write_files
 from egeria.report.trackers import find_trackers, scalars
 from egeria.testing import ScriptedController
 from loops import FAST, Loop
@@ -62,9 +60,9 @@ def test_a_function_gets_the_numbers_once_for_each_step_that_brought_news(tmp_pa
     assert steps == steps_to_log(run.directory, 21) and len(set(steps)) == len(steps) > 5
     assert calls.calls[-1][1].keys() == ALL_KEYS
     last, found = calls.calls[-1][1], egeria.report(run.directory).summary
-    assert last["egeria/frozen"] == found.frozen_now > 0
-    assert last["egeria/params_frozen"] == found.depths[-1].parameter_share
-    assert last["egeria/compute_skipped"] == pytest.approx(found.mean_skipped_share)
+    assert last["egeria/frozen"] == found.frozen > 0
+    assert last["egeria/params_frozen"] == found.parameter_share
+    assert last["egeria/compute_skipped"] == pytest.approx(found.skipped_share)
     assert last["egeria/time_saved_s"] == pytest.approx(found.wall.saved_s)
     assert last["egeria/overhead"] == pytest.approx(found.wall.overhead_share)
 
@@ -193,12 +191,8 @@ def check_mlflow(mlflow, run_id, run):
     points = client.get_metric_history(run_id, "egeria/frozen")
     assert sorted(point.step for point in points) == steps_to_log(run.directory, 21)
     assert max(points, key=lambda point: point.step).value == run.summary().frozen > 0
-    assert_report({entry.path.split("/")[-1] for entry in client.list_artifacts(run_id, "egeria")})
+    assert [entry.path for entry in client.list_artifacts(run_id, "egeria")] == ["egeria/report.html"]
     assert len(client.search_runs([client.get_run(run_id).info.experiment_id])) == 1
-
-
-def assert_report(names):
-    assert "report.html" in names and {"loss-and-metrics.svg", "frozen-and-skipped.svg"} <= names
 
 
 @pytest.mark.timeout(300)
@@ -244,8 +238,7 @@ def test_wandb_has_the_scalars_and_the_report_offline(tmp_path, monkeypatch):
     assert [row["egeria/step"] for row in ours] == steps_to_log(run.directory, 21)
     assert ours[-1].keys() - {"egeria/step"} >= ALL_KEYS and ours[-1]["egeria/frozen"] == run.summary().frozen
     assert [row["mine"] for row in rows if "mine" in row] == [1.0, 2.0]
-    assert [name for name, _ in artifacts] == ["egeria-report"]
-    assert_report(artifacts[0][1])
+    assert artifacts == [("egeria-report", {"report.html"})]
 
 
 def read_wandb(path):
@@ -274,12 +267,3 @@ def test_egeria_imports_no_tracker():
     code = "import sys, egeria; print([n for n in ('tensorboard', 'mlflow', 'wandb', 'trackio') if n in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert found.stdout.strip() == "[]"
-
-
-def test_the_svgs_stand_alone(tmp_path):
-    run = trained(tmp_path, None)
-    write_files(run.directory, tmp_path)
-    for path in tmp_path.glob("*.svg"):
-        text = path.read_text(encoding="utf-8")
-        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg" and "var(--" not in text
-    assert len(list(tmp_path.glob("*.svg"))) == 4

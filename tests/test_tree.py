@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from egeria import tree
-from egeria.layers.batch import Batch
+from egeria.model.batch import Batch
 
 
 class Pair(NamedTuple):

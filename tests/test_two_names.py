@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from egeria import EgeriaWarning, attach, read_journal
+from egeria import attach, read_journal
 from egeria.errors import UncacheableError
 from egeria.events import Declined, ModuleFrozen
 from skipping import Frozen
@@ -148,31 +148,6 @@ def test_the_wrapper_of_fabric_is_what_the_handle_calls(tmp_path):
     assert model(torch.randn(2, 3, 6, 6).double()).dtype == torch.float32
     assert run.modules[0].tap == "0"
     run.close()
-
-
-class Tied(nn.Module):
-    """Three layers around a table that the head uses too."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Linear(6, 6, bias=False)
-        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 6)
-        self.head.weight = self.table.weight
-
-    def forward(self, x):
-        x = self.table(x)
-        for part in self.parts:
-            x = torch.relu(part(x))
-        return self.head(x)
-
-
-def test_a_layer_of_tied_weights_alone_is_never_called_frozen(tmp_path):
-    model, x = Tied(), torch.randn(16, 6)
-    course = training(model, tmp_path, x=x, config=STATIC)
-    with pytest.warns(EgeriaWarning, match="tied to layers behind it"):
-        *_, run = course
-    assert read_journal(tmp_path).of(ModuleFrozen) == [] and run.frozen == 0
 
 
 class Reused(nn.Module):

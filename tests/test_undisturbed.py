@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from egeria.layers.batch import Autocast, Batch
-from egeria.layers.modules import LayerModule
-from egeria.layers.taps import capture, forward_shares
-from egeria.layers.undisturbed import MOST_BYTES, undisturbed
+from egeria.model.batch import Autocast, Batch
+from egeria.model.undisturbed import MOST_BYTES, capture, undisturbed
 from loops import outside
 
 PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
@@ -22,17 +20,6 @@ BFLOAT16 = Autocast(device_type="cpu", enabled=True, dtype=torch.bfloat16)
 
 def batch_of(*args, autocast=PLAIN, **kwargs):
     return Batch(args=args, kwargs=kwargs, autocast=autocast)
-
-
-def module_of(*submodules):
-    return LayerModule(
-        name=submodules[0],
-        submodules=submodules,
-        parameters=(),
-        num_parameters=0,
-        tap=submodules[-1],
-        reason="By hand.",
-    )
 
 
 class Restless(nn.Module):
@@ -371,107 +358,3 @@ def test_weights_cast_for_a_capture_do_not_reach_the_training_forward():
             capture(model, "", batch_of(x, autocast=BFLOAT16))
         model(x).sum().backward()
     assert model.weight.grad is not None
-
-
-# Multiplications and additions of a linear layer: 2 · samples · inputs · outputs.
-#   5 samples: 2·5·8·16 = 1280, 2·5·16·4 = 640, 2·5·4·4 = 160.
-def test_forward_shares_are_the_hand_counted_operations():
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    modules = [module_of("0", "1"), module_of("2")]
-    shares = forward_shares(model, modules, batch_of(torch.ones(5, 8)))
-    assert shares == pytest.approx([1280 / 1920, 640 / 1920])
-
-
-def test_operations_outside_all_modules_count_for_the_last():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
-            self.weight = nn.Parameter(torch.ones(4, 4))
-
-        def forward(self, x):
-            return self.b(self.a(x)) @ self.weight
-
-    shares = forward_shares(Head(), [module_of("a"), module_of("b")], batch_of(torch.ones(5, 8)))
-    assert shares == pytest.approx([1280 / 2080, 800 / 2080])
-
-
-def test_a_module_that_is_never_called_has_no_share():
-    model = Choosy()
-    shares = forward_shares(model, [module_of("unused"), module_of("used")], batch_of(torch.ones(2, 4), scale=1))
-    assert shares == [0, 1]
-
-
-def test_layers_called_twice_count_twice():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.b(self.a(self.a(x)))
-
-    shares = forward_shares(Twice(), [module_of("a"), module_of("b")], batch_of(torch.ones(5, 8)))
-    assert shares == pytest.approx([2 / 3, 1 / 3])
-
-
-def test_a_submodule_of_the_same_class_as_the_model_is_told_from_it():
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8)))
-    shares = forward_shares(model, [module_of("0"), module_of("1")], batch_of(torch.ones(5, 8)))
-    assert shares == pytest.approx([2 / 3, 1 / 3])
-
-
-def test_convolutions_on_larger_maps_take_the_larger_share():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1))
-    shares = forward_shares(model, [module_of("0"), module_of("1", "2")], batch_of(torch.ones(2, 3, 8, 8)))
-    front, back = 64 * 3 * 4 * 9, 16 * 4 * 4 * 9
-    assert shares == pytest.approx([front / (front + back), back / (front + back)])
-
-
-def test_a_pass_without_operations_to_count_has_no_shares():
-    model = nn.Sequential(nn.ReLU(), nn.LayerNorm(4))
-    assert forward_shares(model, [module_of("0"), module_of("1")], batch_of(torch.ones(2, 4))) is None
-
-
-def test_counting_leaves_the_batch_alone_though_the_model_overwrites_it():
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
-    batch = batch_of(-torch.ones(2, 4))
-    forward_shares(model, [module_of("0", "1"), module_of("2")], batch)
-    assert torch.equal(batch.args[0], -torch.ones(2, 4))
-
-
-def test_counting_disturbs_nothing_even_when_the_model_breaks():
-    model = restless_model()
-    before, found = everything(model), outside(model)
-    shares = forward_shares(model, [module_of("0", "1"), module_of("2", "3")], batch_of(torch.ones(3, 8)))
-    assert sum(shares) == pytest.approx(1) and shares[0] == pytest.approx(64 / 96)
-    model.append(Breaking())
-    model[4].train()
-    before["modes"]["4"] = True
-    found = outside(model)
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        forward_shares(model, [module_of("0", "1"), module_of("2", "3")], batch_of(torch.ones(3, 8)))
-    assert same(before, everything(model)) and outside(model) == found
-
-
-def test_operations_are_counted_where_a_layer_takes_a_view_of_a_parameter():
-    """As in DeBERTa, whose layers take the table of relative positions: without a graph such a view has no origin."""
-
-    class Layer(nn.Linear):
-        def forward(self, x, positions):
-            return super().forward(x + positions)
-
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.ones(5, 8))
-            self.a, self.b = Layer(8, 16), Layer(16, 4)
-            self.table_of_b = nn.Parameter(torch.ones(9, 16), requires_grad=False)
-
-        def forward(self, x):
-            return self.b(self.a(x, self.table[:5]), self.table_of_b[:5])
-
-    model = Positions()
-    shares = forward_shares(model, [module_of("a"), module_of("b")], batch_of(torch.ones(5, 8)))
-    assert shares == pytest.approx([1280 / 1920, 640 / 1920])
-    assert {name for name, entry in model.named_parameters() if not entry.requires_grad} == {"table_of_b"}

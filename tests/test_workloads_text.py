@@ -25,7 +25,7 @@ from benchmarks.workloads.text.tags import CASES, TAGS, case_of, read_cased, tag
 from benchmarks.workloads.text.topics import split_by_paragraph
 from benchmarks.workloads.workload import TIERS, MissingDataError, Setting
 
-from egeria.layers.modules import parse_modules
+from egeria.model.cut import make_modules
 
 pytestmark = pytest.mark.bench
 
@@ -258,7 +258,7 @@ def test_a_run_of_the_smoke_tier_repeats_and_can_be_judged(name, data, request):
     assert judged.keys() <= metrics.keys()
     assert math.isfinite(judged[BY_NAME[name].metric])
     assert (training.judge is not None) == name.startswith("bert")
-    assert len(parse_modules(training.model)) >= 4
+    assert len(make_modules(training.model)) >= 4
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -16,7 +16,7 @@ from benchmarks.workloads.text.subwords import BEGIN, END, PADDING, Subwords
 from benchmarks.workloads.text.transformer import Size, Transformer
 from benchmarks.workloads.text.translation import Corpus, Pairs, TranslationLoss, TranslationQuality
 
-from egeria.layers.modules import parse_modules
+from egeria.model.cut import make_modules
 
 pytestmark = pytest.mark.bench
 
@@ -78,15 +78,14 @@ class TestTransformer:
             assert not torch.isclose(before, scores_of(model, changed)).all(dim=2).any()
 
     @pytest.mark.parametrize("num_layers", [2, 6])
-    def test_egeria_cuts_between_layers_and_shares_nothing(self, num_layers):
-        modules = parse_modules(small_transformer(num_layers=num_layers))
+    def test_egeria_cuts_between_layers(self, num_layers):
+        modules = make_modules(small_transformer(num_layers=num_layers))
         layers = [f"{side}.{index}" for side in ("encoder", "decoder") for index in range(num_layers)]
         assert {module.tap for module in modules} <= set(layers)
         assert [name for module in modules for name in module.submodules if name in layers] == layers
         assert modules[0].submodules[0] == "source_embedding"
         assert modules[-1].submodules[-1] == "output"
         assert len(modules) >= 4
-        assert not any(module.shared_parameters for module in modules)
 
 
 class Uniform(nn.Module):

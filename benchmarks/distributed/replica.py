@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rivals.layers import Layers
-from egeria.parallel import Replicas
+from egeria.distributed.ddp import rebuild_buckets
 
 WARM_UP = 2
 """Iterations behind a freeze that are not timed: buckets are laid out anew in the first of them."""
@@ -71,8 +71,8 @@ class Replica:
     def __init__(self, subject: Subject, sizes: list[int] | None = None) -> None:
         torch.manual_seed(0)
         self._subject = subject
-        self._strategy, self._network = Replicas(), DistributedDataParallel(subject.build())
-        self.model = self._strategy.take(self._network)
+        self._network = DistributedDataParallel(subject.build())
+        self.model = self._network.module
         self._layers = Layers(self.model)
         self.modules = self._layers.modules
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
@@ -87,9 +87,8 @@ class Replica:
     def freeze_to(self, depth: int) -> float:
         """Freeze so many front modules and no others; return the seconds that laying out the buckets took."""
         self._layers.freeze_to(depth)
-        names = [name for module in self.modules[:depth] for name in module.submodules]
         began = time.perf_counter()
-        self._strategy.update(names)
+        rebuild_buckets(self._network)
         return time.perf_counter() - began
 
     def iterate(self, count: int) -> tuple[float, float]:

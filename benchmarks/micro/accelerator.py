@@ -35,8 +35,7 @@ WARMUP = 3
 """Turns that are not counted: the first of a shape choose kernels."""
 NUM_BATCHES = 4
 TOTAL_STEPS = 4000
-"""That the policy is told; a long run would be asked at longer intervals."""
-MOST_STEPS_TO_FREEZE = 100
+"""That the run is told: the end is far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +144,10 @@ class Trainer:
         return loss
 
     def freeze(self, depth: int, directory: Path, *, cached: bool) -> None:
-        """Attach, and train until the front `depth` layer modules are frozen."""
+        """Attach, and make the step with which the front `depth` layer modules freeze."""
         given: dict[str, Any] = {"plan": f"0:{depth}", "config": {"cache": {"enabled": "auto" if cached else False}}}
         self.run = egeria.attach(self.model, self.optimizer, total_steps=TOTAL_STEPS, directory=directory, **given)
-        for _ in range(MOST_STEPS_TO_FREEZE):  # a policy is asked at the end of an interval
-            if self.run.frozen < depth:
-                self.train(1)
+        self.train(1)
 
     def train(self, steps: int) -> None:
         """Make so many steps, and wait for the accelerator."""

@@ -4,7 +4,7 @@
         [--record benchmarks/records/0018-overhead]
 
 Two copies of a workload train in one process in turn, a few steps at a time, on the same batches: one plainly, one
-attached with `freezing.enabled = false`, so that the first layer module is watched for as long as the policy looks.
+attached with settings that never freeze, so that the first layer module is watched for as long as the policy looks.
 A run is ten rounds; the ratio is that of the sums, since what comes only now and then counts too, and the spread is
 that of rounds.
 CPU time is that of this process and of the controller process; attaching and closing are printed apart and included.
@@ -113,7 +113,7 @@ def measure(
             scheduler=watched.scheduler,
             total_steps=total_steps,
             policy="egeria",
-            config={"freezing": {"enabled": False}},
+            config={"freezing": {"tolerance_readings": 10**6}},
             directory=directory,
             controller=controller,
         )

@@ -13,6 +13,7 @@ freeze, which fills the store, is not among the rounds: it is told apart.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -46,8 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Settings of the cache, by way."""
 TOTAL_STEPS = 4000
-"""That egeria is told, so that an interval is short and the end far."""
-MOST_EPOCHS_TO_FREEZE = 20
+"""That egeria is told: the end is far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +74,14 @@ class Way:
         self._random_state = torch.get_rng_state()
 
     def freeze(self) -> None:
-        """Attach, and train until the front is frozen; a policy is asked at the end of an interval."""
+        """Attach, and make the step with which the front freezes."""
         if not self.depth:
             return
         given: dict[str, Any] = {"plan": f"0:{self.depth}", "config": {"cache": KINDS[self._kind]}}
         self.run = egeria.attach(
             self.model, self.optimizer, self.loader, total_steps=TOTAL_STEPS, directory=self.folder, **given
         )
-        for _ in range(MOST_EPOCHS_TO_FREEZE):
-            if self.run.frozen < self.depth:
-                self.epoch()
+        self.epoch(1)
         assert self.run.frozen == self.depth, "it freezes at once"
         if self._kind == FLOOR:
             self._answer_for_nothing(self.run)
@@ -105,11 +103,11 @@ class Way:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._autocast):
             return self._subject.loss(self.model, batch)
 
-    def epoch(self) -> None:
+    def epoch(self, most_steps: int | None = None) -> None:
         """Train for one epoch, with random numbers of its own: dropout is that of the other ways."""
         torch.set_rng_state(self._random_state)
         self.model.train()
-        for batch in self.loader:
+        for batch in itertools.islice(self.loader, most_steps):
             loss = self._loss(batch)
             loss.backward()
             self.optimizer.step()

@@ -3,8 +3,8 @@
     python -m benchmarks.micro.reference_speed [--models resnet20,bert] [--rounds 7]
 
 Speed is that of a forward pass to the last tap against the plain model in inference mode (float32,
-NCHW, no autocast), in one process, in turn, as the median ratio of wall-clock times. Times to make
-and to refresh are medians over builds behind a warm-up; the SP error is that of the last build. All
+NCHW, no autocast), in one process, in turn, as the median ratio of wall-clock times. The time to make
+it, which every refresh takes, is a median over builds behind a warm-up; the SP error is that of the last one. All
 weights are random, so errors tell only how the formats compare. Convolutional nets have seen three
 batches in training mode, so that their running statistics are real.
 """
@@ -12,6 +12,7 @@ batches in training mode, so that their running statistics are real.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -24,14 +25,12 @@ from torch import nn
 
 from benchmarks.micro.interleaved import compare
 from benchmarks.models.convnets import mobilenet_v2, resnet50
-from egeria.layers.batch import Autocast, Batch
-from egeria.layers.modules import parse_modules
-from egeria.layers.taps import capture
-from egeria.layers.undisturbed import undisturbed
-from egeria.plasticity import pool_map, sp_loss
-from egeria.reference import Machine, QuantizedReference, warm_up
+from egeria.model.batch import Autocast, Batch
+from egeria.model.cut import make_modules
+from egeria.model.undisturbed import capture, undisturbed
+from egeria.plasticity import sp_loss
+from egeria.reference import Reference
 
-_LARGEST_MAP = 16
 _PLAIN = Autocast(device_type="cpu", enabled=False, dtype=torch.bfloat16)
 
 
@@ -51,10 +50,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warm_up()
-    print(f"One thread, torch {torch.__version__}, {Machine.here()}.\n")
-    print("| model | precision | rung | speed | made in s | refreshed in s | SP error per tap |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"One thread, torch {torch.__version__}.\n")
+    print("| model | precision | how | speed | made in s | SP error per tap |")
+    print("|---|---|---|---|---|---|")
     for name in options.models.split(","):
         torch.manual_seed(0)
         subject = SUBJECTS[name]()
@@ -63,20 +61,17 @@ def main() -> None:
 
 
 def _row(subject: Subject, precision: str, rounds: int) -> str:
-    taps = [module.tap for module in parse_modules(subject.model)]
-    few = subject.batch.first_rows(32)
-    made, refreshed = [], []
-    for _ in range(3):
-        reference = QuantizedReference(taps, precision=precision)
-        made.append(_seconds(lambda reference=reference: reference.refresh(subject.model, few)))
-        refreshed.append(_seconds(lambda reference=reference: reference.refresh(subject.model)))
+    taps = [module.tap for module in make_modules(subject.model)]
+    few, made = subject.batch.first_rows(32), []
+    reference = Reference(taps, precision=precision, fidelity_share=math.inf)
+    for _ in range(4):
+        made.append(_seconds(lambda: reference.refresh(subject.model, few)))
     speed = measure_speed(subject, reference, taps[-1], rounds)
-    errors = ", ".join(f"{reference.error(tap, _metric):.0e}" for tap in taps)
-    times = f"{statistics.median(made):.2f} | {statistics.median(refreshed):.3f}"
-    return f"{reference.builder} | {speed:.1f}x | {times} | {errors}"
+    errors = ", ".join(f"{_error(subject.model, reference, tap, few):.0e}" for tap in taps)
+    return f"{reference.builder} | {speed:.1f}x | {statistics.median(made[1:]):.2f} | {errors}"
 
 
-def measure_speed(subject: Subject, reference: QuantizedReference, tap: str, rounds: int) -> float:
+def measure_speed(subject: Subject, reference: Reference, tap: str, rounds: int) -> float:
     """Return how many times as fast as the plain model the reference gives the activation at a tap."""
     subject.model.eval()
 
@@ -91,8 +86,13 @@ def _ignore(_value: object) -> None:
     pass
 
 
-def _metric(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    return sp_loss(pool_map(exact, _LARGEST_MAP), pool_map(found, _LARGEST_MAP))
+def _error(model: nn.Module, reference: Reference, tap: str, batch: Batch) -> float:
+    """Return the SP loss of the reference to the model in inference mode."""
+    with undisturbed(model):
+        expected = capture(model, tap, batch)
+    found = reference.activation(tap, batch)
+    assert expected is not None and found is not None
+    return float(sp_loss(expected, found))
 
 
 def _seconds(action: Callable[[], None]) -> float:

@@ -78,13 +78,13 @@ def _lines(path: Path) -> Iterator[Event]:
 
 
 def _processes(events: Iterator[Event]) -> list[list[Event]]:
-    """Cut the events where a run was started."""
-    found: list[list[Event]] = []
+    """Cut the events where a run was started; what the first run declined before that is its own."""
+    found: list[list[Event]] = [[]]
     for event in events:
-        if event["event"] == "run_started" or not found:
+        if event["event"] == "run_started" and any(entry["event"] == "run_started" for entry in found[-1]):
             found.append([])
         found[-1].append(event)
-    return found
+    return found if found[0] else []
 
 
 class JournalWriter:

@@ -166,7 +166,7 @@ class FrontRival(Rival):
 
     def close(self) -> None:
         """Leave the model as it was found."""
-        self.layers.thaw()
+        self.layers.freeze_to(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors to go on from."""

@@ -56,7 +56,7 @@ class ByRule(IntervalRival):
         """Let the rule decide by the loss and the learning rate, then by a reading."""
         before = Before(frozen=self.depth, monitored=self._rule.monitored)
         evaluation = self.step // self.interval_steps
-        decided = self._rule.end_interval(self.step, evaluation, loss, self._learning_rate())
+        decided = self._rule.end_interval(self.step, loss, self._learning_rate())
         self._follow(decided)
         module = self._rule.monitored
         value = self.read(module, batch, before, begins="knowledge-guided" in decided)

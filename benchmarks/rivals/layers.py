@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.workloads.workload import Training
 from egeria.config import ModulesConfig
-from egeria.layers.freezing import Freezer
-from egeria.layers.modules import parse_modules
-from egeria.layers.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
+from egeria.model.cut import Cut, make_modules
+from egeria.model.freeze import Freezer
+from egeria.model.group import find_pieces
+from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
+from egeria.model.watch import Watch
 
 
 class Layers:
-    """The layer modules that egeria would cut; the last one always trains.
+    """The layer modules that egeria would cut, in the order of definition; the last one always trains.
 
     Args:
         model: at its start.
@@ -27,12 +28,25 @@ class Layers:
 
     def __init__(self, model: nn.Module) -> None:
         is_pretrained = is_mostly_trained(find_trained_norms(model))
-        settings = settings_of_cut(dataclasses.asdict(ModulesConfig()), is_pretrained=is_pretrained)
-        self.modules = parse_modules(model, **settings)
+        self._settings = settings_of_cut(dataclasses.asdict(ModulesConfig()), is_pretrained=is_pretrained)
+        names = {name for name, _ in model.named_parameters()}
+        self.modules = make_modules(model, seen=names, **self._settings)
         self.parameters = [[model.get_parameter(name) for name in module.parameters] for module in self.modules]
-        """Of each layer module."""
+        """Of each layer module, also those that never train."""
         self.num_trainable = [sum(entry.numel() for entry in own if entry.requires_grad) for own in self.parameters]
-        self._freezer = Freezer(model, self.modules)
+        self._freezer = Freezer(model, self._cut())
+
+    def _cut(self) -> Cut:
+        """Return the cut as it is without the graph of a pass: nothing is detached."""
+        return Cut(
+            modules=self.modules,
+            trainable=tuple(self.trainable),
+            needs=(),
+            detaches=(False,) * len(self.modules),
+            is_reentrant=False,
+            deepest=self.deepest,
+            reason="",
+        )
 
     @property
     def depth(self) -> int:
@@ -51,42 +65,33 @@ class Layers:
 
     def freeze_to(self, depth: int) -> None:
         """Freeze the first layer modules and no others: without gradients, their normalisation in inference mode."""
-        if depth < self.depth:
-            self.thaw()
         self._freezer.freeze_to(depth)
-
-    def thaw(self) -> None:
-        """Leave the model as it was found."""
-        self._freezer.thaw()
 
     def describe(self) -> dict[str, Any]:
         """Return the cut, as journals have it."""
         modules = [
-            {**module.to_dict(), "num_trainable": count}
+            {**dataclasses.asdict(module), "num_trainable": count}
             for module, count in zip(self.modules, self.num_trainable, strict=True)
         ]
         return {"modules": modules, "trainable": self.trainable, "deepest_freeze": self.deepest}
 
     def forward_shares(self, training: Training) -> list[float]:
-        """Return the share of each layer module in the operations of a forward pass, of one more batch of the loader.
+        """Return the share of each layer module in a forward pass, by the measure that egeria journals its own with.
 
-        What no layer module has counts for the last one. The model must not be in the midst of its training: batches
-        and random numbers are drawn.
+        Takes one more batch of the loader. The model must not be in the midst of its training: batches and random
+        numbers are drawn.
         """
-        model, counter = training.model, FlopCounterMode(display=False)
-        needed = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in needed:  # the counter follows gradients, and fails at views without any
-            parameter.requires_grad_(False)
+        model = training.model
+        pieces = find_pieces(model)
+        watch = Watch(model, pieces)
+        watch.open()
         try:
-            with inference(model), counter:
+            with inference(model), torch.enable_grad():
                 training.loss(model, next(iter(training.loader)))
         finally:
-            for parameter in needed:
-                parameter.requires_grad_(True)
-        counts, total = counter.get_flop_counts(), counter.get_total_flops() or 1
-        own = [[f"{type(model).__name__}.{name}" for name in module.submodules] for module in self.modules]
-        shares = [sum(sum(counts[name].values()) for name in names if name in counts) / total for names in own]
-        return [*shares[:-1], shares[-1] + max(0.0, 1 - sum(shares))]
+            watch.close()
+        order = [piece.name for piece in pieces]
+        return [module.share for module in make_modules(model, watch=watch, order=order, **self._settings)]
 
 
 @contextmanager

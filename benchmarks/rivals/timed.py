@@ -93,10 +93,7 @@ class FreezeOut(Timed):
         """Let the optimizer have a group for each layer module, for one step."""
         done = self.step / self.total_steps
         ends = [*self.ends, 1.0]
-        shares = {id(entry): ends[-1] for own in self.layers.parameters for entry in own}
-        for own, module, end in zip(self.layers.parameters, self.layers.modules, ends, strict=True):
-            names = zip(own, module.parameters, strict=True)
-            shares.update({id(entry): end for entry, name in names if name not in module.shared_parameters})
+        shares = {id(entry): end for own, end in zip(self.layers.parameters, ends, strict=True) for entry in own}
         self._groups = self.training.optimizer.param_groups
         self.training.optimizer.param_groups = [
             {**group, "params": part, "lr": group.get("initial_lr", group["lr"]) * self._rate_share(done, end)}

@@ -6,13 +6,13 @@ from functools import cache
 
 import torch
 
-from egeria.reference import Machine
-
 
 @cache
 def has_bfloat16(kind: str) -> bool:
     """Tell whether bfloat16 beats float32 on this kind of device; without instructions it takes up to 2.5x as long."""
-    return kind != "cpu" or Machine.here().fast_bf16
+    # Private functions, and some are missing before torch 2.13; there is no other that asks oneDNN.
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return kind != "cpu" or any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def mixed(device: torch.device, *, enabled: bool = True) -> torch.autocast:

@@ -6,7 +6,6 @@ import copy
 import gc
 import html
 import itertools
-import json
 import logging
 import tempfile
 import time
@@ -24,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egeria import dist, tree
+from egeria import tree
 from egeria.config import Config, PolicyConfig
-from egeria.config.checks import check, count
-from egeria.config.plan_text import read_plan, wrong_plan
+from egeria.config.checks import check, count, read_plan, wrong_plan
+from egeria.distributed.ranks import world_size
 from egeria.errors import ConfigError
 from egeria.events import Declined, FaultCaught
 from egeria.journal import read_journal
-from egeria.layers.copies import copies_of_computed
-from egeria.layers.pretrained import find_trained_norms, is_mostly_trained
-from egeria.layers.shards import is_compiled
+from egeria.model.compile import is_compiled
+from egeria.model.copies import copies_of_computed
+from egeria.model.pretrained import find_trained_norms, is_mostly_trained
 from egeria.policy import Plan, draw_up
 from egeria.random_state import accelerators_of, kept_random_state
 from egeria.report.wording import duration, mebibytes, percent
@@ -127,53 +126,38 @@ class Advice:
         told = {"plan_saving": self.saving(self.plan), "verdict": self.verdict}
         return {**asdict(self), **told, "is_worth_it": self.is_worth_it}
 
-    def to_json(self) -> str:
-        """Return everything as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the table as text: the names of the columns, then a row for each depth."""
+    def __repr__(self) -> str:
+        """Return the table, the verdict and the notes as text."""
         head = ("frozen", "up to", "iteration", "saved", "CPU", "peak memory")
-        rows = (
-            (
-                f"{cost.depth}",
-                self.modules[cost.depth - 1] if cost.depth else "-",
-                f"{1000 * cost.iteration_s:.1f} ms",
-                percent(1 - cost.iteration_s / self.costs[0].iteration_s),
-                f"{1000 * cost.cpu_s:.1f} ms",
-                "-" if cost.peak_bytes is None else mebibytes(cost.peak_bytes),
-            )
-            for cost in self.costs
-        )
-        return [head, *rows]
-
-    def notes(self) -> list[str]:
-        """Return the sentences below the table."""
-        found = [self.verdict]
+        rows = [head, *map(self._row, self.costs)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        lines += ["", self.verdict]
         if self.plan:
             saved = percent(self.saving(self.plan))
-            found.append(f"The default plan {self.plan!r} saves {saved} of the training time.")
+            lines.append(f"The default plan {self.plan!r} saves {saved} of the training time.")
         elif self.costs[-1].depth:
-            found.append('By default nothing is frozen here: give attach a plan, such as "0.5:2".')
+            lines.append('By default nothing is frozen here: give attach a plan, such as "0.5:2".')
         if self.reading_s > SLOW_READING * self.costs[0].iteration_s:
-            found.append(
+            lines.append(
                 f"Reading a batch takes {duration(self.reading_s)}, for which the training waits "
                 "with any plan. Workers of the loader would hide it."
             )
-        return [*found, *(f"Obstacle: {obstacle}" for obstacle in self.obstacles)]
-
-    def __repr__(self) -> str:
-        """Return the table and the notes as text."""
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        return "\n".join([*lines, "", *self.notes()])
+        return "\n".join([*lines, *(f"Obstacle: {obstacle}" for obstacle in self.obstacles)])
 
     def _repr_html_(self) -> str:
-        """Return the table and the notes for notebooks."""
-        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self.rows())
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes())
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{notes}"
+        """Return the same for notebooks."""
+        return f"<pre>{html.escape(repr(self))}</pre>"
+
+    def _row(self, cost: DepthCost) -> tuple[str, ...]:
+        return (
+            f"{cost.depth}",
+            self.modules[cost.depth - 1] if cost.depth else "-",
+            f"{1000 * cost.iteration_s:.1f} ms",
+            percent(1 - cost.iteration_s / self.costs[0].iteration_s),
+            f"{1000 * cost.cpu_s:.1f} ms",
+            "-" if cost.peak_bytes is None else mebibytes(cost.peak_bytes),
+        )
 
     @property
     def _half(self) -> str:
@@ -221,7 +205,6 @@ def advise(
         settings,
         policy=PolicyConfig(pretrained=pretrained),
         plasticity=replace(settings.plasticity, interval_steps=SETTLING + TIMED),
-        freezing=replace(settings.freezing, enabled=True),
         cache=replace(settings.cache, enabled=False),
     )
     with torch.enable_grad(), kept_random_state(model), _unchanged(model, optimizers):
@@ -257,9 +240,7 @@ class _Training:
             with follow(plan=" ".join(moves)) as run:
                 for turn, _ in itertools.product(range(rounds), depths):
                     run.step(self._iterate(self._batch(0)))
-                    cost = self._timed(
-                        run, turn * TIMED
-                    )  # each depth with the batches of the round
+                    cost = self._timed(run, turn * TIMED)  # the same batches at each depth
                     found.setdefault(cost.depth, []).append(cost)
             journal = read_journal(folder)
         obstacles = [f"{event.what}: {event.reason}." for event in journal.of(Declined)]
@@ -319,16 +300,17 @@ def _check_training(model: nn.Module, optimizers: Sequence[Any]) -> None:
         found = "a compiled one"
     elif kinds := {entry.device.type for entry in model.parameters()} - {"cpu", "cuda"}:
         found = f"parameters on {', '.join(sorted(kinds))}"
-    elif dist.world_size() > 1:
-        found = f"a job of {dist.world_size()} processes"
+    elif world_size() > 1:
+        found = f"a job of {world_size()} processes"
     elif not optimizers or not all(isinstance(entry, Optimizer) for entry in optimizers):
         found = f"{optimizers!r} as optimizers"
     else:
         return
     raise ConfigError(
         "advise takes a torch.nn.Module on the CPU or CUDA that a single process trains by torch "
-        f"optimizers, not compiled and without a wrapper, found {found}. Ask in a script of one "
-        "process, before the model is compiled or wrapped."
+        "optimizers, not "
+        f"compiled and without a wrapper, found {found}. Ask in a script of one process, before "
+        "the model is compiled or wrapped."
     )
 
 
@@ -380,17 +362,16 @@ def _explained(contract: str, next_step: str) -> Iterator[None]:
 
 def _copied(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
     """Return copies, the optimizers for the parameters of the model's copy."""
-    memo = copies_of_computed(model)
     with _explained(
         "copy.deepcopy must copy model and optimizer, and share none of their parameters",
         "Ask before the model is sharded or wrapped.",
     ):
+        memo = copies_of_computed(model)
         twin, twins = copy.deepcopy((model, list(optimizers)), memo)
         for optimizer, other in zip(optimizers, twins, strict=True):
             # torch leaves out the attributes of a subclass; a scheduler may have replaced `step`.
-            left_out = vars(optimizer).keys() - vars(other).keys() - {"step"}
-            own = {name: copy.deepcopy(vars(optimizer)[name], memo) for name in left_out}
-            vars(other).update(own)
+            for name in vars(optimizer).keys() - vars(other).keys() - {"step"}:
+                vars(other)[name] = copy.deepcopy(vars(optimizer)[name], memo)
         if not set(model.parameters()).isdisjoint(twin.parameters()):
             raise TypeError(f"a copy of {type(model).__name__} that shares parameters with it")
     if not twin.training:  # parts may be in eval mode on purpose

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import torch.distributed
+from torch import distributed
+
+
+def is_initialized() -> bool:
+    """Return whether there is a process group, so that a wrapper may come around the model."""
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def world_size() -> int:
     """Return the number of processes of the job; 1 where no process group is set up."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
+    return distributed.get_world_size() if is_initialized() else 1
 
 
 def rank() -> int:
     """Return the rank of this process; 0 where no process group is set up."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return 0
+    return distributed.get_rank() if is_initialized() else 0

@@ -34,10 +34,6 @@ class UncacheableError(EgeriaError):
     """
 
 
-class ControllerError(EgeriaError):
-    """No controller process can be started; evaluations are made in the training process."""
-
-
 def without_frames(error: Exception) -> Exception:
     """Return an error without the frames it was raised in, its causes' too: they hold on to
     activations and graphs.

@@ -33,7 +33,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted(Event, kind="run_started"):
-    """A run was attached; everything a report needs to know of it."""
+    """The model was cut, right before its first update; everything a report needs to know of it."""
 
     config: dict[str, Any]
     modules: list[dict[str, Any]]
@@ -45,19 +45,7 @@ class RunStarted(Event, kind="run_started"):
     """Name of the unfreeze rule."""
     total_steps: int | None
     interval_steps: int
-    interval_reason: str
     environment: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModulesOrdered(Event, kind="modules_ordered"):
-    """The first forward ran in another order than the definition; these are the layer modules from
-    here on.
-    """
-
-    modules: list[dict[str, Any]]
-    trainable: list[bool]
-    deepest_freeze: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +57,6 @@ class PlanMade(Event, kind="plan"):
     reason: str
     skipped_share: float | None
     """Share of the training's compute that it skips; None where operations cannot be counted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComputeProfiled(Event, kind="compute_profiled"):
-    """Share of the forward pass' floating-point operations that each layer module takes."""
-
-    forward_shares: list[float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,11 +167,10 @@ class ModuleFrozen(Event, kind="frozen"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FreezeWaits(Event, kind="freeze_waits"):
-    """A layer module was decided to freeze, and trains on until that repays the compiling."""
+class DepthRefused(Event, kind="depth_refused"):
+    """The policy asked for a depth that was refused; it may ask again."""
 
-    module: int
-    name: str
+    asked: int
     reason: str
 
 
@@ -211,9 +191,8 @@ class ReferenceRefreshed(Event, kind="reference"):
     builder: str
     wall_s: float
     cpu_s: float
-    controller_wall_s: float = 0.0
-    """Seconds it took the controller process."""
     controller_cpu_s: float = 0.0
+    """CPU seconds of the controller process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,34 +205,10 @@ class RungTaken(Event, kind="rung"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FidelityChecked(Event, kind="fidelity"):
-    """The error of the number format against the plasticity that it has to show."""
-
-    tap: str
-    rung: str
-    error: float
-    """The metric between the full-precision snapshot and its quantized form, on the calibration
-    batch."""
-    plasticity: float
-    """Mean of the readings since the last refresh."""
-    outcome: str
-    """'kept'; 'recalibrated' (activation ranges measured again); 'escalated' to the next;
-    'exhausted': none left."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerChosen(Event, kind="controller"):
     """Where evaluations are made, 'process' or 'inline', or 'none' where none are, and why."""
 
     controller: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ControllerRestarted(Event, kind="controller_restarted"):
-    """The controller process died or hung and was replaced, for the `count`-th time."""
-
-    count: int
     reason: str
 
 
@@ -282,24 +237,22 @@ class CacheUsed(Event, kind="cache_used"):
     """Samples that came from the store."""
     misses: int
     """Samples whose activations were computed."""
-    mismatches: int
+    mismatches: int = 0
     """Of these, the ones stored for another input: a changed data set or transform."""
     batches: int
-    stalls: int
+    stalls: int = 0
     """Batches that had to wait for the disk."""
-    stall_s: float
-    bytes_read: int
-    bytes_written: int
+    stall_s: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
     size_bytes: int
-    dropped_writes: int
-    """Batches that were not stored because the disk had not finished with those before."""
     checks: int
     """Batches whose stored activations were compared with computed ones."""
     largest_error: float
     """Of those checks, relative."""
     damaged: int = 0
     """Stored samples that were found damaged; they count as misses."""
-    thread_cpu_s: float
+    thread_cpu_s: float = 0.0
     """CPU seconds of the reading and writing threads; they are part of the process's own."""
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from egeria.controller import Controller, ControllerStatus, Report, Request
 from egeria.events import ReferenceRefreshed
-from egeria.layers.batch import Batch
+from egeria.model.batch import Batch
 
 
 @dataclass(eq=False)

@@ -170,3 +170,9 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, slice):
         return all(map(is_plain, (value.start, value.stop, value.step)))
     return isinstance(value, _PLAIN)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, detached: a part of it where it is sharded."""
+    held = tensor.detach()
+    return held.to_local() if hasattr(held, "to_local") else held

@@ -234,12 +234,6 @@ def traced() -> nn.Module:
     return torch.fx.symbolic_trace(chain())
 
 
-def shared_part() -> nn.Module:
-    """Is one part, three times."""
-    part = Part()
-    return nn.Sequential(part, part, part)
-
-
 def _doubles(generator: torch.Generator) -> Arguments:
     (x,), _ = vectors(generator)
     return (x.double(),), {}
@@ -270,7 +264,6 @@ SPECIMENS = (
             (Wrapped, "activations travel in objects of the user's own", "gives no tensor to judge it by"),
             (Uncopyable, "an attribute that cannot be copied", "deep copy"),
             (one_layer, "a single layer", "two layers"),
-            (shared_part, "one part used as every layer", "is called again"),
         )
     ),
     Specimen(case="one dropout serves all parts, the active ones too", build=one_dropout, example=vectors),

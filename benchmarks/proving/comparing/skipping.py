@@ -93,15 +93,21 @@ def _backward_shares(journal: Journal) -> list[float] | None:
     Backward there is one part for each of the forward pass for the inputs, and another for the weights, as far as they
     train: of a layer with LoRA hardly any do.
     """
-    modules, profile = journal.cut["modules"], journal.last("compute_profiled")
-    if profile is None or len(profile["forward_shares"]) != len(modules):
-        return None
-    forward = [float(share) for share in profile["forward_shares"]]
-    if not all(map(math.isfinite, forward)):
+    modules, forward = journal.cut["modules"], _forward_shares(journal)
+    if len(forward) != len(modules) or not all(map(math.isfinite, forward)):
         return None
     backward = [share * (1.0 + _trained_share(module)) for share, module in zip(forward, modules, strict=True)]
     total = math.fsum(forward) + math.fsum(backward)
     return [part / total for part in backward] if total else backward
+
+
+def _forward_shares(journal: Journal) -> list[float]:
+    """Return the share of the forward pass of each layer module; earlier versions had an event of its own for it."""
+    profile = journal.last("compute_profiled")
+    shares = (
+        profile["forward_shares"] if profile else [entry.get("share", math.nan) for entry in journal.cut["modules"]]
+    )
+    return [float(share) for share in shares]
 
 
 def _trained_share(module: Event) -> float:
@@ -120,8 +126,8 @@ def _served_share(journal: Journal, backward: Sequence[float] | None) -> float |
     hits = [_hit_share(used.get(event["generation"])) if event["mode"] == "stored" else 0.0 for event in decided]
     if not any(hits):
         return 0.0
-    profile, last_step, depths = journal.last("compute_profiled"), journal.last_step, _depths(journal)
-    if profile is None or backward is None or not last_step:
+    forward, last_step, depths = _forward_shares(journal), journal.last_step, _depths(journal)
+    if backward is None or not last_step:
         return None
     served = 0.0
     for place, event in enumerate(decided):
@@ -129,7 +135,7 @@ def _served_share(journal: Journal, backward: Sequence[float] | None) -> float |
         depth = next(frozen for step, frozen in reversed(depths) if step <= begin)
         end = min([other["step"] for other in decided[place + 1 : place + 2]] + [last_step])
         end = min([end, *(step for step, frozen in depths if step > begin and frozen != depth)])
-        served += hits[place] * sum(profile["forward_shares"][:depth]) * max(0, end - begin)
+        served += hits[place] * sum(forward[:depth]) * max(0, end - begin)
     return (1 - math.fsum(backward)) * served / last_step
 
 

@@ -119,7 +119,6 @@ def _describe(training: Training, policy: Policy, rival: Rival) -> dict[str, Any
         "rule": "none",
         "total_steps": training.num_epochs * len(training.loader),
         "interval_steps": 0,
-        "interval_reason": f"training under {policy.name!r}, without egeria",
         "environment": {
             "model": type(training.model).__name__,
             "threads": torch.get_num_threads(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.rivals.smartfrz.predictor import NUM_SNAPSHOTS, NUM_WEIGHTS
-from egeria.layers.modules import LayerModule
+from egeria.model.cut import LayerModule
 
 
 class WeightHistory:

@@ -3,23 +3,19 @@
 """
 
 from egeria.cache.cache import ActivationCache
-from egeria.cache.decision import Outlook, Share
-from egeria.cache.loader import SampleFeed, length_of
+from egeria.cache.decision import Outlook
+from egeria.cache.loader import SampleFeed, ShardSampler, length_of
 from egeria.cache.memory import MemoryCache
-from egeria.cache.sampler import ShardSampler
 from egeria.cache.samples import NoSamplesError
-from egeria.cache.store.directory import CacheDirectory
-from egeria.cache.store.rows import StoreError
+from egeria.cache.store.codec import StoreError
 
 __all__ = [
     "ActivationCache",
-    "CacheDirectory",
     "MemoryCache",
     "NoSamplesError",
     "Outlook",
     "SampleFeed",
     "ShardSampler",
-    "Share",
     "StoreError",
     "length_of",
 ]

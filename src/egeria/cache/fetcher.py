@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
+from egeria.cache.store.codec import Floats, Integers, Mask, RowLayout, as_positions
 from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.rows import Floats, Integers, Mask, RowLayout, as_positions
 from egeria.cache.writer import DaemonWorker, RowsInMemory
 from egeria.errors import EgeriaError
 from egeria.skipping.rows import cut_padding

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from egeria import tree
-from egeria.layers.batch import OF_THE_LOSS, Batch
+from egeria.model.batch import OF_THE_LOSS, Batch
 
 SEED = 20
 SALT_SEED = 21

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,23 +15,17 @@ from torch import Tensor, nn
 
 from egeria.cache.samples import BatchIndices
 from egeria.errors import EgeriaError, UncacheableError
-from egeria.layers.batch import Batch
-from egeria.layers.freezing import FrozenTensors
-from egeria.layers.modules import LayerModule
-from egeria.layers.undisturbed import restore_table
+from egeria.model.batch import Batch
+from egeria.model.cut import LayerModule
+from egeria.model.hooks import Hook, sweep
+from egeria.model.undisturbed import KEPT, keeps_outside, living, restore_table
 from egeria.random_state import RandomState, generators_of_accelerators
-from egeria.skipping.prefix import Prefix
 from egeria.skipping.probe import has_nan
 
-WATCHED_FORWARDS = 8
+WATCHED_FORWARDS = 16
 """Training forwards behind a new boundary whose pace is measured before anything is decided."""
 REVIEWED_BATCHES = 50
 """Batches from the store after which it is asked again whether it pays."""
-PATIENCE = 4
-"""Times as many are waited for one whose samples are known."""
-NUM_COMPARED = 3
-"""Frozen weights that are compared by value before every forward."""
-
 
 Moment = Any
 """Seconds by the clock of the process, or a `torch.cuda.Event` in the queue of an accelerator."""
@@ -46,28 +39,6 @@ class PoisonedError(UncacheableError):
     """The output of a replayed forward has a NaN: mostly the poison that stands in for what nobody
     read before.
     """
-
-
-class Unchanged:
-    """Makes sure that a frozen front is what it was when this was made."""
-
-    def __init__(self, prefix: Prefix) -> None:
-        self._prefix, self._weights = (
-            prefix,
-            FrozenTensors(prefix.weights(), num_compared=NUM_COMPARED),
-        )
-
-    def check(self) -> None:
-        """Raise `StaleError` where something has changed."""
-        if self._weights.have_changed:
-            raise StaleError("the weights of the frozen layers were changed, or train again")
-        if self._prefix.is_set_otherwise():
-            raise StaleError("an attribute of a frozen layer was set to another value")
-        if self._prefix.is_hooked():
-            raise StaleError(
-                "a forward hook was put on a frozen layer, and would not be called where that is "
-                "skipped"
-            )
 
 
 @dataclass(slots=True)
@@ -186,20 +157,20 @@ class TimedForward(PlainForward):
     """Of the forwards."""
     _spans: list[tuple[Moment, Moment]] = field(default_factory=list)
     """Beginning and end of the frozen front in each of them."""
+    _moments: list[Moment] = field(default_factory=list)
+    """Of the forward under way."""
+    _accelerator: torch.device | None = None
+    _model: nn.Module | None = None
+    """Whose first pass shows whether it keeps tensors outside of itself."""
+    _keeps_outside: bool = False
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        modules: Sequence[LayerModule],
-        gate: str,
-        enough: int = WATCHED_FORWARDS,
-    ) -> TimedForward:
+    def of(cls, model: nn.Module, modules: Sequence[LayerModule], gate: str) -> TimedForward:
         """Watch a model with these layer modules frozen; with an open gate, which asks for no
         times, none are taken.
         """
         roots = [model.get_submodule(name) for module in modules for name in module.submodules]
-        return cls(roots, 0 if gate == "open" else enough)
+        return cls(roots, 1 if gate == "open" else WATCHED_FORWARDS, _model=model)
 
     @property
     def iteration_s(self) -> float:
@@ -215,25 +186,44 @@ class TimedForward(PlainForward):
         """
         return _median_s(self._spans)
 
-    def has_seen_enough(self, knows_samples: bool) -> bool:
-        """Count a forward; tell whether to decide before it is made."""
+    def has_seen_enough(self, patience: int = 1) -> bool:
+        """Count a forward; tell whether to decide before it is made, with `patience` times as
+        many seen.
+        """
         self._begins.append(_now(_one_accelerator(self.roots)))
         seen = len(self._begins) - 1
-        return seen >= self.enough and (knows_samples or seen >= PATIENCE * max(1, self.enough))
+        return seen >= self.enough and (patience == 1 or seen >= patience * max(1, self.enough))
 
     def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
         """Call the model, and time the frozen front in it."""
-        moments = _Moments()
-        note = partial(_note_time, moments, _one_accelerator(self.roots))
-        handles = [root.register_forward_pre_hook(note) for root in self.roots]
-        handles += [root.register_forward_hook(note) for root in self.roots]
+        if self._model is not None:
+            model, self._model, before = self._model, None, living()
+            output = call(plain=True)
+            self._keeps_outside = keeps_outside(model, output, before)
+            return output
+        self._moments, self._accelerator = [], _one_accelerator(self.roots)
         try:
+            for root in self.roots:
+                root.register_forward_pre_hook(Hook(self, TimedForward._note_time))
+                root.register_forward_hook(Hook(self, TimedForward._note_time))
             return call(plain=True)
         finally:
-            for handle in handles:
-                handle.remove()
-            if moments:
-                self._spans.append((moments[0], moments[-1]))
+            self.close()
+            if self._moments:
+                self._spans.append((self._moments[0], self._moments[-1]))
+
+    def check(self) -> None:
+        """Raise UncacheableError if a pass of ours would leave something outside of the model."""
+        if self._keeps_outside:
+            raise UncacheableError(KEPT)
+
+    def close(self) -> None:
+        """Take the hooks off; can be called again after an interrupt."""
+        for root in self.roots:
+            sweep(root, self)
+
+    def _note_time(self, *_: Any) -> None:
+        self._moments.append(_now(self._accelerator))
 
 
 @dataclass(slots=True)
@@ -265,20 +255,6 @@ class PaybackCheck:
             f"an iteration with stored activations takes {1e3 * found:.1f} ms, "
             f"and took {1e3 * self.iteration_s:.1f} ms with computed ones"
         )
-
-
-class _Moments(list[Moment]):
-    """Moments of one forward pass. Some models copy themselves, hooks and all, in it; an event
-    cannot be copied.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Moments:
-        return self
-
-
-def _note_time(moments: _Moments, accelerator: torch.device | None, *_: Any) -> None:
-    """Note when a hook is called. No closure, which could not be copied."""
-    moments.append(_now(accelerator))
 
 
 def _one_accelerator(roots: Sequence[nn.Module]) -> torch.device | None:

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 
 LEAST_SHARE = 0.1
 """Share of the samples that must fit, or looking them up is not worth the trouble."""
-LEAST_EPOCHS = 2
-"""Epochs that a store on the disk needs: the first one fills it."""
+LEAST_EPOCHS, LEAST_EPOCHS_IN_MEMORY = 2.0, 1.2
+"""Epochs that must be ahead: the first one fills the store, which costs little in memory."""
 LEAST_GAIN = 0.02
 """Share of an iteration that skipping must save: below it, what is measured is mostly noise."""
 
@@ -24,23 +24,15 @@ class Prospects:
     """Of that, the forward pass of the prefix."""
     serve_s: float
     """Work of the training thread for a batch from the store: telling samples apart, stubs,
-    copies."""
+    copies; and processor time of the reader thread."""
     read_s: float = 0.0
     """Reading a batch that the page cache does not hold, by the reader thread."""
-    read_cpu_s: float = 0.0
-    """Processor time of the same."""
     fill_s: float = 0.0
     """Copying and writing a batch while the store fills."""
-    spare_core: bool = True
-    """Whether reader threads have a core to themselves, beside the training."""
-    batch_bytes: int = 0
-    """Stored size of a batch."""
     needed_bytes: int = 0
     """Stored size of all samples."""
     room_bytes: int = 0
-    """What may be used on the disk."""
-    repeated_share: float = 1.0
-    """Share of the samples that come again just as they were."""
+    """What may be used."""
     epochs_ahead: float = 0.0
     """Epochs before the boundary can move or the run ends."""
 
@@ -54,19 +46,15 @@ class Prospects:
         """Seconds that a batch from the store saves; the slower of training and reading sets the
         pace.
         """
-        work_s = self.iteration_s - self.prefix_s + self.serve_s
-        if not self.spare_core:
-            work_s += self.read_cpu_s
-        return self.iteration_s - max(work_s, self.read_s)
+        return self.iteration_s - max(self.iteration_s - self.prefix_s + self.serve_s, self.read_s)
 
     @property
     def total_gain_s(self) -> float:
         """Seconds per batch of an epoch, over all epochs ahead: what hits save less what filling
         costs.
         """
-        epochs_served = max(0.0, self.epochs_ahead - 1) * self.repeated_share
-        epochs_filled = min(self.epochs_ahead, 1.0)
-        return self.stored_share * (epochs_served * self.gain_s - epochs_filled * self.fill_s)
+        saved_s = max(0.0, self.epochs_ahead - 1) * self.gain_s
+        return self.stored_share * (saved_s - min(self.epochs_ahead, 1.0) * self.fill_s)
 
     def to_dict(self) -> dict[str, float]:
         """Return the numbers that decide, for the journal."""
@@ -74,9 +62,7 @@ class Prospects:
         return {name: float(value) for name, value in {**asdict(self), **derived}.items()}
 
 
-def judge(
-    prospects: Prospects, *, minimum_epochs: float, is_in_memory: bool = False
-) -> tuple[bool, str]:
+def judge(prospects: Prospects, *, is_in_memory: bool = False) -> tuple[bool, str]:
     """Return whether storing pays, and why.
 
     The first obstacle met is the reason; the order is from the cheapest to measure to the dearest,
@@ -84,47 +70,34 @@ def judge(
 
     Args:
         prospects: what was measured so far.
-        minimum_epochs: epochs that must be ahead.
-        is_in_memory: whether that is where activations go: filling costs little there, and less
-            than an epoch pays it.
+        is_in_memory: whether that is where activations go.
     """
-    needed_epochs = minimum_epochs if is_in_memory else max(minimum_epochs, LEAST_EPOCHS)
-    if prospects.epochs_ahead < needed_epochs:
+    least_epochs = LEAST_EPOCHS_IN_MEMORY if is_in_memory else LEAST_EPOCHS
+    if prospects.epochs_ahead < least_epochs:
         return False, (
             f"the boundary may move or the run end within {prospects.epochs_ahead:.1f} epochs, "
-            f"and storing takes at least {needed_epochs:g} to pay"
+            f"and storing takes at least {least_epochs:g} to pay"
         )
     if prospects.stored_share < LEAST_SHARE:
         settings = "cache.memory_share" if is_in_memory else "cache.limit_bytes, cache.limit_share"
         return False, (
             f"the activations take {size_text(prospects.needed_bytes)}, and "
-            f"{size_text(prospects.room_bytes)} may be "
-            f"used ({settings})"
+            f"{size_text(prospects.room_bytes)} may be used ({settings})"
         )
-    if prospects.gain_s * prospects.repeated_share < LEAST_GAIN * prospects.iteration_s:
+    if prospects.gain_s < LEAST_GAIN * prospects.iteration_s:
         return False, _no_gain(prospects)
     if prospects.total_gain_s <= 0:
         return False, "filling the store costs more than the epochs ahead would save"
-    return (
-        True,
-        f"a batch from the store saves {prospects.gain_s / prospects.iteration_s:.0%} of an "
-        "iteration",
-    )
+    share = prospects.gain_s / prospects.iteration_s
+    return True, f"a batch from the store saves {share:.0%} of an iteration"
 
 
 def _no_gain(prospects: Prospects) -> str:
     iteration_ms, prefix_ms = 1e3 * prospects.iteration_s, 1e3 * prospects.prefix_s
-    if prospects.gain_s >= LEAST_GAIN * prospects.iteration_s:
-        return (
-            f"{prospects.repeated_share:.0%} of the samples come again just as they were, "
-            f"and each saves {prospects.gain_s / prospects.iteration_s:.0%} of its part of an "
-            "iteration"
-        )
     if prospects.prefix_s - prospects.serve_s < LEAST_GAIN * prospects.iteration_s:
         return (
             f"the frozen forward pass takes {prefix_ms:.2f} ms of an iteration of "
-            f"{iteration_ms:.1f} ms, "
-            f"and a batch from the store {1e3 * prospects.serve_s:.2f} ms"
+            f"{iteration_ms:.1f} ms, and a batch from the store {1e3 * prospects.serve_s:.2f} ms"
         )
     return (
         f"reading a batch from the disk takes {1e3 * prospects.read_s:.1f} ms, too long beside "

@@ -1,11 +1,11 @@
-"""One generation: the stored activations of one boundary, and the training
-forwards that use them.
+"""One generation: the activations of one boundary stored on the disk, and the training forwards
+that use them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,22 +14,18 @@ from torch import Tensor
 
 from egeria.cache.fetcher import DEPTH, Fetcher, PrefetchedBatch
 from egeria.cache.fingerprint import agree
-from egeria.cache.forward_modes import PaybackCheck, StaleError, Unchanged, UserForward
+from egeria.cache.forward_modes import StaleError, UserForward
 from egeria.cache.layout import BatchKeys, Layouts
 from egeria.cache.loader import SampleFeed
 from egeria.cache.samples import BatchIndices
+from egeria.cache.store.codec import Integers, Mask
 from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.rows import Integers, Mask
+from egeria.cache.stored import LEAST_ROWS, SERVED_SHARE, StoredForward, take_rows
 from egeria.cache.writer import RowsInMemory, Writer
 from egeria.errors import EgeriaError
 from egeria.events import CacheUsed
-from egeria.layers.batch import Batch
-from egeria.skipping.prefix import Prefix
-from egeria.skipping.probe import tolerance
+from egeria.model.batch import Batch
 
-LEAST_ROWS = 16
-"""Rows that are computed together at least: a matrix product of very few rows takes another way, to
-other last bits."""
 LEAST_CHANGED, MOST_CHANGED = 32, 0.1
 """Rows found that were stored for another input, at least, and their share of all rows found, above
 which inputs are taken to be augmented at random."""
@@ -39,44 +35,21 @@ CHANGED = (
 )
 
 
-@dataclass(slots=True)
-class Use:
-    """What a generation did so far; samples, but for the batches."""
-
-    hits: int = 0
-    misses: int = 0
-    mismatches: int = 0
-    batches: int = 0
-    stalls: int = 0
-    checks: int = 0
-    largest_error: float = 0.0
-
-
 @dataclass(kw_only=True, eq=False)
-class Generation:
-    """Serves training forwards from a store, and fills it."""
+class Generation(StoredForward):
+    """Serves training forwards from the disk, and fills it."""
 
-    prefix: Prefix
-    """The frozen front."""
     layouts: Layouts
-    """How what it puts out is laid out in the store."""
+    """How what crosses is laid out in the store."""
     store: DiskStore
     """The rows; closed with the generation."""
     feed: SampleFeed
     """Knows the samples of the next batches."""
-    number: int
-    verify_batches: int
-    """Batches from the store between two checks."""
-    payback: PaybackCheck
 
     def __post_init__(self) -> None:
-        self.use = Use()
+        super().__post_init__()
         self.writer = Writer(self.store)
-        self._device = next(self.prefix.model.parameters()).device
         self.fetcher = Fetcher(self.store, device=self._device, pending=self.writer.pending)
-        self._front = Unchanged(self.prefix)
-        self._failure: Exception | None = None
-        self._until_check = 0
         self._num_found = 0
 
     def forward(self, call: UserForward, batch: Batch, indices: BatchIndices | None) -> Any:
@@ -99,7 +72,7 @@ class Generation:
             batch,
             indices,
             has_length=self.layouts.has_length,
-            ignores_padding=self.store.ignores_padding,
+            ignores_padding=self.prefix.ignores_padding,
         )
         if keys is None:  # the model is called with something else than the batch
             return call(plain=True)
@@ -109,32 +82,27 @@ class Generation:
         )
         hits = self._judge(held, keys)
         fits = bool(hits.any()) and self._can_replay(batch, held, hits)
-        self.payback.note(fits and bool(hits.all()))
+        self.payback.note(fits and hits.mean() >= SERVED_SHARE)
         if not fits:
             return self._record(call, keys)
         self._prepare(batch, held, hits, keys)
-        self.use.hits += int(hits.sum())
-        self.use.misses += int((~hits).sum())
-        return call.replayed(self.prefix.replaying(self.layouts.from_store(held.rows), batch))
+        return self._replay(call, batch, self.layouts.from_store(held.rows), hits)
 
-    def used(self, step: int) -> CacheUsed:
+    def used(self, step: int, **own: Any) -> CacheUsed:
         """Return what it did so far, for the journal."""
-        return CacheUsed(
-            step=step,
-            boundary=self.store.boundary,
-            generation=self.number,
-            **asdict(self.use),
+        return super().used(
+            step,
             stall_s=self.fetcher.waited_s,
             bytes_read=self.fetcher.reader.num_bytes,
             bytes_written=self.writer.num_bytes_written,
             size_bytes=self.store.size_bytes,
             damaged=self.store.num_damaged,
-            dropped_writes=self.writer.num_dropped,
             thread_cpu_s=self.fetcher.worker.cpu_s + self.writer.worker.cpu_s,
+            **own,
         )
 
     def close(self) -> None:
-        """Stop the threads and delete the store; more than once is no error."""
+        """Stop the threads and free the store; more than once is no error."""
         ended = self.writer.close()
         if self.fetcher.close() and ended:
             self.store.close()
@@ -169,15 +137,16 @@ class Generation:
         """
         missing, whole = np.flatnonzero(~hits), None
         if self._until_check <= 0:
-            whole = self.layouts.to_store(self.prefix.compute(batch))
-            self._check_rows(batch, whole, held.rows, hits, keys.lengths)
+            whole = self.prefix.compute(batch)
+            self._check_rows(batch, whole, self.layouts.from_store(held.rows), hits, keys.lengths)
         self._until_check -= 1
         if len(missing):
-            computed = (
+            found = (
                 self._compute(batch, missing, len(hits))
                 if whole is None
                 else take_rows(whole, missing)
             )
+            computed = self.layouts.to_store(found)
             held.fill(missing, computed)
             self._store_rows(keys.take(missing), computed)
         self.fetcher.keep(
@@ -185,10 +154,10 @@ class Generation:
         )
 
     def _compute(self, batch: Batch, missing: Integers, num_rows: int) -> list[Tensor]:
-        """Return some rows [b] of a batch of `num_rows`, in the order of the store."""
+        """Return some rows [b] of a batch of `num_rows`."""
         padded = np.resize(missing, max(len(missing), min(num_rows, LEAST_ROWS)))  # repeats them
         found = self.prefix.compute(batch, torch.from_numpy(padded))
-        return self.layouts.to_store([leaf[: len(missing)] for leaf in found])
+        return [leaf[: len(missing)] for leaf in found]
 
     def _record(self, call: UserForward, keys: BatchKeys) -> Any:
         """Let the user's forward run as it is, and store what it computed."""
@@ -199,9 +168,7 @@ class Generation:
             rows = self.layouts.to_store(self.prefix.recorded(trial))
             if self.layouts.fits_store(rows):
                 self.fetcher.keep(keys.number, self._store_rows(keys, rows))
-        except (
-            Exception
-        ) as error:  # the forward is done and right; the next one will not be recorded
+        except Exception as error:
             self._failure = error
         return output
 
@@ -211,39 +178,10 @@ class Generation:
         self.writer.put(memory)
         return memory
 
-    def _check_rows(
-        self,
-        batch: Batch,
-        computed: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        known: Mask,
-        lengths: Integers | None,
-    ) -> None:
-        """Compare the rows [B, ...] that the store had with computed ones, both in its order."""
-        self._until_check, some = self.verify_batches, np.flatnonzero(known)
-        own, stored = (self.layouts.from_store(take_rows(side, some)) for side in (computed, rows))
-        error = self.prefix.error(own, stored, None if lengths is None else lengths[some].tolist())
-        self.use.checks += 1
-        self.use.largest_error = max(self.use.largest_error, error)
-        limit = tolerance(batch, self._device)
-        if not error <= limit:
-            raise StaleError(
-                f"stored activations differ from computed ones by {error:.1e}, more than "
-                f"{limit:.1e}"
-            )
-
     def _check(self) -> None:
-        """Raise what has failed since the last forward, in a thread or behind a
-        recorded forward.
-        """
         failure = self._failure or self.fetcher.worker.failure or self.writer.worker.failure
         if failure is not None:
             raise (
                 failure if isinstance(failure, EgeriaError) else StaleError(str(failure))
             ) from failure
-        self._front.check()
-
-
-def take_rows(leaves: Sequence[Tensor], rows: Integers) -> list[Tensor]:
-    """Return copies of some rows [b] of each tensor [B, ...]."""
-    return [leaf[torch.from_numpy(rows).to(leaf.device)] for leaf in leaves]
+        super()._check()

@@ -5,15 +5,15 @@ dimensions are stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
 from egeria.cache.fingerprint import describe, described, fingerprints
 from egeria.cache.samples import BatchIndices
-from egeria.cache.store.rows import Floats, Integers, RowLayout
-from egeria.layers.batch import Batch
+from egeria.cache.store.codec import Floats, Integers, RowLayout
+from egeria.model.batch import Batch
 from egeria.skipping.crossing import Leaf
 from egeria.skipping.rows import true_lengths
 
@@ -50,16 +50,6 @@ class Layouts:
             shuffled = tuple(shape[dimension - 1] for dimension in order[1:])
             stored.append(RowLayout(shape=shuffled, dtype=tensor.dtype, length_axis=axis))
         return cls(tuple(stored), orders)
-
-    def like(self, stored: Sequence[RowLayout]) -> Layouts | None:
-        """Return the same in the rows of a store that another process made; None where those are of
-        another kind.
-        """
-        ours, theirs = (
-            [replace(one, shape=one.shape_at(0)) for one in layouts]
-            for layouts in (self.stored, stored)
-        )
-        return Layouts(tuple(stored), self.orders) if ours == theirs else None
 
     @property
     def has_length(self) -> bool:

@@ -8,15 +8,19 @@ user's code and everything that can be read from the loader stay as they are.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from egeria import dist
 from egeria.cache.samples import (
     BatchIndices,
     EpochIterator,
-    IdColumn,
     NoSamplesError,
     Passes,
     RecordingBatchSampler,
@@ -31,38 +35,31 @@ over."""
 class SampleFeed:
     """Follows a loader: knows each batch by the numbers of its samples, and the batches to come.
 
-    Until `upcoming` is called, the loader draws bit for bit as without it. Where the sampler cannot
-    tell the samples, they are read from a column of the batch; then nothing is known of the batches
-    to come.
+    Until `upcoming` is called, the loader draws bit for bit as without it.
 
     Args:
         loader: the training `DataLoader`, or one of Accelerate's or Lightning Fabric's around it.
-        id_column: key of a batch that holds one integer for each row; None looks for one where that
-            is needed.
 
     Raises:
         NoSamplesError: the samples cannot be identified. Where the first batch decides, `current`
             raises it.
     """
 
-    def __init__(self, loader: Any, *, id_column: str | None) -> None:
+    def __init__(self, loader: Any) -> None:
         loader = _innermost(loader)
         if not isinstance(loader, DataLoader):
             raise NoSamplesError(
                 "samples are identified by the sampler of a torch DataLoader, but the loader is a "
                 f"{type(loader).__name__}; pass the DataLoader that the batches come from"
             )
-        self.num_samples = length_of(loader.dataset)
-        self.num_batches = (
-            None if isinstance(loader.dataset, IterableDataset) else length_of(loader)
-        )
+        if reason := _refusal(loader):
+            raise NoSamplesError(reason)
+        sampler, size = loader.sampler, length_of(loader.dataset) or 0
+        own = np.unique(sampler.own.numpy()) if isinstance(sampler, ShardSampler) else None
+        self.num_samples = size if own is None else len(own)
+        self.num_batches = length_of(loader)
         self._draws_ahead = loader.num_workers == 0
-        reason = (
-            f"the samples are to be identified by the column '{id_column}'"
-            if id_column
-            else _refusal(loader)
-        )
-        self._passes = Passes(column=IdColumn(id_column), refusal=reason)
+        self._passes = Passes(own=own)
         self._hook = LoaderHook(loader, self._passes)
         self._finalizer = weakref.finalize(self, self._hook.close)
         self._finalizer.atexit = False
@@ -95,11 +92,6 @@ class SampleFeed:
             raise NoSamplesError(self._passes.failure)
         return self._finalizer.alive
 
-    @property
-    def numbers_by_sight(self) -> bool:
-        """Return whether samples are numbered in the order in which this process sees them."""
-        return self._passes.refusal is not None
-
     def upcoming(self, count: int) -> list[BatchIndices]:
         """Return at most `count` batches that come after the one taken last.
 
@@ -130,15 +122,15 @@ def _innermost(loader: Any) -> Any:
     return loader if inner is None else _innermost(inner)
 
 
-def _refusal(loader: DataLoader[Any]) -> str | None:
-    """Return why the sampler of a loader does not tell the samples of a batch, or None."""
-    if isinstance(loader.dataset, IterableDataset):
-        return "an IterableDataset has no sample numbers"
+def _refusal(loader: DataLoader[Any]) -> str:
+    """Return why the sampler of a loader does not tell the samples of a batch, or nothing."""
+    if isinstance(loader.dataset, IterableDataset) or length_of(loader.dataset) is None:
+        return "the data set is iterated over or has no length, so that samples have no numbers"
     if loader.batch_size is None and loader.batch_sampler is None:
         return "with batch_size=None the loader draws no batches of samples"
     if loader.num_workers and not getattr(loader, "in_order", True):
         return "with in_order=False the batches come in another order than they are drawn"
-    return None
+    return ""
 
 
 def length_of(thing: Any) -> int | None:
@@ -212,7 +204,7 @@ class LoaderHook:
         self._iterators.clear()
 
     def _recording(self, sampler: Any) -> Any:
-        if self._passes.refusal is not None or isinstance(sampler, RecordingBatchSampler):
+        if isinstance(sampler, RecordingBatchSampler):
             return sampler
         return RecordingBatchSampler(sampler, self._passes)
 
@@ -254,3 +246,51 @@ def _release(iterator: Any) -> None:
         iterator._index_sampler = iterator._index_sampler.sampler
     if isinstance(iterator._sampler_iter, EpochIterator):
         iterator._sampler_iter = iterator._sampler_iter.rest()
+
+
+class ShardSampler(DistributedSampler[int]):
+    """Deals the samples out to the processes once, and shuffles each one's part anew in every
+    epoch.
+
+    `DistributedSampler`, which it stands in for, deals anew in every epoch, so that a sample comes
+    to another process than the one that has stored its activations. In return the batches of a
+    process are drawn from its own part alone.
+
+    Attributes:
+        own: the samples of this process.
+
+    Args:
+        dataset: what is dealt out.
+        num_replicas: processes; None for those of the job.
+        rank: of this process; None for the job's.
+        options: `shuffle`, `seed` and `drop_last`, as for `DistributedSampler`.
+
+    Raises:
+        ValueError: there is no such rank, or a process would get no sample.
+    """
+
+    def __init__(
+        self, dataset: Any, num_replicas: int | None = None, rank: int | None = None, **options: Any
+    ) -> None:
+        num_replicas = dist.world_size() if num_replicas is None else num_replicas
+        rank = dist.rank() if rank is None else rank
+        super().__init__(dataset, num_replicas, rank, **options)
+        size = len(dataset)
+        if self.num_samples <= 0:
+            raise ValueError(
+                f"{size} samples cannot be dealt out to {num_replicas} processes without "
+                "drop_last=False"
+            )
+        dealt = torch.arange(size)
+        if self.shuffle:
+            dealt = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed))
+        self.own: Tensor = dealt.repeat(-(-self.total_size // size))[: self.total_size][
+            rank::num_replicas
+        ]
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the samples of this process, in the order of the epoch."""
+        if not self.shuffle:
+            return iter(self.own.tolist())
+        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, self.rank)) % 2**63)
+        return iter(self.own[torch.randperm(len(self.own), generator=generator)].tolist())

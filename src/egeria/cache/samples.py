@@ -1,6 +1,4 @@
-"""Which samples make up each batch: recorded as the sampler draws them, or read from a column of
-the batch.
-"""
+"""Which samples make up each batch: recorded as the sampler draws them."""
 
 from __future__ import annotations
 
@@ -9,20 +7,16 @@ import math
 import operator
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from egeria import tree
 from egeria.cache.pending import PendingBatches
 from egeria.errors import EgeriaError
-
-NAMES = ("sample_id", "example_id", "idx", "index", "id")
 
 
 class NoSamplesError(EgeriaError):
@@ -39,22 +33,22 @@ class BatchIndices:
     """Counts the batches of all epochs in the order of drawing; one that is drawn but never handed
     out leaves a gap."""
     samples: np.ndarray
-    """Index of each row's sample in the data set, int64 [B]."""
+    """Number of each row's sample, int64 [B]: its index in the data set, or in this process's part
+    of it."""
 
 
 @dataclass(kw_only=True)
 class Passes:
     """What all passes over one loader have in common, and what came last in them."""
 
-    column: IdColumn
-    refusal: str | None
-    """Why the samples cannot be identified from what the sampler draws; then they are read from the
-    column."""
+    own: np.ndarray | None = None
+    """The samples that a `ShardSampler` deals out to this process, rising; then numbers count
+    these. None where they are indices in the data set."""
     current: BatchIndices | None = None
     pending: PendingBatches = field(default_factory=PendingBatches)
     latest: EpochIterator | None = None
     failure: str | None = None
-    """Why the samples cannot be identified at all."""
+    """Why the samples cannot be identified after all."""
     num_ahead: int = 0
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -64,7 +58,7 @@ class Passes:
         source = getattr(iterator, "_sampler_iter", None)
         if isinstance(source, EpochIterator):
             self.latest = source
-        elif self.refusal is None or not isinstance(iterator, _BaseDataLoaderIter):
+        else:
             self.failure = (
                 f"the iterators of this loader ({type(iterator).__name__}) do not draw from its "
                 "batch sampler as "
@@ -74,8 +68,6 @@ class Passes:
     def handed_out(self, iterator: Any, batch: Any) -> None:
         """Record that an iterator is about to hand out a batch: the oldest that it has taken."""
         self.current = self._advanced(iterator)
-        if self.current is None and self.refusal is not None and self.failure is None:
-            self.current = self._read(batch, self.refusal)
         self.pending.add(self.current, batch)
 
     def stopped(self, iterator: Any) -> None:
@@ -96,15 +88,6 @@ class Passes:
         # With workers, batches come in the order of drawing; this counts those that came, failed
         # ones too.
         return source.handed_out(getattr(iterator, "_rcvd_idx", source.num_taken))
-
-    def _read(self, batch: Any, reason: str) -> BatchIndices | None:
-        try:
-            samples = self.column.read(batch, reason)
-        except Exception as error:  # a mapping of the user's may raise anything
-            unexpected = f"reading the numbers of the samples from the batch failed: {error!r}"
-            self.failure = str(error) if isinstance(error, NoSamplesError) else unexpected
-            return None
-        return BatchIndices(number=next(self.numbers), samples=samples)
 
 
 @dataclass(eq=False)
@@ -206,16 +189,16 @@ class EpochIterator:
         self._ahead.append((indices, self._record(indices)))
 
     def _record(self, indices: Any) -> BatchIndices | None:
-        if self._passes.refusal is not None:
-            return None
         try:
             samples = _sample_numbers(indices)
         except (TypeError, ValueError, OverflowError):
-            self._passes.refusal = (
+            self._passes.failure = (
                 "the sampler gives no whole numbers from 0 on as indices; let "
                 "it give the position of each sample"
             )
             return None
+        if self._passes.own is not None:
+            samples = np.searchsorted(self._passes.own, samples)
         return BatchIndices(number=next(self._passes.numbers), samples=samples)
 
 
@@ -239,53 +222,3 @@ def _rest(ahead: list[Any], end: BaseException | None, batches: Iterator[Any]) -
         yield from batches
     elif not isinstance(end, StopIteration):
         raise end
-
-
-class IdColumn:
-    """The entry of a batch that holds an integer for each row; where it has no name, the first of
-    NAMES there.
-    """
-
-    def __init__(self, name: str | None) -> None:
-        self._name = name
-        self._numbers: dict[int, int] = {}
-
-    def read(self, batch: Any, reason: str) -> np.ndarray:
-        """Return each row's sample number, int64 [B], in the order of first sight; `reason` says
-        why it is needed.
-        """
-        names = NAMES if self._name is None else (self._name,)
-        for name in names:
-            ids = _ids(batch, name)
-            if ids is not None:
-                self._name, numbers = name, self._numbers  # from now on this one
-                return np.array(
-                    [numbers.setdefault(sample, len(numbers)) for sample in ids], dtype=np.int64
-                )
-        wanted = (
-            f"the key '{names[0]}'" if len(names) == 1 else "one of the keys " + ", ".join(names)
-        )
-        raise NoSamplesError(
-            f"{reason}, and the batch is no mapping with {wanted} that holds one integer for each "
-            "sample: "
-            "let the data set return mappings with the number of the sample under 'sample_id', or "
-            "name its key"
-        )
-
-
-def _ids(batch: Any, name: str) -> list[int] | None:
-    if not isinstance(batch, Mapping) or name not in batch:
-        return None
-    column = batch[name]
-    if isinstance(column, Tensor):
-        column = column.detach().cpu().numpy()
-    try:
-        ids = np.asarray(column)
-    except ValueError:
-        return None
-    if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or ids.size != len(ids):
-        return None
-    sizes = {
-        len(tensor) for tensor in tree.leaves(batch) if tensor.dim() and tensor is not batch[name]
-    }
-    return [int(sample) for sample in ids.reshape(-1)] if not sizes or len(ids) in sizes else None

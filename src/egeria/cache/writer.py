@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from egeria.cache.store.codec import Floats, Integers, StoreError, as_positions
 from egeria.cache.store.disk import DiskStore
-from egeria.cache.store.rows import Floats, Integers, StoreError, as_positions
 from egeria.errors import EgeriaError
 
 QUEUE_LENGTH = 4
@@ -204,8 +204,6 @@ class Writer:
     """
 
     def __init__(self, store: DiskStore) -> None:
-        self.num_dropped = 0
-        """Batches that the queue had no room for."""
         self._store = store
         self.worker = DaemonWorker("egeria-cache-writer")
         self._pending: deque[tuple[RowsInMemory, Future[int]]] = deque()
@@ -228,7 +226,6 @@ class Writer:
             return False
         self._forget_written()
         if sum(not future.running() for _, future in self._pending) >= QUEUE_LENGTH:
-            self.num_dropped += 1
             return False
         job = partial(_write, self._store, memory, _computed(memory.rows))
         self._pending.append((memory, self.worker.submit(job)))

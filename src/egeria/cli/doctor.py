@@ -18,8 +18,6 @@ from rich.table import Table
 
 import egeria
 from egeria.controller import choose
-from egeria.reference import Machine
-from egeria.reference.machine import cpu_flags
 
 PROBE_BYTES = 64 * 2**20
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -62,7 +60,7 @@ def _software() -> dict[str, str]:
 
 def _processor() -> dict[str, str]:
     waiting = os.environ.get("OMP_WAIT_POLICY", "not set")
-    flags = cpu_flags()
+    flags = _cpu_flags()
     found = (
         ", ".join(feature for feature in CPU_FEATURES if feature in flags)
         or "none that this system reports"
@@ -78,16 +76,19 @@ def _processor() -> dict[str, str]:
     }
 
 
+def _cpu_flags() -> list[str]:
+    """Return the features of the processor as Linux lists them; none elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+
+
 def _evaluations() -> dict[str, str]:
     """Return what a run would choose here."""
-    machine = Machine.here()
-    formats = [
-        f"{' > '.join(machine.fallback_order(work))} for {work}"
-        for work in ("convolutions", "matrix products")
-    ]
     choice = choose("auto", "auto", torch.nn.Linear(1, 1))
     return {
-        "reference model": f"{'; '.join(formats)} ({machine})",
         "controller, training on the CPU": f"{choice.kind}: {choice.reason}",
     }
 

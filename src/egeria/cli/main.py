@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 import egeria
-from egeria.cli import advise, doctor, modules
-from egeria.errors import EgeriaError
+from egeria.advice import advise
+from egeria.cli import doctor, modules
+from egeria.cli.modules import call_named
+from egeria.config.checks import check, wrong_plan
+from egeria.errors import ConfigError, EgeriaError
+from egeria.report.wording import percent
 
 
 def report(arguments: argparse.Namespace, console: Console) -> int:
     """Print the summary of a run and write its page."""
-    console.print(egeria.report(arguments.directory))
+    console.print(str(egeria.report(arguments.directory)), markup=False, highlight=False)
     return 0
-
-
-VERBS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
-    "advise": advise.run,
-    "modules": modules.run,
-    "report": report,
-    "doctor": doctor.run,
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     verb = verbs.add_parser(
         "advise", help="measure what freezing could save in a training, on a copy of it"
     )
-    verb.add_argument("training", help=f"package.module:callable that returns {advise.RETURNS}")
+    verb.add_argument("training", help=f"package.module:callable that returns {RETURNS}")
     verb.add_argument(
         "--plan", help='such as "0.5:2 0.75:3": also tell what freezing by it would save'
     )
@@ -77,3 +76,49 @@ def _parser() -> argparse.ArgumentParser:
         "--directory", type=Path, default=Path(), help="where to measure the disk (default: here)"
     )
     return parser
+
+
+NAMES = ("model", "optimizer", "loader", "loss")
+RETURNS = "(model, optimizer, loader, loss), or a dictionary of the arguments of egeria.advise"
+
+
+def run_advise(arguments: argparse.Namespace, console: Console) -> int:
+    """Build the training, measure it, print the advice; write it where that is asked for."""
+    if arguments.plan is not None:
+        check("plan", arguments.plan, wrong_plan)
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise ConfigError(
+            f"--json takes a file in a folder that exists, found {arguments.json}. Make the "
+            "folder first."
+        )
+    given = _arguments(arguments.training)
+    if arguments.rounds is not None:
+        given["rounds"] = arguments.rounds
+    with console.status("measuring on a copy"):
+        advice = advise(**given)
+    console.print(repr(advice), markup=False, highlight=False)
+    if arguments.plan is not None:
+        saved = percent(advice.saving(arguments.plan))
+        console.print(f"The plan {arguments.plan!r} would save {saved} of the training time.")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(advice.to_dict(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _arguments(path: str) -> dict[str, Any]:
+    made = call_named(path, "training", RETURNS)
+    if isinstance(made, tuple) and 3 <= len(made) <= len(NAMES):
+        return dict(zip(NAMES, made, strict=False))
+    known = inspect.signature(advise).parameters
+    if isinstance(made, Mapping) and set(made) <= set(known) and set(NAMES[:3]) <= set(made):
+        return dict(made)
+    found = sorted(map(str, made)) if isinstance(made, Mapping) else type(made).__name__
+    raise ConfigError(f"{path} must return {RETURNS}, found {found}. Return one of these.")
+
+
+VERBS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
+    "advise": run_advise,
+    "modules": modules.run,
+    "report": report,
+    "doctor": doctor.run,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from torch import nn
 
 from egeria.config import ModulesConfig
 from egeria.errors import ConfigError
-from egeria.layers.atoms import names_of_reused
-from egeria.layers.modules import LayerModule, count_trainable, parameters_of, parse_modules
-from egeria.layers.order import CallOrder, OrderRecorder
-from egeria.layers.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
-from egeria.layers.undisturbed import undisturbed
+from egeria.model.cut import LayerModule, make_modules
+from egeria.model.group import find_pieces
+from egeria.model.pretrained import find_trained_norms, is_mostly_trained, settings_of_cut
+from egeria.model.watch import Watch
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -29,18 +28,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     model, example = _build(arguments.model)
     settings = asdict(ModulesConfig(pattern=arguments.pattern))
     settings = settings_of_cut(settings, is_pretrained=is_mostly_trained(find_trained_norms(model)))
-    cut = parse_modules(model, **settings)
+    watch = None
     if example is not None:
-        names = [name for module in cut for name in module.submodules]
-        seen = _forward(arguments.model, model, example, [*names, *names_of_reused(model)])
-        cut = parse_modules(
-            model, order=seen.order, returned_to=seen.returned_to, uses=seen.uses, **settings
-        )
+        watch = Watch(model, find_pieces(model, arguments.pattern))
+        _forward(arguments.model, model, example, watch)
+    cut = make_modules(model, watch=watch, **settings)
     console.print(_table(model, cut))
     console.print(
         "In execution order."
         if example is not None
-        else "In definition order; the first forward of a run corrects it."
+        else "In definition order; a run goes by its first step."
     )
     return 0
 
@@ -80,28 +77,29 @@ def _build(path: str) -> tuple[nn.Module, Any]:
     return model, example
 
 
-def _forward(path: str, model: nn.Module, example: Any, names: Sequence[str]) -> CallOrder:
+def _forward(path: str, model: nn.Module, example: Any, watch: Watch) -> None:
+    positional = example if isinstance(example, (tuple, list)) else (example,)
+    watch.open()
     try:
-        with undisturbed(model, gradients=True), OrderRecorder(model, names) as seen:
-            if isinstance(example, Mapping):
-                model(**example)
-            elif isinstance(example, (tuple, list)):
-                model(*example)
-            else:
-                model(example)
-        return seen
+        if isinstance(example, Mapping):
+            model(**example)
+        else:
+            model(*positional)
     except Exception as error:
         raise ConfigError(
             f"The model of {path} must take its example arguments; {type(error).__name__}: "
-            f"{error}. "
-            f"Return arguments that a call of the model accepts."
+            f"{error}. Return arguments that a call of the model accepts."
         ) from error
+    finally:
+        watch.close()
 
 
 def _table(model: nn.Module, modules: tuple[LayerModule, ...]) -> Table:
     """Return a table of the layer modules; shares are those of the trainable parameters."""
     total = sum(module.num_parameters for module in modules)
-    trained = [count_trainable(parameters) for parameters in parameters_of(model, modules)]
+    trained = [
+        sum(model.get_parameter(name).numel() for name in module.parameters) for module in modules
+    ]
     among = f", {sum(trained):,} of them trainable," if sum(trained) != total else ""
     title = f"{type(model).__name__}: {total:,} parameters{among} in {len(modules)} layer modules"
     table = Table(title=title, show_lines=True)

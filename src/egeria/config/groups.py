@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from egeria.config.checks import (
-    FLAG,
     NAME,
+    PLAN_TEXT,
     POSITIVE,
     SHARE,
     SettingsGroup,
@@ -20,8 +20,8 @@ from egeria.config.checks import (
     regular_expression,
     require,
     setting,
+    wrong_plan,
 )
-from egeria.config.plan_text import PLAN_TEXT, wrong_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class PolicyConfig(SettingsGroup):
         "plan", name_or(callable, "the name of a policy or a callable that makes one")
     )
     """'plan' (also as 'static'), 'linear' (the even plan), 'egeria' (the rule of the paper),
-    'none', or any `egeria.policy.PolicyMaker`: a callable that makes an `egeria.policy.Policy`."""
+    'none', or any `egeria.policy.Maker`: a callable that makes an `egeria.policy.Policy`."""
     plan: str | None = setting(None, optional(wrong_plan))
     """Share of the steps : front layer modules frozen from then on, such as "0.5:1 0.75:2", or for
     an absolute step "step 500:2". More than there are mean all but the last; fewer than before
@@ -59,6 +59,9 @@ class ModulesConfig(SettingsGroup):
     pattern: str | None = setting(None, optional(regular_expression))
     """Regular expression; each submodule whose dotted name it matches in full becomes a layer
     module. None parses."""
+    keep: str | None = setting(None, optional(regular_expression))
+    """Regular expression; parameters in whose full name it is found are never frozen, such as
+    "norm|bias"."""
     target_share: float | None = setting(None, optional(SHARE))
     """Share of the parameters, vocabularies aside, that a layer module aims at. None takes 0.2,
     which gives Figure 11's seven; for a model that came trained 0.1, with a lookup table at its
@@ -100,10 +103,9 @@ class PlasticityConfig(SettingsGroup):
 class ReferenceConfig(SettingsGroup):
     """The snapshot that activations are compared with (paper §4.1.3)."""
 
-    precision: str = setting("auto", choice("auto", "int8", "int8-dynamic", "bf16", "fp32"))
-    """Number format to begin with: 'int8', 'int8-dynamic' (the paper's for transformers), 'bf16',
-    'fp32'; 'auto' takes what is fastest on this processor. What cannot be made, or is too coarse,
-    gives way to the next more exact."""
+    precision: str = setting("auto", choice("auto", "int8", "bf16", "fp32"))
+    """Number format: 'int8', 'bf16' or 'fp32'; 'auto' times each once and takes the fastest. What
+    cannot be made, or is too coarse, gives way to the next one, at last to 'fp32'."""
     device: str = setting("auto", choice("auto", "cpu", "cuda"))
     """Where it runs: 'cpu', 'cuda' (the model's own GPU, where it is a float32 snapshot and a copy
     of that in bf16), or 'auto': the CPU while it has a core to spare."""
@@ -111,8 +113,8 @@ class ReferenceConfig(SettingsGroup):
     """Evaluations between refreshes from the training weights. None: every `W`, the paper's
     rule."""
     fidelity_share: float = setting(0.1, SHARE)
-    """Its own error may be at most this share of the recent plasticity. Our choice: ten times under
-    the signal."""
+    """Its own error may be at most this share of the recent plasticity, or of 1e-4 before any is
+    known. Our choice: ten times under the signal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,9 +133,7 @@ class ControllerConfig(SettingsGroup):
     patience_s: float = setting(10.0, POSITIVE)
     """Seconds after which a waiting evaluation is made whatever the load."""
     timeout_s: float = setting(120.0, POSITIVE)
-    """Seconds without a sign of life, while it has work, after which the process is replaced."""
-    restarts: int = setting(20, count(0))
-    """How often the process is replaced in a run before evaluations end."""
+    """Seconds for an evaluation, besides the waiting, after which the process is given up."""
     queue_length: int = setting(4, count())
     """Evaluations under way at a time; the next is dropped and counted."""
 
@@ -142,8 +142,6 @@ class ControllerConfig(SettingsGroup):
 class FreezingConfig(SettingsGroup):
     """When a layer module has converged (paper algorithm 1)."""
 
-    enabled: bool = setting(True, FLAG)
-    """False watches, judges and journals, but never freezes."""
     tolerance_share: float = setting(0.2, POSITIVE)
     """`T` of a module as a share of its largest early slope. Paper: 20 %."""
     tolerance_readings: int = setting(3, count())
@@ -183,19 +181,12 @@ class CacheConfig(SettingsGroup):
     """'auto': share of the memory free at a freeze that may be used, by all processes of a host.
     Our choice."""
     directory: str | None = setting(None, optional(NAME))
-    """Where activations are stored, best on a fast local disk. None: in the directory of the
-    run."""
+    """Where activations are stored, in a file without a name, best on a fast local disk. None: in
+    the directory of the run."""
     limit_bytes: int | None = setting(None, optional(count()))
-    """Largest size on disk. None: `limit_share` of what is free."""
+    """Largest size on disk, of each process. None: `limit_share` of what is free."""
     limit_share: float = setting(0.5, SHARE)
     """Share of the free disk space that may be used. Our choice: leave as much again to others."""
-    id_column: str | None = setting(None, optional(NAME))
-    """Key of the batch that names its samples, where the loader cannot. None looks for the usual
-    names."""
-    minimum_epochs: float = setting(
-        2.0, number(lambda value: value >= 0, "a finite number, 0 or above")
-    )
-    """Epochs that must be ahead before the boundary can move, or nothing is stored. Our choice."""
     gate: str = setting("auto", choice("auto", "open"))
     """'auto' stores only where it pays, by what was measured; 'open' stores wherever it can."""
     verify_batches: int = setting(200, count())

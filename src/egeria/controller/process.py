@@ -1,50 +1,71 @@
-"""The controller in a separate process: training hands over, polls, and never waits; and when it is
-chosen.
+"""The controller in a process of its own: training hands over, polls, and never waits; and when it
+is chosen.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from egeria.config import ControllerConfig
-from egeria.controller.child import Child, Freed, TakeEvaluation, TakeSnapshot, Unusable
 from egeria.controller.inline import EvaluationPlan, InlineController
-from egeria.controller.protocol import ControllerStatus, Report, Request, Ticket
-from egeria.controller.shared_memory import SharedQueue, pack
-from egeria.errors import ControllerError, brief
-from egeria.events import ControllerChosen, ControllerRestarted, Declined, ReadingDropped, RungTaken
-from egeria.layers.batch import Batch
-from egeria.policy import Reading
+from egeria.controller.protocol import (
+    Controller,
+    ControllerStatus,
+    EvaluationResult,
+    Report,
+    Request,
+)
+from egeria.controller.worker import Message, Worker, pack
+from egeria.errors import brief
+from egeria.events import ControllerChosen, Declined, ReferenceRefreshed
+from egeria.model.batch import Batch
 from egeria.random_state import RandomState
 
+START_S, END_S = 60.0, 5.0
+"""The start may take so long besides: torch is imported, on a machine that may be busy."""
+NUM_SNAPSHOTS, LONGEST_QUEUE = 2, 64
+"""The process works from one, and one is on its way; a pipe holds that many messages unread."""
 SPARE_CORES = 2
-LARGEST_SKELETON_BYTES = 64 * 2**20
-RESTARTS_WITHOUT_A_READING = 10
-ATTEMPTS_TO_START = 3
 REPAID_S = 600.0
 """Seconds of training left from which the process is started where that is not asked for: the start
 takes 2 to 4 s of CPU time, and may take 0.5 % of what is left."""
 
+# Spinning threads of two processes on the same cores slow both down 10 to 100 times; and the
+# accelerator, with the memory a context takes on it, belongs to the training alone.
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
-class ProcessController:
-    """Gives the evaluations to a child process, and replaces it when it dies or hangs.
+
+class ProcessController(Controller):
+    """Gives the evaluations to a child process.
 
     The batch and the training output of an evaluation are known at the same moment, so that the
     paper's IQ and TOQ are one queue, and the reference output needs no queue (ROQ) to wait for its
-    counterpart. Weights and a calibration batch go through a queue of their own. The process works
-    through all in the order they were queued, so an evaluation meets the snapshot that it was asked
-    on.
+    counterpart. The process works through snapshots and evaluations in their order, so that an
+    evaluation meets the snapshot that it was asked on.
 
-    The process is started with the first snapshot. Where one cannot be had at all, because it
-    cannot be started or the model cannot be sent to it, or where the rest of the run is too short
-    to repay its start, evaluations are made in the training process instead, for good.
+    The process is started with the first snapshot. Where it cannot be had, dies, hangs or refuses,
+    what it has not answered is evaluated in the training process, and so is everything from there
+    on: with the same readings. So it is where the rest of the run is too short to repay its start.
 
     Args:
         plan: how to evaluate.
@@ -60,21 +81,22 @@ class ProcessController:
         seconds_left: Callable[[], float | None] | None = None,
     ) -> None:
         self._plan, self._config, self._seconds_left = plan, config, seconds_left
-        # Of two snapshots the process works from one, and the other is on its way.
-        lengths = {"model": 1, "evaluation": config.queue_length, "snapshot": 2}
-        self._queues = {name: SharedQueue(length) for name, length in lengths.items()}
-        self._model_bytes = 0
-        self._child: Child | None = None
+        num_files = NUM_SNAPSHOTS + min(config.queue_length, LONGEST_QUEUE)
+        self._queue = range(NUM_SNAPSHOTS, num_files)
+        self._files = [_unnamed_file() for _ in range(num_files + 1)]
+        """Of snapshots, of evaluations in the queue, and what the process prints."""
+        self._held = contextlib.ExitStack()
+        for file in self._files:
+            self._held.callback(os.close, file)
+        self._release = weakref.finalize(self, self._held.close)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Any = None
         self._inline: InlineController | None = None
-        self._shapes: list[object] | None = None
-        self._snapshot: TakeSnapshot | None = None
-        """The last one, for a process that replaces this one."""
-        self._precision = plan.precision
-        self._pending: dict[int, Ticket] = {}
+        self._unanswered: deque[Message] = deque()
+        self._snapshot: Message | None = None
+        """The one that the process works from."""
         self._reports: list[Report] = []
-        self._num_restarts = self._num_without_reading = 0
-        self._has_come_up = self._has_ended = self._lacks_reference = False
-        self._past_cpu_s = 0.0
+        self._longest_s, self._waits_since_s, self._cpu_s = START_S, 0.0, 0.0
 
     def refresh(
         self,
@@ -83,218 +105,179 @@ class ProcessController:
         batch: Batch | None,
         state: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Queue the weights as they are now, if there is room; of a saved state only the number
-        format is taken.
-        """
-        if self._inline is not None:
-            is_made, self._lacks_reference = (
-                self._inline.refresh(evaluation, model, batch, state),
-                False,
-            )
-            return is_made
-        if state is not None and "reference" in state and self._seconds_left is not None:
-            self._stay_inline("the run was saved with its evaluations in the training process")
-            return self.refresh(evaluation, model, batch, state)
-        if state is not None:
-            self._precision = state.get("precision", self._precision)
-        if state is not None or self._has_ended:
-            return False
-        left_s = None if self._child or self._seconds_left is None else self._seconds_left()
-        if left_s is not None and left_s < REPAID_S:
-            self._stay_inline(
-                f"to start a process takes seconds of CPU time, and about {left_s:.0f} s are left"
-            )
-            return self.refresh(evaluation, model, batch)
-        try:
-            return self._queue_snapshot(self._child or self._start(), evaluation, model, batch)
-        except ControllerError as error:
-            self._evaluate_inline(error)
-            return self.refresh(evaluation, model, batch)
+        """Send the weights as they are now, if there is room; of a saved state nothing is taken."""
+        is_sent = False
+        if self._inline is None and (reason := self._reason_to_stay(state)):
+            self._reports.append(ControllerChosen(step=0, controller="inline", reason=reason))
+            self._go_on(InlineController(self._plan))
+        elif self._inline is None and state is None:
+            try:
+                is_sent = self._send((model, batch), range(NUM_SNAPSHOTS), evaluation)
+            except Exception as error:
+                self._decline(f"the model cannot be sent there ({brief(error)})")
+        return self._inline.refresh(evaluation, model, batch, state) if self._inline else is_sent
 
     def submit(self, request: Request) -> None:
-        """Queue one evaluation; without room it is lost and reported so."""
+        """Send one evaluation; without room it is dropped and reported so."""
+        ticket = request.ticket
+        if self._inline is None:
+            try:
+                training = self._plan.reduce(request.activation)
+                content = request.batch, RandomState.current(), training
+                if not self._send(content, self._queue, ticket.evaluation, ticket):
+                    self._reports.append(ticket.lost("the controller is behind: its queue is full"))
+            except Exception as error:
+                self._decline(f"an evaluation cannot be sent there ({brief(error)})")
         if self._inline is not None:
             self._inline.submit(request)
-            return
-        ticket = request.ticket
-        try:
-            training = self._plan.reduce(request.activation)
-            slot = self._queues["evaluation"].put((request.batch, RandomState.current(), training))
-        except Exception as error:
-            self._reports.append(ticket.failed(error))
-            return
-        if slot is None:
-            self._reports.append(ticket.lost("the controller is behind: its queue is full"))
-            return
-        if self._child is not None:
-            self._child.send(TakeEvaluation(ticket, slot))
-        self._pending[ticket.evaluation] = ticket
 
     def poll(self) -> ControllerStatus:
-        """Return what happened since the last call; a process that died or hangs
-        is replaced here.
-        """
-        try:
-            if self._child is not None:
-                self._receive(self._child)
-        except ControllerError as error:
-            self._evaluate_inline(error)
-        return self._status()
-
-    def close(self) -> ControllerStatus:
-        """End the process and give back the memory; evaluations under way are lost."""
-        self._release("the run ended before the controller came to it")
-        self._has_ended = True
-        return self._status()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number format; the reference itself starts again from the weights of the
-        resumed model.
-        """
-        return {"precision": self._precision} if self._inline is None else self._inline.state_dict()
-
-    def _status(self) -> ControllerStatus:
+        """Return what happened since the last call; a process that fails is given up here."""
+        if self._child is not None and (fault := self._receive(self._child)):
+            self._decline(fault)
         reports, self._reports = self._reports, []
         return ControllerStatus(
             reports=reports + (self._inline.poll().reports if self._inline else []),
             is_asynchronous=self._child is not None,
-            has_ended=self._has_ended,
-            lacks_reference=self._lacks_reference,
-            cpu_s=self._past_cpu_s + (self._child.cpu_s if self._child else 0.0),
+            cpu_s=self._cpu_s,
         )
 
-    def _stay_inline(self, reason: str) -> None:
-        self._release("it was not started")
-        self._reports.append(ControllerChosen(step=0, controller="inline", reason=reason))
-        self._inline = InlineController(self._plan)
+    def close(self) -> ControllerStatus:
+        """End the process and give back the memory; evaluations under way are lost."""
+        tickets = [message.ticket for message in self._unanswered if message.ticket]
+        reason = "the run ended before the controller came to it"
+        self._reports += [ticket.lost(reason) for ticket in tickets]
+        self._go_on(self._inline)
+        return self.poll()
 
-    def _start(self) -> Child:
-        settings = {
-            "memory": {
-                name: [each.descriptor for each in queue.segments]
-                for name, queue in self._queues.items()
-            },
-            "load_limit": self._config.load_limit,
-            "patience_s": self._config.patience_s,
-            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-            "matmul_precision": torch.get_float32_matmul_precision(),
-        }
-        try:
-            self._child = Child(settings, self._config.timeout_s)
-        except Exception as error:
-            raise ControllerError(
-                f"the controller process cannot be started ({brief(error)})"
-            ) from error
-        return self._child
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing while the process has the reference: a resumed run begins with another."""
+        return self._inline.state_dict() if self._inline else {}
 
-    def _queue_snapshot(
-        self, child: Child, evaluation: int, model: nn.Module, batch: Batch | None
-    ) -> bool:
-        queue = self._queues["snapshot"]
-        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-        shapes: list[object] = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        is_new = shapes != self._shapes
-        if not queue.free or (is_new and len(queue.free) < len(queue.segments)):
+    def _reason_to_stay(self, state: Mapping[str, Any] | None) -> str:
+        """Return why no process is started, where it was not asked for."""
+        if self._seconds_left is None or self._child is not None:
+            return ""
+        if state is not None:
+            saved = "the run was saved with its evaluations in the training process"
+            return saved if "reference" in state else ""
+        left_s = self._seconds_left()
+        if left_s is None or left_s >= REPAID_S:
+            return ""
+        return f"to start a process takes seconds of CPU time, and about {left_s:.0f} s are left"
+
+    def _send(self, content: Any, files: range, *about: Any) -> bool:
+        """Copy something into one of the files, and tell the process; False if all are in use."""
+        used = {message.file for message in (*self._unanswered, self._snapshot) if message}
+        file = next((file for file in files if file not in used), None)
+        if file is None:
             return False
-        try:
-            if is_new:  # how the model is built; its weights follow with the snapshot
-                self._model_bytes = pack(
-                    (self._plan, model), self._queues["model"].segments[0], without_values=tensors
-                )
-                if self._model_bytes > max(
-                    LARGEST_SKELETON_BYTES, sum(tensor.nbytes for tensor in tensors)
-                ):
-                    raise ValueError(
-                        f"its classes and attributes carry {self._model_bytes / 2**20:.0f} MiB "
-                        "along"
-                    )
-            slot = queue.put((tensors, batch))
-        except Exception as error:
-            raise ControllerError(
-                f"the model cannot be sent to the controller process ({brief(error)})"
-            ) from error
-        assert slot is not None
-        self._shapes = shapes
-        self._snapshot = TakeSnapshot(
-            evaluation, slot, self._model_bytes if is_new else None, self._precision
-        )
-        child.send(self._snapshot)
+        pack(content, self._files[file])
+        if self._child is None:
+            self._start()
+        if not self._unanswered:
+            self._waits_since_s = time.monotonic()
+        self._unanswered.append(Message(file, *about))
+        with contextlib.suppress(OSError):  # it died, which `poll` finds
+            self._pipe.send(self._unanswered[-1])
         return True
 
-    def _receive(self, child: Child) -> None:
-        messages, fault = child.receive()
-        self._has_come_up = self._has_come_up or child.is_ready
-        for message in messages:
-            if isinstance(message, Freed):
-                self._queues[message.queue].free.add(message.number)
-            elif isinstance(message, Unusable):
-                raise ControllerError(
-                    f"the model cannot be rebuilt in the controller process ({message.reason})"
-                )
-            else:
-                for report in message.reports:
-                    self._take_in(report)
-        if fault:
-            self._replace(fault)
+    def _start(self) -> None:
+        """Start a fresh interpreter that runs `egeria.controller.worker.main`.
 
-    def _take_in(self, report: Report) -> None:
-        if isinstance(report, Reading | ReadingDropped):
-            if self._pending.pop(report.evaluation, None) is None:
-                return
-            self._num_without_reading = 0
-        elif isinstance(report, RungTaken) and report.before:
-            # A process that replaces this one begins where it ended. The first choice it makes by
-            # itself.
-            self._precision = report.after.removesuffix("-static")
-        self._reports.append(report)
-
-    def _replace(self, reason: str) -> None:
-        """End the process and start another, which gets the model and the last snapshot again."""
-        reason = f"{reason} ({self._end_child()})"
-        if not self._has_come_up and self._num_without_reading == ATTEMPTS_TO_START:
-            raise ControllerError(f"the controller process does not come up: {reason}")
-        self._drop_pending(f"the controller was replaced: {reason}")
-        self._num_restarts += 1
-        self._num_without_reading += 1
-        if (
-            self._num_without_reading > RESTARTS_WITHOUT_A_READING
-            or self._num_restarts > self._config.restarts
-        ):
-            self._has_ended = True
-            text = f"it ended {self._num_restarts} times, last because {reason}"
-            self._reports.append(Declined(step=0, what="judging plasticity", reason=text))
-            return
-        child = self._start()
-        self._reports.append(ControllerRestarted(step=0, count=self._num_restarts, reason=reason))
-        if self._snapshot is not None:
-            child.send(
-                replace(self._snapshot, model_bytes=self._model_bytes, precision=self._precision)
+        By its own command line and not by `multiprocessing`, which would run the user's script
+        again: a script without `__main__` guard and a notebook need nothing. It has a process group
+        of its own, so that Ctrl-C is for the training alone, and that the system wakes it up if the
+        training ends while it is stopped.
+        """
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            program = (
+                f"import os, sys; os.setpgid(0, 0); sys.path[:] = {[*map(os.fspath, sys.path)]!r}; "
+                f"from egeria.controller.worker import main; main({theirs.fileno()}, {os.getpid()})"
             )
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=[theirs.fileno(), *self._files],
+                env={**os.environ, **ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._files[-1],
+            )
+        self._held.callback(_end, self._child, self._pipe, os.getpid())
+        numbers = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+        self._pipe.send((self._plan, self._files, self._config, *numbers))
 
-    def _evaluate_inline(self, error: ControllerError) -> None:
-        self._release("its controller process is given up")
-        reason = f"{error}. Evaluations are made in the training process instead"
-        self._reports.append(Declined(step=0, what="the controller process", reason=reason))
-        self._inline, self._lacks_reference = InlineController(self._plan), True
+    def _receive(self, child: subprocess.Popen[bytes]) -> str:
+        """Take the answers that have come; return why no more will come, "" where they will."""
+        try:
+            while self._pipe.poll(0):
+                outcome, cpu_s = self._pipe.recv()
+                if isinstance(outcome, str):
+                    return f"it refuses: {outcome}"
+                self._take_in(outcome, cpu_s)
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(END_S)
+            lines = os.pread(self._files[-1], 2**20, 0).decode(errors="replace").split("\n")
+            last = next((f": {line[:300]}" for line in reversed(lines) if line.strip()), "")
+            return f"it died (status {child.returncode}{last})"
+        longest_s = self._longest_s + self._config.timeout_s + self._config.patience_s
+        is_late = self._unanswered and time.monotonic() - self._waits_since_s > longest_s
+        return f"it gave no answer for {longest_s:g} s" if is_late else ""
 
-    def _end_child(self) -> str:
-        child, self._child = self._child, None
-        self._queues["evaluation"].empty()
-        self._queues["snapshot"].empty(but=self._snapshot.slot if self._snapshot else None)
-        if child is None:
-            return ""
-        self._past_cpu_s += child.cpu_s
-        return child.end()
+    def _take_in(self, reports: list[Report], cpu_s: float) -> None:
+        """Take the answer to the message that was sent first."""
+        message = self._unanswered.popleft()
+        if message.ticket is None:
+            self._snapshot = message
+        self._waits_since_s, self._longest_s = time.monotonic(), 0.0
+        spent_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
+        self._reports += [
+            replace(report, controller_cpu_s=spent_s)
+            if isinstance(report, (EvaluationResult, ReferenceRefreshed))
+            else report
+            for report in reports
+        ]
 
-    def _drop_pending(self, reason: str) -> None:
-        self._reports += [ticket.lost(reason) for ticket in self._pending.values()]
-        self._pending.clear()
+    def _decline(self, reason: str) -> None:
+        """Go on in this process, with what the other one has not answered."""
+        what = "evaluating in a process of its own"
+        reason = f"{reason.rstrip('.')}; evaluations are made in the training process from here on"
+        self._reports.append(Declined(step=0, what=what, reason=reason))
+        worker, before = Worker(self._plan, self._files), RandomState.current()
+        try:
+            if self._snapshot is not None:
+                worker.handle(self._snapshot)  # reported when the process took it
+            for message in self._unanswered:
+                self._reports += worker.handle(message)
+        finally:
+            before.set()
+        self._go_on(worker.controller)
 
-    def _release(self, reason: str) -> None:
-        self._drop_pending(reason)
-        self._end_child()
-        for queue in self._queues.values():
-            queue.close()
+    def _go_on(self, inline: InlineController | None) -> None:
+        """Go on in this process, or not at all."""
+        self._inline, self._child = inline, None
+        self._release()
+        self._unanswered.clear()
+
+
+def _end(child: subprocess.Popen[bytes], pipe: Any, owner: int) -> None:
+    """Kill the process, which holds nothing that could be lost."""
+    if os.getpid() != owner:
+        return  # a forked data worker has inherited this object, not the child
+    pipe.close()
+    child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(END_S)
+
+
+def _unnamed_file() -> int:
+    """Return the descriptor of a file in memory, or elsewhere of one without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("egeria")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,11 +320,8 @@ def choose(kind: str, device: str, model: nn.Module, loader: Any = None) -> Cont
     elif accelerator:
         kind, reason = "process", f"training is on an accelerator; {found}"
     else:
-        kind, reason = (
-            "process" if spare >= SPARE_CORES else "inline",
-            f"training is on the CPU, {found}",
-        )
-        must_repay = kind == "process"
+        kind = "process" if spare >= SPARE_CORES else "inline"
+        reason, must_repay = f"training is on the CPU, {found}", kind == "process"
     return ControllerChoice(kind=kind, device=device, reason=reason, must_repay=must_repay)
 
 

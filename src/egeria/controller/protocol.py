@@ -10,15 +10,29 @@ from torch import Tensor, nn
 
 from egeria.errors import brief
 from egeria.events import Event, ReadingDropped
-from egeria.layers.batch import Batch
-from egeria.policy import Reading
+from egeria.model.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationFailed(ReadingDropped):
-    """A dropped reading whose evaluation raised: after three in a row no more evaluations are asked
-    for.
-    """
+    """A dropped reading whose evaluation raised: after three in a row there are no more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult:
+    """Plasticity of one layer module at one evaluation, and what it cost."""
+
+    step: int
+    evaluation: int
+    module: int
+    value: float
+    age: int | None = None
+    """Evaluations since the snapshot that it was compared with."""
+    wall_s: float = 0.0
+    """Seconds in the training process."""
+    cpu_s: float = 0.0
+    controller_cpu_s: float = 0.0
+    """CPU seconds in the controller process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +44,11 @@ class Ticket:
     module: int
     tap: str
 
-    def reading(self, value: float) -> Reading:
+    def reading(self, value: float) -> EvaluationResult:
         """Return the reading of this evaluation."""
-        return Reading(step=self.step, evaluation=self.evaluation, module=self.module, value=value)
+        return EvaluationResult(
+            step=self.step, evaluation=self.evaluation, module=self.module, value=value
+        )
 
     def failed(self, error: Exception) -> EvaluationFailed:
         """Return the event of an evaluation that raised."""
@@ -57,7 +73,7 @@ class Request:
     """The training model's activation for the batch, or for the first rows of it [B, ...]."""
 
 
-Report = Reading | Event
+Report = EvaluationResult | Event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +85,9 @@ class ControllerStatus:
     it spent itself.
 
     `ReadingDropped` stands for an evaluation that was not made, `EvaluationFailed` for one that
-    raised, and `FaultCaught` for a reference that could not be refreshed."""
+    raised."""
     is_asynchronous: bool = False
     """Whether reports come at any time, so that it must be polled after every step."""
-    has_ended: bool = False
-    """Whether no evaluation will be made any more."""
-    lacks_reference: bool = False
-    """Whether what it compared with is gone, so that nothing is to be asked of it before the next
-    refresh."""
     cpu_s: float = 0.0
     """CPU seconds spent outside the training process so far."""
 
@@ -112,7 +123,7 @@ class Controller(Protocol):
         """Ask for one evaluation."""
 
     def poll(self) -> ControllerStatus:
-        """Return what happened since the last call; start what takes time to start."""
+        """Return what happened since the last call."""
         return ControllerStatus()
 
     def close(self) -> ControllerStatus:

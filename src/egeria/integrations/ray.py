@@ -5,18 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from egeria import session
-from egeria.config import Config
-from egeria.controller import Controller
-from egeria.errors import ConfigError
-from egeria.integrations.wrapped import WrappedRun
-from egeria.policy import PolicyMaker
 from egeria.report.trackers import scalars
 from egeria.session import Run
 
@@ -36,11 +32,8 @@ def attach(
     loader: Any = None,
     scheduler: Any = None,
     *,
-    total_steps: int | None = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
-    policy: str | PolicyMaker | None = None,
     directory: str | Path | None = None,
-    controller: str | Controller | None = None,
+    **options: Any,
 ) -> RayRun:
     """Watch the training of a Ray worker and freeze its front layers as they converge.
 
@@ -54,42 +47,24 @@ def attach(
         loader: the training loader, as `ray.train.torch.prepare_data_loader` returned it, or
             another.
         scheduler: of the loop.
-        total_steps: optimizer steps of the whole run, of one worker.
-        config: as of `egeria.attach`, as are the next two.
-        policy: the name of a policy, or what makes one.
         directory: where the journal and the report go; None takes the folder `egeria` where Ray
             keeps the run, if that is a folder and not a bucket: then give a URL.
-        controller: 'auto', 'process' or 'inline', or a controller of your own.
-
-    Returns:
-        The run: all that `egeria.Run` has.
+        options: `total_steps` (optimizer steps of the whole run, of one worker), `config`,
+            `policy`, `plan`, `controller` and `log_to` of `egeria.attach`.
 
     Raises:
-        ConfigError: this is no worker of Ray Train, or an argument is outside its contract.
+        ConfigError: an argument is outside its contract.
     """
-    context = _context()
-    run = session.attach(
-        model,
-        optimizer,
-        loader,
-        scheduler=scheduler,
-        total_steps=total_steps,
-        config=config,
-        policy=policy,
-        directory=_place(context) if directory is None else directory,
-        controller=controller,
-    )
-    return RayRun(run, leads=context.get_world_rank() == 0)
+    place = _place() if directory is None else directory
+    run = session.attach(model, optimizer, loader, scheduler=scheduler, directory=place, **options)
+    run.__class__ = RayRun  # the very run that egeria knows, with two methods more
+    return cast(RayRun, run)
 
 
-class RayRun(WrappedRun):
+class RayRun(Run):
     """An `egeria.Run` whose state rides in the checkpoints of Ray, and whose numbers are in its
     results.
     """
-
-    def __init__(self, run: Run, *, leads: bool) -> None:
-        super().__init__(run)
-        self._leads = leads
 
     def report(
         self, metrics: Mapping[str, Any], checkpoint: train.Checkpoint | None = None, **options: Any
@@ -105,9 +80,9 @@ class RayRun(WrappedRun):
             checkpoint: with what the loop has saved, in a local folder.
             options: as of `ray.train.report`.
         """
-        if checkpoint is not None and self._leads:
+        if checkpoint is not None and train.get_context().get_world_rank() == 0:
             self._save(Path(checkpoint.path) / STATE_FILE)
-        train.report({**self._scalars(), **metrics}, checkpoint, **options)
+        train.report({**scalars(self.summary()), **metrics}, checkpoint, **options)
 
     def restore(self, checkpoint: train.Checkpoint | None = None) -> bool:
         """Go on from the state in a checkpoint; to be called in all workers, after model and
@@ -117,69 +92,39 @@ class RayRun(WrappedRun):
             checkpoint: None takes the one that Ray restarts from, if it does.
 
         Returns:
-            Whether there was a state. A checkpoint without one is told of by a warning: nothing is
-            frozen then.
+            Whether there was a state. A checkpoint without one is told of by a warning, and
+            freezing begins anew.
 
         Raises:
             StateError: the state is of another egeria, or of another model. Nothing has changed
                 then.
         """
-        checkpoint = train.get_checkpoint() if checkpoint is None else checkpoint
+        checkpoint = checkpoint or train.get_checkpoint()
         if checkpoint is None:
             return False
         with checkpoint.as_directory() as folder:
             file = Path(folder) / STATE_FILE
             if not file.is_file():
-                self._warn(
-                    f"the checkpoint {checkpoint.path} has no {STATE_FILE}, so that freezing "
-                    "begins anew"
-                )
+                reason = f"the checkpoint {checkpoint.path} has no {STATE_FILE}; it begins anew"
+                self._recorder.decline("resuming", reason)
                 return False
-            self._run.load_state_dict(torch.load(file, map_location="cpu", weights_only=False))
+            self.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         return True
 
     def _save(self, file: Path) -> None:
         try:
-            torch.save(self._run.state_dict(), file)
+            torch.save(self.state_dict(), file)
         except Exception as error:
             file.unlink(missing_ok=True)
-            self._warn(
-                f"its state could not be saved ({error}), so that a restart from here begins "
-                "unfrozen"
-            )
-
-    def _warn(self, what: str) -> None:
-        self._run._recorder.warn(what, f"egeria: {what}")
-
-    def _scalars(self) -> dict[str, float]:
-        try:
-            return scalars(self._run.summary())
-        except Exception as error:
-            self._warn(f"its numbers could not be told ({error})")
-            return {}
+            self._recorder.fault("saving its state", error)
 
 
-def _place(context: Any) -> str | None:
+def _place() -> str | None:
     """Return where the journal goes: beside the checkpoints; None where that is no folder, or is
     not told.
     """
-    try:
-        storage = context.get_storage()
+    with suppress(Exception):  # Ray may change what it tells, and does not tell it in local mode
+        storage = train.get_context().get_storage()
         if storage.storage_filesystem.type_name == "local":
             return f"{storage.experiment_fs_path}/{FOLDER}"
-    except Exception:  # Ray may change what it tells, and does not tell it in its local mode
-        return None
     return None
-
-
-def _context() -> Any:
-    try:
-        context = train.get_context()
-        context.get_world_rank()
-    except Exception as error:
-        raise ConfigError(
-            "egeria.integrations.ray.attach is for the function that a TorchTrainer of Ray runs "
-            "in its workers, and "
-            f"this is no worker ({error}). Call it there, or `egeria.attach` elsewhere."
-        ) from error
-    return context

@@ -1,8 +1,7 @@
 """The append-only record of a run: every decision is an event, and reports read nothing else."""
 
-from egeria.journal.reader import FILE_NAME, Journal, read_journal
+from egeria.journal.reader import FILE_NAME, Journal, is_url, read_journal, upload, without_login
 from egeria.journal.recorder import EgeriaWarning, Recorder, run_directory
-from egeria.journal.store import is_url, upload, without_login
 
 __all__ = [
     "FILE_NAME",

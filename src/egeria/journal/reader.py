@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from egeria.errors import JournalError
 from egeria.events import EVENT_TYPES, SCHEMA_VERSION, Event
-from egeria.journal.store import download, is_url, local_directory
 
 FILE_NAME = "journal.jsonl"
 RUNS = Path("egeria_runs")
-NOT_FINITE = ("nan", "inf", "-inf")
 Kind = TypeVar("Kind", bound=Event)
 
 
@@ -25,8 +25,6 @@ class Journal:
 
     directory: Path
     events: tuple[Event, ...]
-    times: tuple[float, ...]
-    """Seconds since the epoch at which each event was written; 0 where its line has no time."""
     num_damaged: int
     """Lines that could not be read: at most one per crash of the run that wrote them."""
 
@@ -56,7 +54,6 @@ def read_journal(directory: str | Path) -> Journal:
     """
     path, text = _read(directory)
     events: list[Event] = []
-    times: list[float] = []
     damaged = 0
     for line in filter(str.strip, text.split("\n")):
         record = _parse(line)
@@ -66,11 +63,7 @@ def read_journal(directory: str | Path) -> Journal:
             damaged += 1
         else:
             events.append(event)
-            time = record.get("time")
-            times.append(float(time) if isinstance(time, (int, float)) else 0.0)
-    return Journal(
-        directory=path.parent, events=tuple(events), times=tuple(times), num_damaged=damaged
-    )
+    return Journal(directory=path.parent, events=tuple(events), num_damaged=damaged)
 
 
 def _read(directory: str | Path) -> tuple[Path, str]:
@@ -116,27 +109,68 @@ def _event(record: dict[str, Any]) -> Event | None:
     kind = EVENT_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
         return None
-    values = {
-        field.name: _numbers(record[field.name])
-        if "float" in str(field.type)
-        else record[field.name]
-        for field in dataclasses.fields(kind)
-        if field.name in record
-    }
+    names = {field.name for field in dataclasses.fields(kind)}
     try:
-        return kind(**values)
+        return kind(**{name: value for name, value in record.items() if name in names})
     except TypeError:
         return None
 
 
-def _numbers(value: Any) -> Any:
-    """Return the value with the texts that the writer puts for numbers JSON cannot hold as those
-    numbers.
+WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs")
+"""Protocols of fsspec by which a folder must be made before there can be a file in it."""
+
+
+def is_url(place: object) -> bool:
+    """Return whether a run's directory is somewhere that fsspec reaches, such as
+    's3://bucket/run'.
     """
-    if isinstance(value, str) and value in NOT_FINITE:
-        return float(value)
-    if isinstance(value, dict):
-        return {key: _numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_numbers(entry) for entry in value]
-    return value
+    return isinstance(place, str) and "://" in place
+
+
+def local_directory(url: str, runs: Path) -> Path:
+    """Return where a run is kept on this host whose directory is a URL: always the same, so that it
+    can go on.
+    """
+    url = url.rstrip("/")
+    digest = hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
+    return runs / f"{url.rsplit('/', 1)[-1]}-{digest}"
+
+
+def without_login(url: str) -> str:
+    """Return a URL as it may be told: without a name and a password."""
+    return re.sub(r"://[^/@]*@", "://", url)
+
+
+def download(url: str, name: str) -> bytes:
+    """Return a file of a directory that fsspec reaches; empty where there is none.
+
+    Raises:
+        Exception: of the store's own kind: it cannot be reached, or one may not.
+    """
+    store, root = _find(url)
+    store.invalidate_cache()
+    try:  # not `exists`, which takes every failure for no
+        content: bytes = store.cat_file(f"{root}/{name}")
+    except FileNotFoundError:
+        return b""
+    return content
+
+
+def upload(paths: Iterable[Path], url: str) -> None:
+    """Copy files to a directory that fsspec reaches; folders among them are left out.
+
+    Raises:
+        Exception: of the store's own kind.
+    """
+    store, root = _find(url)
+    if url.split("://", 1)[0] in WITH_FOLDERS:
+        store.makedirs(root, exist_ok=True)
+    for path in filter(Path.is_file, paths):
+        store.put_file(str(path), f"{root}/{path.name}")
+
+
+def _find(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # noqa: PLC0415 (only where a URL was given)
+
+    store, root = url_to_fs(url.rstrip("/"))
+    return store, root

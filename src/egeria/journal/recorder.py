@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import tempfile
 import time
@@ -19,8 +18,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from egeria.events import SCHEMA_VERSION, Declined, Event, FaultCaught
-from egeria.journal.reader import FILE_NAME, RUNS
-from egeria.journal.store import download, is_url, local_directory, upload, without_login
+from egeria.journal.reader import (
+    FILE_NAME,
+    RUNS,
+    download,
+    is_url,
+    local_directory,
+    upload,
+    without_login,
+)
 
 KEPT_IN_MEMORY = 1000
 
@@ -150,12 +156,9 @@ class Recorder:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILE_NAME
         lost = self._fetch(path)
-        torn = path.exists() and not _ends_with_newline(path)
         self._file = path.open("a", encoding="utf-8")
-        weakref.finalize(
-            self, _close, self._file
-        )  # a run that is never closed must not leak its file
-        if torn:
+        weakref.finalize(self, _close, self._file)  # a run that is never closed must not leak it
+        if self._file.tell():  # the last line may be torn; empty ones are passed over
             self._file.write("\n")
         self._append({"event": "journal_opened", "schema_version": SCHEMA_VERSION})
         if lost is not None and self._url is not None:
@@ -182,8 +185,8 @@ class Recorder:
 
     def _append(self, record: dict[str, Any]) -> None:
         assert self._file is not None
-        record = _finite({**record, "time": round(time.time(), 3)})
-        self._file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+        record = {**record, "time": round(time.time(), 3)}
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
         self._file.flush()
 
     def _guard(self, action: Callable[[], None]) -> None:
@@ -196,8 +199,7 @@ class Recorder:
             self.warn(
                 "journal",
                 f"The journal in {self.directory} cannot be written: {error}. Training continues; "
-                "events stay "
-                f"in memory. Give `attach` a writable `directory` with free space.",
+                "events stay in memory. Give `attach` a writable `directory` with free space.",
             )
 
 
@@ -239,22 +241,3 @@ def _close(file: IO[str]) -> None:
     """
     with contextlib.suppress(OSError):
         file.close()
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return True
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with every number JSON cannot hold written as text ('nan', 'inf')."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return value

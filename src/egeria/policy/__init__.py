@@ -1,33 +1,28 @@
-"""Deciding: plain Python, numbers in and values out; no torch, threads, clocks or files.
+"""Deciding what is frozen: plain Python, numbers in and a depth out.
 
-`protocol` is what goes in and out of a policy. `plan` is the default one, `paper` that of the paper
-(with `schedules`, its rules for thawing). Both are built on `base`; here they have their names.
+`base` is the contract, which a policy of the user's own fulfils as well. `plan` has the default
+policy, `paper` that of the paper, with its rules for thawing in `schedules`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from egeria.config import Config
 from egeria.config.checks import require
-from egeria.policy.base import FrontPolicy
-from egeria.policy.paper import EgeriaPolicy
-from egeria.policy.plan import Plan, PlanPolicy, draw_up
-from egeria.policy.protocol import (
+from egeria.policy.base import (
     BOOTSTRAPPING,
     KNOWLEDGE_GUIDED,
-    PLASTICITY,
-    Decision,
-    EndBootstrapping,
-    Foreseeing,
-    Freeze,
+    Depth,
     Interval,
-    Judgement,
+    Maker,
     Policy,
-    PolicyMaker,
     Reading,
-    Thaw,
+    Status,
+    Wants,
 )
+from egeria.policy.paper import EgeriaPolicy, choose_interval
+from egeria.policy.plan import Plan, PlanPolicy, draw_up, find_plan
 from egeria.policy.schedules import (
     RULES,
     Moment,
@@ -40,80 +35,51 @@ from egeria.policy.schedules import (
 __all__ = [
     "BOOTSTRAPPING",
     "KNOWLEDGE_GUIDED",
-    "PLASTICITY",
     "POLICIES",
     "RULES",
-    "Decision",
+    "Depth",
     "EgeriaPolicy",
-    "EndBootstrapping",
-    "Foreseeing",
-    "Freeze",
     "Interval",
-    "Judgement",
+    "Maker",
     "Moment",
     "Plan",
     "PlanPolicy",
     "Policy",
-    "PolicyMaker",
     "Reading",
-    "Thaw",
+    "Status",
     "UnfreezeAction",
     "UnfreezeRule",
+    "Wants",
     "choose_interval",
     "draw_up",
-    "find_policy",
+    "find_maker",
+    "find_plan",
     "find_rule",
     "first_stage",
     "rule_for_schedule",
 ]
 
-POLICIES: dict[str, PolicyMaker] = {
+POLICIES: dict[str, Maker] = {
     "plan": PlanPolicy,
     "static": PlanPolicy,
     "linear": PlanPolicy,
-    "none": FrontPolicy,
+    "none": PlanPolicy,
     "egeria": EgeriaPolicy,
 }
-DEFAULT_INTERVAL_STEPS = 100
-PASSES = 1 + 0.5 + 0.25
-"""Bootstrapping, smoothing delay and the halved window after a thaw, in passes over all modules
-(paper §4.2.2)."""
 
 
-def find_policy(name: Any) -> PolicyMaker:
-    """Return what makes the policy that a setting means: by its name, or the callable itself."""
+def find_maker(config: Config) -> Maker:
+    """Return what makes the policy that `policy.name` means: a built-in one with these settings, or
+    the callable itself.
+    """
+    name = config.policy.name
     if not isinstance(name, str):
         return name  # type: ignore[no-any-return]
     contract = f"{', '.join(map(repr, POLICIES))} or a callable that makes a policy"
     require(name in POLICIES, "policy.name", contract, name)
-    return POLICIES[name]
+    return partial(POLICIES[name], config)
 
 
-def first_stage(name: Any) -> str:
-    """Return the stage in which a run under this policy begins; 'bootstrapping' for an unknown
-    one.
-    """
-    maker = POLICIES.get(name) if isinstance(name, str) else None
-    return BOOTSTRAPPING if getattr(maker, "has_bootstrapping", True) else KNOWLEDGE_GUIDED
-
-
-def choose_interval(
-    config: Config, *, total_steps: int | None, num_modules: int
-) -> tuple[int, str]:
-    """Return `n`, the optimizer steps between evaluations, and the reason: by the guideline of the
-    paper, §4.2.2.
-
-    Args:
-        config: the settings of the run.
-        total_steps: optimizer steps of the whole run, None where unknown.
-        num_modules: layer modules of the model.
-    """
-    window = config.plasticity.window
-    if config.plasticity.interval_steps is not None:
-        return config.plasticity.interval_steps, "set in plasticity.interval_steps"
-    if total_steps is None:
-        reason = "default: give attach total_steps to derive it from the length of the run"
-        return DEFAULT_INTERVAL_STEPS, reason
-    steps = round(total_steps / (2 * window) / num_modules / PASSES)
-    reason = f"guideline: {total_steps} steps / (2 x {window}) / {num_modules} modules / {PASSES}"
-    return max(1, steps), reason
+def first_stage(name: object) -> str:
+    """Return the stage in which a run under this policy begins."""
+    return BOOTSTRAPPING if name == "egeria" else KNOWLEDGE_GUIDED

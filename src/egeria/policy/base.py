@@ -1,207 +1,122 @@
-"""What policies share: the frozen prefix, and the critical period before which nothing freezes."""
+"""What a policy is: numbers in, a depth out. No torch, threads, clocks or files here."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
-from egeria.config import Config
-from egeria.policy.protocol import (
-    BOOTSTRAPPING,
-    KNOWLEDGE_GUIDED,
-    PLASTICITY,
-    Decision,
-    EndBootstrapping,
-    Freeze,
-    Interval,
-    Judgement,
-    Reading,
-    Thaw,
-)
-from egeria.policy.schedules import UnfreezeRule
-
-
-class FrontPolicy:
-    """A policy that freezes from the front, to build others on. By itself it is 'none': the plain
-    run.
-    """
-
-    needs: frozenset[str] = frozenset()
-    has_bootstrapping = False  # whether a run begins in the bootstrapping stage
-    _saved: tuple[str, ...] = ("frozen", "trainable", "deepest_freeze")
-    """Private attributes that make the state, without the underscore."""
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        trainable: Sequence[bool],
-        rule: UnfreezeRule,
-        total_steps: int | None = None,
-        deepest_freeze: int | None = None,
-    ) -> None:
-        self._config = config
-        self._trainable = tuple(trainable)
-        self._rule = rule
-        self._total_steps = total_steps
-        last = len(self._trainable) - 1
-        self._deepest_freeze = last if deepest_freeze is None else min(deepest_freeze, last)
-        self._frozen = 0
-        self._window = config.plasticity.window
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Set up what a policy keeps beyond the frozen prefix; called once, by the constructor."""
-
-    @property
-    def frozen(self) -> int:
-        """How many front layer modules are frozen."""
-        return self._frozen
-
-    @property
-    def stage(self) -> str:
-        """Either 'bootstrapping' or 'knowledge-guided'."""
-        return KNOWLEDGE_GUIDED
-
-    @property
-    def window(self) -> int:
-        """`W` as it stands now, in evaluations."""
-        return self._window
-
-    @property
-    def monitored(self) -> int | None:
-        """The layer module whose plasticity is wanted, or None."""
-        return self._candidate if PLASTICITY in self.needs else None
-
-    @property
-    def _candidate(self) -> int | None:
-        """The next to freeze, of the policies that judge one after the other."""
-        return None
-
-    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
-        """Return the decisions at the end of an interval: here none."""
-        return ()
-
-    def observe_reading(self, reading: Reading) -> Judgement:
-        """Return the reading as it is: it decides nothing."""
-        return Judgement(smoothed=reading.value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain values."""
-        return {name: _plain(getattr(self, f"_{name}")) for name in self._saved}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
-        for name in self._saved:
-            setattr(self, f"_{name}", _restored(state[name], getattr(self, f"_{name}")))
-
-    def _move_to(self, depth: int, reason: str) -> tuple[Decision, ...]:
-        """Return the decisions that make the first `depth` layer modules the frozen ones, as far as
-        allowed.
-        """
-        depth, before = min(depth, self._deepest_freeze), self._frozen
-        if not self._config.freezing.enabled or depth == before:
-            return ()
-        self._frozen = depth
-        if depth > before:
-            return tuple(Freeze(module=module, reason=reason) for module in range(before, depth))
-        thaw = Thaw(reason=reason, window=self.window)
-        return (thaw, *(Freeze(module=module, reason=reason) for module in range(depth)))
-
-    def _pass_over_untrainable(self) -> tuple[Decision, ...]:
-        """Return the decisions that freeze the next modules as far as they have no parameters to
-        train.
-        """
-        depth = self._frozen
-        while depth < self._deepest_freeze and not self._trainable[depth]:
-            depth += 1
-        return self._move_to(depth, "it has no parameters to train")
+BOOTSTRAPPING = "bootstrapping"
+KNOWLEDGE_GUIDED = "knowledge-guided"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bootstrap:
-    """The early, critical period: over once the mean loss changes little from interval to interval
-    (paper §3).
+class Reading:
+    """Plasticity of one layer module, measured at one evaluation; finite."""
+
+    evaluation: int
+    module: int
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """What a policy is asked with.
+
+    Attributes:
+        step: optimizer steps made; 0 in the question before the first one.
+        frozen: how many front layer modules are frozen now.
+        num_steps: optimizer steps of the interval that has just ended. 0 where the policy is asked
+            in between: at step 0, after one of `Wants.steps`, or because readings have arrived.
+        loss: mean of the finite losses of the interval; None where there was none.
+        learning_rate: the present one.
+        readings: those that have arrived since the last question, oldest first.
+        seconds: median wall-clock seconds of an iteration.
     """
 
-    change_threshold: float
-    previous_loss: float | None = None
-    change: float | None = (
-        None  # relative change of the loss in the last interval; None before the second one
-    )
+    step: int
+    frozen: int = 0
+    num_steps: int = 0
+    loss: float | None = None
+    learning_rate: float = 0.0
+    readings: tuple[Reading, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """A decision: how many front layer modules are frozen from now on, and why."""
+
+    frozen: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wants:
+    """When a policy is asked, beside the question at step 0, and what is measured for it.
+
+    Attributes:
+        plasticity_of: the layer module that is evaluated at the end of each interval.
+        refresh: whether the reference model is to be refreshed at the end of this interval.
+        interval_steps: optimizer steps of an interval, at whose end the policy is asked; None
+            leaves them to the run.
+        steps: optimizer steps after which it is asked as well.
+    """
+
+    plasticity_of: int | None = None
+    refresh: bool = False
+    interval_steps: int | None = None
+    steps: tuple[int, ...] = ()
+
+    def next_step(self, step: int) -> int | None:
+        """Return the smallest of `steps` above `step`; None where there is none."""
+        return min((entry for entry in self.steps if entry > step), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """For the journal: the attribute `status` of a policy, if it has one.
+
+    Attributes:
+        stage: such as 'bootstrapping'.
+        reason: why the stage began.
+        window: `W` as it is now, in evaluations.
+        smoothed: the reading that the policy was last asked with, smoothed; None where it was asked
+            without one, or did not want it. Likewise `slope`, `tolerance`, and `stationary`, how
+            many evaluations in a row were stationary.
+    """
+
+    stage: str
+    reason: str = ""
+    window: int = 0
+    smoothed: float | None = None
+    slope: float | None = None
+    tolerance: float | None = None
+    stationary: int = 0
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides how many front layer modules are frozen, by what it is asked with alone, so that a
+    run can be resumed and replayed. A depth may be refused: `Interval.frozen` says what is frozen.
+    """
 
     @property
-    def is_over(self) -> bool:
-        """Whether the loss of an interval has come to less than `change_threshold` from the one
-        before.
-        """
-        return self.change is not None and self.change < self.change_threshold
+    def wants(self) -> Wants:
+        """When it is asked, and what is measured for it, from now on."""
 
-    def observe(self, loss: float | None) -> Bootstrap:
-        """Return the next state; an interval without a finite loss changes nothing."""
-        if loss is None:
-            return self
-        change = None if self.previous_loss is None else relative_change(self.previous_loss, loss)
-        return replace(self, previous_loss=loss, change=change)
+    def observe(self, interval: Interval) -> Depth | None:
+        """Return the depth from now on; None to leave it as it is."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, as plain values."""
 
-class BootstrappedPolicy(FrontPolicy):
-    """A policy whose run begins with the bootstrapping stage."""
-
-    has_bootstrapping = True
-    _saved = (*FrontPolicy._saved, "bootstrap")
-
-    def _prepare(self) -> None:
-        self._bootstrap = Bootstrap(change_threshold=self._config.bootstrapping.change_threshold)
-
-    @property
-    def stage(self) -> str:
-        """Either 'bootstrapping' or 'knowledge-guided'."""
-        return KNOWLEDGE_GUIDED if self._bootstrap.is_over else BOOTSTRAPPING
-
-    def _observe_bootstrapping(self, loss: float | None) -> tuple[Decision, ...]:
-        """Return the decisions that end the stage where the loss of an interval does, else none."""
-        self._bootstrap = self._bootstrap.observe(loss)
-        if not self._bootstrap.is_over:
-            return ()
-        change, threshold = self._bootstrap.change, self._bootstrap.change_threshold
-        ended = EndBootstrapping(
-            reason=f"the loss changed by {change:.1%} in an interval, less than {threshold:.0%}"
-        )
-        return (ended, *self._pass_over_untrainable())
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(map(_plain, value))
-    if not is_dataclass(value):
-        return value
-    return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _restored(value: Any, present: Any) -> Any:
-    """Return what `_plain` made a value of, by the value that the attribute has now; lists count as
-    tuples.
-    """
-    if is_dataclass(present) and not isinstance(present, type):
-        return replace(
-            present,
-            **{name: _restored(entry, getattr(present, name)) for name, entry in value.items()},
-        )
-    if isinstance(value, (list, tuple)):
-        entry_now = present[0] if isinstance(present, tuple) and present else None
-        return tuple(_restored(entry, entry_now) for entry in value)
-    return value
-
-
-def relative_change(before: float | None, now: float | None) -> float:
-    """Return the change as a share of what was before; not a number where one of the two is missing
-    or not finite.
-    """
-    if before is None or now is None or not (math.isfinite(before) and math.isfinite(now)):
-        return math.nan
-    if before == now:
-        return 0.0
-    return abs(before - now) / abs(before) if before else math.inf
+# Makes the policy of a run once its layer modules are known. It is called with keywords only:
+# `modules`, a tuple of their names, front to back; `trainable`, for each whether it has parameters
+# to train; `deepest`, how many of them may be frozen at most; `total_steps`, the optimizer steps of
+# the run, None where unknown; `lr_rule`, an `UnfreezeRule`, which knows the learning rate.
+Maker = Callable[..., Policy]

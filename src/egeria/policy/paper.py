@@ -1,165 +1,224 @@
-"""'egeria': the policy of the paper (algorithm 1), freezing the front module once its plasticity is
-stationary.
+"""'egeria': the policy of the paper (algorithm 1), which freezes the front layer module once its
+plasticity is stationary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from egeria.policy.base import BootstrappedPolicy
-from egeria.policy.protocol import (
-    BOOTSTRAPPING,
-    PLASTICITY,
-    Decision,
-    Interval,
-    Judgement,
-    Reading,
-    Thaw,
-)
-from egeria.policy.schedules import Moment, UnfreezeAction
+from egeria.config import Config, FreezingConfig
+from egeria.policy.base import BOOTSTRAPPING, KNOWLEDGE_GUIDED, Depth, Interval, Status, Wants
+from egeria.policy.schedules import Moment, UnfreezeRule
+
+DEFAULT_INTERVAL_STEPS = 100
+# Bootstrapping, smoothing delay and the halved window after a thaw, in passes over all modules
+# (paper §4.2.2).
+PASSES = 1 + 0.5 + 0.25
 
 
-class EgeriaPolicy(BootstrappedPolicy):
-    """Freezes from the front by stationary plasticity, thaws by the learning rate (algorithm 1 and
-    §4.2.2).
-
-    A layer module without parameters to train is passed over at once: there is nothing in it to
-    wait for.
-    """
-
-    needs = frozenset({PLASTICITY})
-    _own = ("window", "histories", "learning_rate", "freeze_learning_rate", "on_hold")
-    _saved = (*BootstrappedPolicy._saved, *_own)
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        share, readings = (
-            self._config.freezing.tolerance_share,
-            self._config.freezing.tolerance_readings,
-        )
-        history = ModuleHistory(tolerance_share=share, tolerance_readings=readings)
-        self._histories = (history,) * len(self._trainable)
-        self._learning_rate: float | None = None
-        self._freeze_learning_rate: float | None = None
-        self._on_hold = False
-
-    @property
-    def _candidate(self) -> int | None:
-        is_waiting = self.stage == BOOTSTRAPPING or self._on_hold
-        return None if is_waiting or self._frozen >= self._deepest_freeze else self._frozen
-
-    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
-        """Update the stage by the loss, and thaw where the learning rate asks for it."""
-        now = Moment(
-            step=interval.step,
-            total_steps=self._total_steps,
-            frozen=self._frozen,
-            learning_rate=interval.learning_rate,
-            previous_learning_rate=self._learning_rate,
-            freeze_learning_rate=self._freeze_learning_rate,
-        )
-        action = self._rule.judge(now)
-        self._learning_rate = interval.learning_rate
-        self._on_hold = action is UnfreezeAction.HOLD
-        if self.stage == BOOTSTRAPPING:
-            return self._observe_bootstrapping(interval.loss)
-        if action in (UnfreezeAction.THAW, UnfreezeAction.RESTART) and self._frozen:
-            return self._thaw(interval, restart=action is UnfreezeAction.RESTART)
-        return self._pass_over_untrainable()
-
-    def observe_reading(self, reading: Reading) -> Judgement:
-        """Update the history of the monitored module; readings of another module change nothing."""
-        if reading.module != self.monitored:
-            return super().observe_reading(reading)
-        return self._judge(reading.module, reading.value)
-
-    def _judge(self, module: int, value: float) -> Judgement:
-        history = self._histories[module].observe(value, self._window)
-        self._histories = (*self._histories[:module], history, *self._histories[module + 1 :])
-        decisions: tuple[Decision, ...] = ()
-        if history.stationary >= self._window and self._config.freezing.enabled:
-            if self._freeze_learning_rate is None and self._trainable[module]:
-                self._freeze_learning_rate = self._learning_rate
-            reason = f"plasticity stationary for {history.stationary} evaluations"
-            decisions = (*self._move_to(module + 1, reason), *self._pass_over_untrainable())
-        return Judgement(
-            smoothed=history.smoothed[-1],
-            slope=history.slope,
-            tolerance=history.tolerance,
-            stationary=history.stationary,
-            decisions=decisions,
-        )
-
-    def _pass_over_untrainable(self) -> tuple[Decision, ...]:
-        return () if self._candidate is None else super()._pass_over_untrainable()
-
-    def _thaw(self, interval: Interval, *, restart: bool) -> tuple[Thaw]:
-        before, full = self._freeze_learning_rate, self._config.plasticity.window
-        self._window = (
-            full if restart else max(self._config.unfreezing.minimum_window, self._window // 2)
-        )
-        self._frozen, self._freeze_learning_rate = 0, None
-        # The early slopes stay: they stand for the fast early phase of the module.
-        self._histories = tuple(
-            replace(history, readings=(), smoothed=(), slope=None, stationary=0)
-            for history in self._histories
-        )
-        moved = "risen" if restart else "fallen"
-        # A rule of the user's own may thaw where nothing but modules without anything to train were
-        # frozen.
-        rates = "" if before is None else f" from {before:g} to {interval.learning_rate:g}"
-        reason = f"the learning rate has {moved}{rates} since the first freeze"
-        return (Thaw(reason=reason, window=self._window),)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)
 class ModuleHistory:
-    """The plasticity of one layer module since monitoring of it began: smoothing, slope, tolerance
-    and patience.
+    """The plasticity of one layer module since it was first read: smoothing, slope, tolerance and
+    patience.
 
     Source: eq. 2 (the printed sum has one term too many: exactly `window` readings are averaged),
     algorithm 1 (the printed test is signed; the prose means the absolute slope), §4.2.2.
     """
 
-    tolerance_share: float
-    tolerance_readings: int
-    readings: tuple[float, ...] = ()
-    smoothed: tuple[float, ...] = ()
-    early_slopes: tuple[float, ...] = ()
-    slope: float | None = None
-    stationary: int = 0
+    readings: list[float] = field(default_factory=list)
+    smoothed: list[float] = field(default_factory=list)
+    early_slopes: list[float] = field(default_factory=list)
+    slope: float | None = None  # once `window` smoothed values are there
+    tolerance: float | None = None  # `T`, once all early slopes are known
+    stationary: int = 0  # evaluations in a row, up to the newest
+
+    def observe(self, value: float, window: int, settings: FreezingConfig) -> None:
+        """Add a reading."""
+        self.readings = [*self.readings, value][-window:]
+        self.smoothed = [*self.smoothed, sum(self.readings) / len(self.readings)][-window:]
+        if len(self.smoothed) < window:
+            return
+        self.slope = least_squares_slope(self.smoothed)
+        self.early_slopes = [*self.early_slopes, self.slope][: settings.tolerance_readings]
+        if len(self.early_slopes) == settings.tolerance_readings:
+            self.tolerance = settings.tolerance_share * max(map(abs, self.early_slopes))
+        # No movement at all is stationary whatever the tolerance, which may itself be zero.
+        is_stationary = self.slope == 0 or abs(self.slope) < (self.tolerance or 0)
+        self.stationary = self.stationary + 1 if is_stationary and self.tolerance is not None else 0
+
+
+@dataclass(slots=True)
+class State:
+    """What `EgeriaPolicy` keeps from one question to the next."""
+
+    window: int  # `W` as it is now
+    histories: list[ModuleHistory]
+    stage: str = BOOTSTRAPPING
+    reason: str = ""  # why the stage began
+    candidate: int | None = None  # the layer module whose plasticity is wanted
+    refresh: bool = False
+    evaluations: int | None = None  # asked for since the reference was due; None before the first
+    loss: float | None = None  # of the newest interval that had one, while bootstrapping
+    learning_rate: float | None = None  # of the newest interval
+    first_rate: float | None = None  # learning rate when the first with anything to train froze
+
+
+class EgeriaPolicy:
+    """Freezes from the front by stationary plasticity, thaws by the learning rate (algorithm 1 and
+    §4.2.2). A layer module without parameters to train is passed over: nothing in it can settle.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        modules: Sequence[str],
+        trainable: Sequence[bool],
+        deepest: int,
+        total_steps: int | None,
+        lr_rule: UnfreezeRule,
+    ) -> None:
+        self._config, self._trainable, self._deepest = config, trainable, deepest
+        self._total_steps, self._rule, count = total_steps, lr_rule, len(modules)
+        self._interval_steps, _ = choose_interval(
+            config, total_steps=total_steps, num_modules=count
+        )
+        self._state = State(config.plasticity.window, [ModuleHistory() for _ in modules])
+        self.status = Status(BOOTSTRAPPING, window=config.plasticity.window)
 
     @property
-    def tolerance(self) -> float | None:
-        """`T`: the share of the largest early slope; None until all early slopes are known."""
-        if len(self.early_slopes) < self.tolerance_readings:
-            return None
-        return self.tolerance_share * max(map(abs, self.early_slopes))
+    def wants(self) -> Wants:
+        """Readings of the frontmost active layer module, once bootstrapping is over."""
+        state, steps = self._state, self._interval_steps
+        return Wants(plasticity_of=state.candidate, refresh=state.refresh, interval_steps=steps)
 
-    def observe(self, value: float, window: int) -> ModuleHistory:
-        """Return the history with one more reading; its slope is fitted once `window` smoothed
-        values are there.
-        """
-        readings = (*self.readings, value)[-window:]
-        smoothed = (*self.smoothed, sum(readings) / len(readings))[-window:]
-        if len(smoothed) < window:
-            return replace(self, readings=readings, smoothed=smoothed, slope=None, stationary=0)
-        slope = least_squares_slope(smoothed)
-        early = (*self.early_slopes, slope)[: self.tolerance_readings]
-        updated = replace(
-            self, readings=readings, smoothed=smoothed, early_slopes=early, slope=slope
+    def observe(self, interval: Interval) -> Depth | None:
+        """Return the depth after an interval, or after a reading of the module that is wanted."""
+        state, decision, judged = self._state, None, ModuleHistory()
+        if interval.num_steps:
+            was_wanted = state.candidate is not None
+            decision = self._end_interval(interval)
+            state.refresh = interval.loss is not None and self._count_evaluation(was_wanted)
+        for reading in interval.readings:
+            # What is wanted differs from what is frozen where the newest depth was refused.
+            frozen = interval.frozen if decision is None else decision.frozen
+            if reading.module == state.candidate == frozen:
+                judged = state.histories[frozen]
+                judged.observe(reading.value, state.window, self._config.freezing)
+                if judged.stationary >= state.window:
+                    reason = f"plasticity stationary for {judged.stationary} evaluations"
+                    decision = self._move_on(frozen, frozen + 1, reason)
+        smoothed = judged.smoothed[-1] if judged.smoothed else None
+        now = (smoothed, judged.slope, judged.tolerance, judged.stationary)
+        self.status = Status(state.stage, state.reason, state.window, *now)
+        return decision
+
+    def _end_interval(self, interval: Interval) -> Depth | None:
+        state, frozen, rate = self._state, interval.frozen, interval.learning_rate
+        before = state.learning_rate if state.first_rate is None else state.first_rate
+        state.first_rate = before if any(self._trainable[:frozen]) else None
+        now = Moment(
+            step=interval.step,
+            total_steps=self._total_steps,
+            frozen=frozen,
+            learning_rate=rate,
+            previous_learning_rate=state.learning_rate,
+            freeze_learning_rate=state.first_rate,
         )
-        tolerance = updated.tolerance
-        # No movement at all is stationary whatever the tolerance, which may itself be zero.
-        is_stationary = tolerance is not None and (slope == 0 or abs(slope) < tolerance)
-        return replace(updated, stationary=self.stationary + 1 if is_stationary else 0)
+        action, state.learning_rate = self._rule.judge(now), rate
+        if state.stage == BOOTSTRAPPING:
+            self._observe_loss(interval.loss)
+        elif action in ("thaw", "restart") and frozen:
+            return self._thaw(rate, is_restart=action == "restart")
+        if state.stage == BOOTSTRAPPING or action == "hold":
+            state.candidate = None
+            return None
+        return self._move_on(frozen, frozen, "it has no parameters to train")
+
+    def _observe_loss(self, loss: float | None) -> None:
+        """End bootstrapping where the loss has come close to that of the interval before."""
+        state, threshold = self._state, self._config.bootstrapping.change_threshold
+        before, state.loss = state.loss, state.loss if loss is None else loss
+        if before is None or loss is None:
+            return
+        change = abs(before - loss) / (abs(before) or abs(loss) or 1)
+        if change < threshold:
+            state.stage = KNOWLEDGE_GUIDED
+            share = f"{change:.1%} in an interval, less than {threshold:.0%}"
+            state.reason = f"the loss changed by {share}"
+
+    def _move_on(self, before: int, frozen: int, reason: str) -> Depth | None:
+        """Pass over modules with nothing to train, and want readings of the next one; return the
+        depth if it is not the one before.
+        """
+        while frozen < self._deepest and not self._trainable[frozen]:
+            frozen += 1
+        self._state.candidate = frozen if frozen < self._deepest else None
+        return None if frozen == before else Depth(frozen, reason)
+
+    def _thaw(self, rate: float, *, is_restart: bool) -> Depth:
+        state, before = self._state, self._state.first_rate
+        halved = max(self._config.unfreezing.minimum_window, state.window // 2)
+        state.window = self._config.plasticity.window if is_restart else halved
+        state.candidate, state.first_rate = 0, None
+        for history in state.histories:  # early slopes stay: those of the module's fast early phase
+            history.readings, history.smoothed, history.slope, history.stationary = [], [], None, 0
+        # A user's rule may thaw where only modules without anything to train were frozen.
+        rates = "" if before is None else f" from {before:g} to {rate:g}"
+        moved = "risen" if is_restart else "fallen"
+        return Depth(0, f"the learning rate has {moved}{rates} since the first freeze")
+
+    def _count_evaluation(self, was_wanted: bool) -> bool:
+        """Count the evaluation at the end of this interval, and return whether the reference is due
+        after it. Without a reference, and of a module that is wanted only now, there is none.
+        """
+        state = self._state
+        if state.candidate is None:
+            return False
+        count = None if state.evaluations is None else state.evaluations + was_wanted
+        period = self._config.reference.refresh_evaluations or state.window
+        is_due = count is None or count >= period
+        state.evaluations = 0 if is_due else count
+        return is_due
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as plain values."""
+        return asdict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
+        histories = [ModuleHistory(**history) for history in state["histories"]]
+        self._state = State(**{**state, "histories": histories})
+        self.status = Status(self._state.stage, self._state.reason, self._state.window)
 
 
 def least_squares_slope(values: Sequence[float]) -> float:
     """Return the slope of the least-squares line through equally spaced values, per evaluation."""
     count = len(values)
-    centre = (count - 1) / 2
-    mean = sum(values) / count
+    centre, mean = (count - 1) / 2, sum(values) / count
     covariance = sum((index - centre) * (value - mean) for index, value in enumerate(values))
     return covariance / (count * (count * count - 1) / 12)
+
+
+def choose_interval(
+    config: Config, *, total_steps: int | None, num_modules: int
+) -> tuple[int, str]:
+    """Return `n`, the optimizer steps between evaluations, and the reason: by the guideline of the
+    paper, §4.2.2.
+
+    Args:
+        config: the settings of the run.
+        total_steps: optimizer steps of the whole run, None where unknown.
+        num_modules: layer modules of the model.
+    """
+    window = config.plasticity.window
+    if config.plasticity.interval_steps is not None:
+        return config.plasticity.interval_steps, "set in plasticity.interval_steps"
+    if total_steps is None:
+        reason = "default: give attach total_steps to derive it from the length of the run"
+        return DEFAULT_INTERVAL_STEPS, reason
+    steps = round(total_steps / (2 * window) / num_modules / PASSES)
+    reason = f"guideline: {total_steps} steps / (2 x {window}) / {num_modules} modules / {PASSES}"
+    return max(1, steps), reason

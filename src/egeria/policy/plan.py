@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from egeria.config import PolicyConfig
-from egeria.config.plan_text import Move, read_plan
+from egeria.config import Config, PolicyConfig
+from egeria.config.checks import Move, read_plan
 from egeria.errors import ConfigError
-from egeria.policy.base import FrontPolicy
-from egeria.policy.protocol import Decision, Interval
+from egeria.policy.base import Depth, Interval, Wants
 
+PLANNED = ("plan", "static", "linear")  # names of the policies that follow a plan
+# Share of the steps after which an even plan begins to freeze (record 0033).
 EVEN_START = 0.5
-"""Share of the steps after which an even plan begins to freeze (record 0033)."""
-PLANNED = ("plan", "static", "linear")
-"""Names of the policies that follow a plan."""
+# A share times a number of steps must not miss a whole step by an error in the last digit.
 ROUNDING = 1e-9
-"""A share times a number of steps must not miss a whole step by an error in the last digit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +27,8 @@ class Plan:
     `str(plan)` is its text: pass it, or a changed one, as `plan=` to `egeria.attach`.
     """
 
-    moves: tuple[Move, ...]
-    """In the order of time."""
-    modules: tuple[str, ...] = ()
-    """Names of the layer modules, front to back. The last one is never frozen."""
+    moves: tuple[Move, ...]  # in the order of time
+    modules: tuple[str, ...] = ()  # names, front to back; the last one is never frozen
     total_steps: int | None = None
     reason: str = ""
 
@@ -70,16 +68,14 @@ class Plan:
 
     def depth_at(self, step: int) -> int:
         """Return how many layer modules are frozen once `step` optimizer steps are done."""
-        past = (
-            move for move in reversed(self.moves) if move.step(self.total_steps) <= step + ROUNDING
-        )
-        return next(map(self._depth, past), 0)
+        num_past = bisect_right(self.steps, step)
+        return self._depth(self.moves[num_past - 1]) if num_past else 0
 
-    def next_move(self, step: int) -> Move | None:
-        """Return the next entry after `step` that changes how many layer modules are frozen."""
-        depth = self.depth_at(step)
-        ahead = (move for move in self.moves if move.step(self.total_steps) > step + ROUNDING)
-        return next((move for move in ahead if self._depth(move) != depth), None)
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many optimizer steps are done at each move: the first whole one not before it."""
+        times = (move.step(self.total_steps) for move in self.moves)
+        return tuple(math.ceil(time - ROUNDING) for time in times)
 
     def skipped_share(self, backward_shares: Sequence[float]) -> float:
         """Return the share of the training's compute that the plan skips.
@@ -91,14 +87,19 @@ class Plan:
         total = self.total_steps
         if not total:
             return 0.0
-        times = [min(total, move.step(total)) for move in self.moves] + [float(total)]
         return sum(
-            (end - begin) / total * sum(backward_shares[: self._depth(move)])
-            for move, begin, end in zip(self.moves, times, times[1:], strict=False)
+            (min(1.0, end) - begin) * sum(backward_shares[:depth])
+            for depth, begin, end in self._phases(total)
+            if begin < 1
         )
 
     def _depth(self, move: Move) -> int:
         return min(move.depth, len(self.modules) - 1) if self.modules else move.depth
+
+    def _phases(self, total: float) -> Iterator[tuple[int, float, float]]:
+        """Yield how many are frozen, and from and to which share of `total` steps."""
+        times = [move.step(self.total_steps) / total for move in self.moves] + [1.0]
+        return zip(map(self._depth, self.moves), times, times[1:], strict=False)
 
     def __str__(self) -> str:
         return " ".join(map(str, self.moves))
@@ -111,11 +112,10 @@ class Plan:
         """Return a picture for notebooks: frozen layer modules over the steps."""
         total = self.total_steps or 2 * max((move.time for move in self.moves), default=1)
         rows = len(self.modules) or 1 + max((move.depth for move in self.moves), default=0)
-        times = [move.step(self.total_steps) / total for move in self.moves] + [1.0]
         boxes = "".join(
-            f'<rect x="{400 * begin:.1f}" y="{12 * (rows - self._depth(move))}" '
-            f'width="{400 * (end - begin):.1f}" height="{12 * self._depth(move)}" fill="#7aa6c2"/>'
-            for move, begin, end in zip(self.moves, times, times[1:], strict=False)
+            f'<rect x="{400 * begin:.1f}" y="{12 * (rows - depth)}" '
+            f'width="{400 * (end - begin):.1f}" height="{12 * depth}" fill="#7aa6c2"/>'
+            for depth, begin, end in self._phases(total)
         )
         return (
             f'<svg width="400" height="{12 * rows}" style="background:#eee" role="img">'
@@ -134,25 +134,15 @@ def draw_up(modules: Sequence[str], pretrained: bool, total_steps: int | None) -
         pretrained: whether their weights come from an earlier training.
         total_steps: optimizer steps of the training, None where unknown.
     """
+    moves: tuple[Move, ...] = ()
     if not pretrained:
-        return Plan(
-            moves=(),
-            modules=tuple(modules),
-            total_steps=total_steps,
-            reason="the model is trained from scratch; policy='egeria' has the rule of the paper",
-        )
-    if total_steps is None:
-        return Plan(
-            moves=(),
-            modules=tuple(modules),
-            reason="total_steps is not known; pass it to attach",
-        )
-    return Plan(
-        moves=even_moves(len(modules)),
-        modules=tuple(modules),
-        total_steps=total_steps,
-        reason=f"the model is pretrained: one after the other from {EVEN_START:.0%} of the steps",
-    )
+        reason = "the model is trained from scratch; policy='egeria' has the rule of the paper"
+    elif total_steps is None:
+        reason = "total_steps is not known; pass it to attach"
+    else:
+        moves = even_moves(len(modules))
+        reason = f"the model is pretrained: one after the other from {EVEN_START:.0%} of the steps"
+    return Plan(moves=moves, modules=tuple(modules), total_steps=total_steps, reason=reason)
 
 
 def even_moves(num_modules: int, start: float = EVEN_START) -> tuple[Move, ...]:
@@ -191,32 +181,49 @@ def find_plan(
     return draw_up(modules, pretrained, total_steps)
 
 
-class PlanPolicy(FrontPolicy):
-    """'plan': follows `policy.plan`; a move is made at the end of the first interval behind it."""
+class PlanPolicy:
+    """'plan', 'static', 'linear': follows a plan, to the step. 'none': a plan that never moves.
 
-    _saved = (*FrontPolicy._saved, "text")
+    What it decides depends on the step alone; it keeps the text of its plan, so that a resumed run
+    goes on with that of its beginning.
+    """
 
-    def _prepare(self) -> None:
-        modules = ("",) * len(self._trainable)
-        plan = find_plan(self._config.policy, modules, False, self._total_steps)
-        self._text = "" if plan is None else str(plan)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        modules: Sequence[str],
+        deepest: int,
+        total_steps: int | None,
+        **_: Any,
+    ) -> None:
+        settings, self._deepest, self._total_steps = config.policy, deepest, total_steps
+        found = find_plan(settings, modules, settings.pretrained is True, total_steps)
+        self._follow(found or Plan(moves=(), modules=tuple(modules), total_steps=total_steps))
 
-    @property
-    def plan(self) -> Plan:
-        """The plan; of a resumed run that of its beginning."""
-        return Plan.parse(self._text, ("",) * len(self._trainable), self._total_steps)
+    def _follow(self, plan: Plan) -> None:
+        self.plan = plan
+        changes = (step for step in plan.steps if self._depth(step) != self._depth(step - 1))
+        self.wants = Wants(steps=tuple(changes))
 
-    def observe_interval(self, interval: Interval) -> tuple[Decision, ...]:
-        """Return the decisions of the newest move whose time has come."""
-        depth = self.plan.depth_at(interval.step)
-        if self._total_steps is None:
-            done = f"{interval.step} steps are done"
-        else:
-            done = f"{interval.step / self._total_steps:.1%} of the training is done"
+    def _depth(self, step: int) -> int:
+        return min(self.plan.depth_at(step), self._deepest)
+
+    def observe(self, interval: Interval) -> Depth | None:
+        """Return the depth of the newest move, unless so many are frozen already."""
+        step, total, depth = interval.step, self._total_steps, self._depth(interval.step)
+        if depth == interval.frozen:
+            return None
+        done = f"{step / total:.1%} of the training is" if total else f"{step} steps are"
         what = f"{depth} layer module{'' if depth == 1 else 's'}" if depth else "nothing"
-        return self._move_to(depth, f"{done}, and the plan freezes {what} from here on")
+        return Depth(depth, f"{done} done, and the plan freezes {what} from here on")
 
-    def steady_steps(self, step: int, interval_steps: int) -> float | None:
-        """Return for how many steps the boundary stays; None: to the end of the training."""
-        move = self.plan.next_move(step)
-        return None if move is None else move.step(self._total_steps) - step
+    def state_dict(self) -> dict[str, Any]:
+        """Return the text of the plan."""
+        return {"plan": str(self.plan)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the plan that the run began with."""
+        if state["plan"] != str(self.plan):
+            told = "the run began with it"
+            self._follow(Plan.parse(state["plan"], self.plan.modules, self._total_steps, told))

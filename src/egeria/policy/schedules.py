@@ -1,5 +1,4 @@
-"""When the learning rate asks for a thaw: one rule type, and a dictionary of the schedules it
-covers.
+"""When the learning rate asks for a thaw: one rule, and the schedules it covers.
 
 To the paper's rule for annealing in steps (thaw when the rate has fallen tenfold, §4.2.2) this adds
 three limits: nothing freezes while the rate rises, a rate that rises again thaws, and a smooth
@@ -8,21 +7,15 @@ decay does not thaw too late.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from egeria.config.checks import require
 
-
-class UnfreezeAction(enum.Enum):
-    """What the learning rate asks for."""
-
-    GO = "go"  # freeze what is stationary
-    HOLD = "hold"  # freeze nothing for now
-    THAW = "thaw"  # thaw everything and freeze again with half the window
-    RESTART = "restart"  # thaw everything and go back to the full window
+# What the learning rate asks for: to freeze what is stationary; to freeze nothing for now; to thaw
+# everything and freeze again with half the window; to thaw everything and go back to the full one.
+UnfreezeAction = Literal["go", "hold", "thaw", "restart"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,18 +27,14 @@ class Moment:
     frozen: int
     learning_rate: float
     previous_learning_rate: float | None  # one interval ago
-    freeze_learning_rate: float | None
-    """The rate when the first module with anything to train froze; None while none is frozen."""
+    freeze_learning_rate: float | None  # at the first freeze of anything to train; None: none is
 
 
-@runtime_checkable
 class UnfreezeRule(Protocol):
-    """Decides from the learning rate when to thaw, by the moment alone, so that a run can be
-    replayed.
-    """
+    """Decides from the learning rate when to thaw."""
 
     def judge(self, moment: Moment) -> UnfreezeAction:
-        """Return what to do at this moment."""
+        """Return what to do, by the moment alone, so that a run can be replayed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,39 +42,24 @@ class ScheduleRule:
     """Thaws when the rate has fallen, or risen, far enough since the first freeze."""
 
     drop_factor: float | None = 10.0  # fall of the rate that thaws; None: no fall does
-    rise_factor: float | None = (
-        2.0  # rise of the rate that thaws and restores the full window; None: no rise does
-    )
-    minimum_remaining: float = (
-        0.0  # share of the run that must be left for a fall to thaw; needs `total_steps`
-    )
+    rise_factor: float | None = 2.0  # rise that thaws and restores the full window; None: none does
+    minimum_remaining: float = 0.0  # share of the run that must be left for a fall to thaw
 
     def judge(self, moment: Moment) -> UnfreezeAction:
         """Return what the rate asks for at this moment."""
-        before = moment.freeze_learning_rate
-        if (
-            moment.frozen and before is not None and moment.learning_rate != before
-        ):  # 0 is twice 0, and a tenth of it
-            if self.rise_factor is not None and moment.learning_rate >= before * self.rise_factor:
-                return UnfreezeAction.RESTART
-            if self._has_dropped(moment, before):
-                return UnfreezeAction.THAW
-        rising = (
-            moment.previous_learning_rate is not None
-            and moment.learning_rate > moment.previous_learning_rate
-        )
-        return UnfreezeAction.HOLD if rising else UnfreezeAction.GO
-
-    def _has_dropped(self, moment: Moment, before: float) -> bool:
-        # Schedulers multiply in floating point: 0.1 * 0.1 must count as a fall by ten from 0.1.
-        if self.drop_factor is None or moment.learning_rate * self.drop_factor > before * (
-            1 + 1e-6
-        ):
-            return False
-        return (
-            moment.total_steps is None
-            or max(0.0, 1 - moment.step / moment.total_steps) >= self.minimum_remaining
-        )
+        now, before = moment.learning_rate, moment.freeze_learning_rate
+        # A rate that stays at 0 has neither risen nor fallen: 0 is twice 0, and a tenth of it.
+        if moment.frozen and before is not None and now != before:
+            if self.rise_factor is not None and now >= before * self.rise_factor:
+                return "restart"
+            remaining = max(0.0, 1 - moment.step / moment.total_steps) if moment.total_steps else 1
+            # Schedulers multiply in floating point: 0.1 * 0.1 must be a fall by ten from 0.1.
+            has_dropped = self.drop_factor and now * self.drop_factor <= before * (1 + 1e-6)
+            if has_dropped and remaining >= self.minimum_remaining:
+                return "thaw"
+        previous = moment.previous_learning_rate
+        is_rising = previous is not None and now > previous
+        return "hold" if is_rising else "go"
 
 
 RULES: dict[str, ScheduleRule] = {
@@ -103,35 +77,33 @@ RULES: dict[str, ScheduleRule] = {
 }
 
 # Fragments of the names of schedulers, and of the functions LambdaLR is given, the most specific
-# first.
+# first, and the rules that they mean.
 _FRAGMENTS = {
-    "warm_restarts": ("warmrestart", "hard_restart"),
-    "cyclic": ("cyclic",),
-    "one_cycle": ("onecycle",),
-    "warmup_stable_decay": ("wsd", "stable_decay"),
-    "inverse_sqrt": ("inverse_sqrt",),
-    "cosine": ("cosine",),
-    "exponential": ("exponential",),
-    "linear": ("polynomial", "linear"),
-    "step": ("steplr", "plateau"),
+    "warmrestart": "warm_restarts",
+    "hard_restart": "warm_restarts",
+    "cyclic": "cyclic",
+    "onecycle": "one_cycle",
+    "wsd": "warmup_stable_decay",
+    "stable_decay": "warmup_stable_decay",
+    "inverse_sqrt": "inverse_sqrt",
+    "cosine": "cosine",
+    "exponential": "exponential",
+    "polynomial": "linear",
+    "linear": "linear",
+    "steplr": "step",
+    "plateau": "step",
 }
 
 
 def rule_for_schedule(names: Sequence[str]) -> str:
-    """Return the name of the rule for a schedule described by the names of its classes and
-    functions.
+    """Return the name of the rule for a schedule, by the names of its classes and functions.
 
     The last name that is known wins: a sequence of schedules ends with the one that anneals. What
     is unknown gets the paper's rule.
     """
     found = "step"
     for name in map(str.lower, names):
-        fitting = (
-            rule
-            for rule, fragments in _FRAGMENTS.items()
-            if any(part in name for part in fragments)
-        )
-        found = next(fitting, found)
+        found = next((rule for part, rule in _FRAGMENTS.items() if part in name), found)
     return found
 
 

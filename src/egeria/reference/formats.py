@@ -1,292 +1,222 @@
-"""The number formats of a reference, each built from the float32 snapshot."""
+"""The snapshot in a number format: float32, bfloat16 or int8, the last by `torch.ao.quantization`.
+
+Convolutional models are quantised statically, with ranges of activations found on a batch: the
+largest submodules that can be traced and have no tap inside, one by one, so that every tap stays
+where it is and the model around them runs its own code. In other models each linear layer finds
+the range of its input at every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import importlib
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+import torch.fx
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from egeria.layers.batch import Batch
-from egeria.layers.undisturbed import undisturbed
-from egeria.reference import quantization
-from egeria.reference.machine import FormatName, Machine
-from egeria.reference.snapshot import Readings, Survey, check_readings, in_fp32, read_taps, run_to
-from egeria.reference.tracing import FoldedModel, is_altered, is_plain, sharing_copy
+from egeria.model.batch import Autocast, Batch
+from egeria.model.undisturbed import undisturbed
+from egeria.random_state import kept_random_state
+from egeria.reference.snapshot import read
 
-_KEPT_IN_FLOAT32 = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
-_LEAST_SHARE = 0.4
-_CALIBRATION_PRODUCTS = 1.2e10
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_ENGINE = "x86"
+Ranges = Mapping[str, Mapping[str, Tensor]]
+"""By submodule, the state of the observers in it: the smallest and largest value at each place."""
+
+
+def with_autocast(batch: Batch, enabled: bool) -> Batch:
+    """Return the batch with autocast to bfloat16, or with none."""
+    kind = batch.autocast.device_type
+    autocast = Autocast(device_type=kind, enabled=enabled, dtype=torch.bfloat16)
+    return replace(batch, autocast=autocast)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FormatInputs:
-    """What a number format is built from."""
+class Format:
+    """A snapshot in one number format."""
 
-    snapshot: nn.Module
-    taps: Sequence[str]
-    machine: Machine
-    device_type: str = "cpu"
-    survey: Survey | None = None
-    batch: Batch | None = None
-    """A training batch on the CPU to find ranges on."""
-    built: Mapping[str, Any] = field(default_factory=dict)
-    """What an earlier build of this format has found out, to build the same again."""
+    name: str
+    """'int8', 'bf16' or 'fp32'."""
+    builder: str
+    """How it was made, for the journal."""
+    model: nn.Module
+    ranges: Ranges = field(default_factory=dict)
+    """What it takes to make the same again without a batch."""
 
-    def fold(self) -> FoldedModel:
-        """Return a copy with batch norm folded; raise where there is nothing to check it with."""
-        batch = None if self.survey is None else self.survey.batch
-        return FoldedModel(self.snapshot, self.taps, batch, self.built.get("parts"))
+    def read(self, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
+        """Return the activations [B, ...] of submodules in float32; see `snapshot.read`.
 
-    def require_float32(self) -> None:
-        """Raise where weights are not float32: converting them would change what is compared."""
-        found = {
-            parameter.dtype
-            for parameter in self.snapshot.parameters()
-            if parameter.is_floating_point()
-        }
-        if others := found - {torch.float32}:
-            raise ValueError(
-                f"the weights must be float32, found {', '.join(sorted(map(str, others)))}"
-            )
+        The float32 snapshot runs under the autocast of the batch, as the model in training did.
+        """
+        if self.name != "fp32":
+            batch = with_autocast(batch, self.name == "bf16")
+        with kernels() if self.name == "int8" else nullcontext():
+            found = read(self.model, taps, batch)
+        return {tap: activation.float() for tap, activation in found.items()}
 
 
-class NumberFormat:
-    """The snapshot in one number format: a model of our own, and where in it the taps are read."""
+def build(
+    name: str, snapshot: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges
+) -> Format:
+    """Return the snapshot in a number format.
 
-    name: FormatName
-    detail: str
-    """How it is made, for the journal."""
-    _kernels: Callable[[], AbstractContextManager[None]] = nullcontext
+    Args:
+        name: of the format.
+        snapshot: in float32; left as it is.
+        taps: where activations will be read.
+        batch: to find ranges of activations on; None to take the following ones.
+        ranges: those of an earlier build.
 
-    def __init__(self, inputs: FormatInputs, folded: FoldedModel | None) -> None:
-        self._inputs, self._folded = inputs, folded
-        self._model, self._hooks = inputs.snapshot, {tap: tap for tap in inputs.taps}
-        if folded is not None:
-            self._model, self._hooks = folded.model, folded.hooks
-        self._autocast = in_fp32(inputs.device_type)
-        self.found: dict[str, Any] = {
-            "parts": {part.name: part.form for part in folded.parts} if folded else {}
-        }
-        """What the build has found out, for `FormatInputs.built`."""
-        self._updates: list[Callable[[], Any]] = (
-            [fold.update for fold in folded.folds] if folded else []
-        )
-        """Each makes weights of the model anew from those of the snapshot; what it shares with that
-        needs none."""
-
-    def update(self) -> None:
-        """Take over the weights of the snapshot as they are now; graphs and ranges stay."""
-        with self._kernels(), torch.no_grad():
-            for update in self._updates:
-                update()
-
-    def readings(self, batch: Batch) -> Readings:
-        """Return the activations at all taps."""
-        with self._kernels():
-            return read_taps(self._model, self._hooks, replace(batch, autocast=self._autocast))
-
-    def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the activation at one tap, running the model no further."""
-        with self._kernels():
-            return run_to(self._model, self._hooks[tap], replace(batch, autocast=self._autocast))
-
-
-class Float32(NumberFormat):
-    """Folded and channels last where the model can be traced and runs without autocast, else the
-    plain copy.
-
-    At the first batch that the folded copy cannot run and the plain one can, it is the plain one
-    for good.
+    Raises:
+        Exception: of any type, from torch too: it cannot be had in this format.
     """
-
-    name: FormatName = "fp32"
-
-    def __init__(self, inputs: FormatInputs) -> None:
-        super().__init__(inputs, _try_folding(inputs))
-        self.detail = "fp32, batch norm folded" if self._folded else "fp32 copy"
-
-    def activation(self, tap: str, batch: Batch) -> Tensor | None:
-        """Return the activation at one tap, running the model no further."""
-        if self._folded is None or batch.autocast.enabled:
-            return run_to(self._inputs.snapshot, tap, batch)
-        try:
-            return super().activation(tap, batch)
-        except Exception:
-            activation = run_to(
-                self._inputs.snapshot, tap, batch
-            )  # what fails here too is no fault of the folding
-            super().__init__(self._inputs, None)
-            self.detail = "fp32 copy, since a batch was too much for the folded one"
-            return activation
+    if name == "fp32":
+        return Format(name=name, builder=name, model=snapshot)
+    if any(p.is_floating_point() and p.dtype != torch.float32 for p in snapshot.parameters()):
+        raise ValueError("not all weights are float32")
+    with kept_random_state(snapshot), torch.no_grad():
+        model = deepcopy(snapshot)
+        if name == "bf16":
+            for module in _layers(model, (*_CONVOLUTIONS, nn.Linear)).values():
+                module.bfloat16()
+            return Format(name=name, builder=name, model=model)
+        with kernels():
+            if len(_layers(model, _CONVOLUTIONS)) < len(_layers(model, (nn.Linear,))):
+                return _dynamic(model)
+            return _static(model, taps, batch and with_autocast(batch, False), ranges)
 
 
-def _try_folding(inputs: FormatInputs) -> FoldedModel | None:
-    with suppress(Exception):  # folding is for speed alone
-        folded = inputs.fold()
-        if folded.folds and (inputs.survey is None or _agrees(folded, inputs.survey)):
-            return folded
-    return None
+def _layers(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
+    """Return the submodules of these very types that compute what their class says."""
+    modules = model.named_modules()
+    return {name: each for name, each in modules if type(each) in kinds and not _is_altered(each)}
 
 
-def _agrees(folded: FoldedModel, survey: Survey) -> bool:
-    readings = read_taps(folded.model, folded.hooks, survey.batch)
-    check_readings(readings, survey, is_fp32=True)
-    pairs = ((readings[tap], expected) for tap, expected in survey.readings.items())
-    return all(
-        found is None
-        or expected is None
-        or torch.allclose(found, expected, 1e-3, 1e-3 * float(expected.abs().amax()))
-        for found, expected in pairs
-    )
+def _is_altered(module: nn.Module) -> bool:
+    """Return whether weights are computed ahead of a call, or another `forward` is called."""
+    computes = bool(module._forward_pre_hooks) or is_parametrized(module)
+    return computes or "forward" in vars(module)
 
 
-class BFloat16(NumberFormat):
-    """Weights in bf16, batch norm folded, under bf16 autocast: models that mix
-    types keep working.
+def _dynamic(model: nn.Module) -> Format:
+    toolkit = _toolkit()
+    layers = dict.fromkeys(_layers(model, (nn.Linear,)), toolkit.per_channel_dynamic_qconfig)
+    if not layers:
+        raise ValueError("no layer has an int8 form")
+    toolkit.quantize_dynamic(model, layers, inplace=True)
+    return Format(name="int8", builder=f"int8, {len(layers)} linear layers, dynamic", model=model)
+
+
+def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: Ranges) -> Format:
+    found = dict.fromkeys(ranges, 0) if batch is None else _find_parts(model, taps, batch)
+    parts = dict[str, nn.Module]()
+    for name, num_inputs in found.items():
+        # What cannot be traced gives way to the parts of it.
+        if not any(name.startswith(f"{part}.") for part in parts):
+            with suppress(Exception):
+                parts[name] = _prepare(model.get_submodule(name), num_inputs)
+    if not parts:
+        raise ValueError("no part of the model with a convolution can be traced")
+    for name, part in parts.items():
+        model.set_submodule(name, part)
+    if batch is not None:
+        own = batch.first_rows(None)  # a model may overwrite its input
+        with undisturbed(model):
+            model(*own.args, **own.kwargs)
+            # Here: observers are buffers, which get back what they had.
+            ranges = {name: _observed(part) for name, part in parts.items()}
+    for name, part in parts.items():
+        part.load_state_dict(ranges[name], strict=False)
+        model.set_submodule(name, _toolkit().quantize_fx.convert_fx(part))
+    builder = f"int8, {len(parts)} parts, static"
+    return Format(name="int8", builder=builder, model=model, ranges=ranges)
+
+
+def _find_parts(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, int]:
+    """Return the submodules that may be quantised, outer ones first, and how many inputs each has.
+
+    They have a convolution and no tap inside, and are called with tensors alone.
     """
+    num_inputs = dict[str, int]()
 
-    name: FormatName = "bf16"
-    detail = "bf16"
+    def note(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_simple = all(isinstance(each, Tensor) for each in args) and not kwargs
+        num_inputs[name] = len(args) if is_simple else 0
 
-    def __init__(self, inputs: FormatInputs) -> None:
-        inputs.require_float32()
-        folded = inputs.fold()
-        rounding = _in_bf16(folded)
-        super().__init__(inputs, folded)
-        self._updates += rounding
-        self._autocast = replace(self._autocast, enabled=True)
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            is_altered = any(map(_is_altered, module.modules()))
+            has_tap = any(tap.startswith(f"{name}.") or not name for tap in taps)
+            if not (is_altered or has_tap) and _layers(module, _CONVOLUTIONS):
+                hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+                hooks.enter_context(hook)
+        read(model, taps, batch)
+    return {name: num_inputs[name] for name, _ in model.named_modules() if num_inputs.get(name)}
 
 
-def _in_bf16(folded: FoldedModel) -> list[Callable[[], Any]]:
-    """Replace parameters by copies in bf16; return what rounds those again that the snapshot has as
-    they are.
+def _prepare(module: nn.Module, num_inputs: int) -> nn.Module:
+    """Return the graph of a module with observers in it.
 
-    Norms keep float32, since a residual stream may be either. So do weights that are computed from
-    others, or used by a `forward` of the instance: such arithmetic may know nothing of autocast.
+    Raises:
+        Exception: of any type: it cannot be traced.
     """
-    owned = {id(fold.folded) for fold in folded.folds}
-    copies: dict[int, nn.Parameter] = {}
-    rounding: list[Callable[[], Any]] = []
-    for module in folded.model.modules():
-        if isinstance(module, _KEPT_IN_FLOAT32) or not _is_ordinary(module):
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter.dtype != torch.float32:
-                continue
-            if id(parameter) not in copies:
-                copies[id(parameter)] = nn.Parameter(
-                    parameter.detach().bfloat16(), requires_grad=False
-                )
-                if id(module) not in owned:
-                    rounding.append(partial(copies[id(parameter)].detach().copy_, parameter))
-            module._parameters[name] = copies[id(parameter)]
-    return rounding
+    toolkit = _toolkit()
+    # Sums of products with 8 bits on both sides would overflow 16 bits without VNNI.
+    has_vnni = getattr(torch.cpu, "_is_vnni_supported", bool)()
+    activation = toolkit.MinMaxObserver.with_args(quant_min=0, quant_max=255 if has_vnni else 127)
+    weight = toolkit.default_per_channel_weight_observer
+    mapping = toolkit.get_default_qconfig_mapping(_ENGINE)
+    mapping.set_global(toolkit.QConfig(activation=activation, weight=weight))
+    # A layer of torch itself would be traced into a function.
+    root = nn.Sequential(module) if isinstance(module, _CONVOLUTIONS) else module
+    graph: torch.fx.GraphModule = toolkit.quantize_fx.prepare_fx(root, mapping, ())
+    # An optional argument that was left out would be one that is there.
+    if num_inputs not in (0, sum(node.op == "placeholder" for node in graph.graph.nodes)):
+        raise ValueError("it was called without optional arguments")
+    return graph
 
 
-def _is_ordinary(module: nn.Module) -> bool:
-    computed = nn.utils.parametrize.is_parametrized(module) or isinstance(
-        module, nn.utils.parametrize.ParametrizationList
-    )
-    return isinstance(module, fx.GraphModule) or not (computed or is_altered(module))
+def _toolkit() -> Any:
+    """Import what torch deprecates: it takes a second, and a later torch may not have it."""
+    importlib.import_module("torch.ao.quantization.quantize_fx")
+    return importlib.import_module("torch.ao.quantization")
 
 
-class StaticInt8(NumberFormat):
-    """Weights and activations in int8, with ranges of activations found on a batch."""
-
-    name: FormatName = "int8-static"
-    _kernels = staticmethod(quantization.kernels)
-
-    def __init__(self, inputs: FormatInputs) -> None:
-        inputs.require_float32()
-        quantization.load_toolkit()
-        folded = inputs.fold()
-        if not folded.parts:
-            raise ValueError("no part of the model can be traced")
-        with quantization.kernels():
-            parts = {
-                part.name: quantization.StaticPart(part.graph, inputs.machine.vnni)
-                for part in folded.parts
-            }
-            folded.replace_parts({name: part.module for name, part in parts.items()})
-            ranges = inputs.built.get("ranges") or _observe(inputs, folded.model, parts)
-            for name, part in parts.items():
-                part.convert(ranges[name])
-            folded.replace_parts(
-                {name: part.module for name, part in parts.items()}, dequantize=True
-            )
-        sources = [source for part in parts.values() for _, source in part.layers]
-        self.detail = _describe("static", sources, inputs.snapshot)
-        super().__init__(inputs, folded)
-        self.found["ranges"] = ranges
-        self._updates += [part.update for part in parts.values()]
-
-
-def _observe(
-    inputs: FormatInputs, model: nn.Module, parts: Mapping[str, quantization.StaticPart]
-) -> dict[str, Any]:
-    """Return the ranges of activations, by part, on a batch."""
-    if inputs.survey is None or inputs.batch is None:
-        raise ValueError("there is no batch to find the ranges of activations on")
-    # One float32 pass is most of a build: a ResNet-50 at 224 pixels gets 4 images, a CIFAR net 32.
-    rows = int(_CALIBRATION_PRODUCTS / max(inputs.survey.products_per_row, 1))
-    batch = inputs.batch.first_rows(min(max(rows, 4), 32))
-    # Ranges need no more digits than bf16 has, and the pass takes half the time where bf16 is fast.
-    autocast = replace(in_fp32("cpu"), enabled=inputs.machine.fast_bf16)
-    with undisturbed(model), autocast.context():
-        model(*batch.args, **batch.kwargs)
-        return {
-            name: part.ranges() for name, part in parts.items()
-        }  # here: observers keep them in buffers
-
-
-class DynamicInt8(NumberFormat):
-    """Linear layers in int8 that find the range of their input at every call."""
-
-    name: FormatName = "int8-dynamic"
-    _kernels = staticmethod(quantization.kernels)
-
-    def __init__(self, inputs: FormatInputs) -> None:
-        inputs.require_float32()
-        quantization.load_toolkit()
-        super().__init__(inputs, None)
-        self._model, self.found = sharing_copy(inputs.snapshot), {}
-        layers: dict[nn.Linear, quantization.DynamicLinear] = {}
-        with quantization.kernels():
-            for name, module in list(self._model.named_modules(remove_duplicate=False)):
-                if name and isinstance(module, nn.Linear) and is_plain(module, (nn.Linear,)):
-                    if module not in layers:
-                        layers[module] = quantization.DynamicLinear(module, inputs.machine.vnni)
-                    self._model.set_submodule(name, layers[module])
-        self.detail = _describe("dynamic", list(layers), inputs.snapshot)
-        self._updates = [partial(layer.update, source) for source, layer in layers.items()]
-
-
-def _describe(kind: str, quantized: list[Any], model: nn.Module) -> str:
-    """Return a line for the journal; raise where too little is in int8 to be worth it, vocabularies
-    left out.
-    """
-    vocabulary = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+def _observed(part: nn.Module) -> dict[str, Tensor]:
+    state = part.state_dict()
+    return {
+        name: each.clone() for name, each in state.items() if name.endswith(("min_val", "max_val"))
     }
-    total = sum(
-        parameter.numel() for parameter in model.parameters() if id(parameter) not in vocabulary
-    )
-    size = sum(layer.weight.numel() for layer in quantized if id(layer.weight) not in vocabulary)
-    if size < _LEAST_SHARE * total:
-        raise ValueError(f"int8 has kernels for {size / max(total, 1):.0%} of the parameters only")
-    weighted = (nn.Linear, nn.modules.conv._ConvNd)
-    num_weighted = sum(isinstance(module, weighted) for module in model.modules())
-    return (
-        f"int8 {kind}, {quantization.ENGINE} engine, {len(quantized)} of {num_weighted} "
-        "weighted layers"
-    )
 
 
-FORMATS: dict[str, Callable[[FormatInputs], NumberFormat]] = {
-    kind.name: kind for kind in (StaticInt8, DynamicInt8, BFloat16, Float32)
-}
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Use our int8 kernels for the block, whatever engine the user chose, and in silence.
+
+    torch warns that they are deprecated. Filters are changed by hand: after
+    `warnings.catch_warnings` Python forgets what it has shown, and a user's code would warn again.
+    """
+    backend: Any = torch.backends.quantized
+    graphs: Any = torch.fx.config
+    filters: Any = warnings.filters
+    before = backend.engine, graphs.do_not_emit_stack_traces
+    ignore = ("ignore", None, Warning, re.compile("(?#egeria)"), 0)  # equal to nobody else's
+    filters.insert(0, ignore)
+    # Where each node of a graph comes from is not looked up: that imports the compiler.
+    backend.engine, graphs.do_not_emit_stack_traces = _ENGINE, True
+    try:
+        yield
+    finally:
+        backend.engine, graphs.do_not_emit_stack_traces = before
+        with suppress(ValueError):  # the block itself may have reset all filters
+            filters.remove(ignore)

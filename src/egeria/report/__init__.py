@@ -1,19 +1,6 @@
-"""What became of a run: numbers, a page and a few lines for the terminal, from
-the journal alone.
-"""
+"""What became of a run: numbers, a page and a few lines for the terminal, from its events alone."""
 
 from egeria.report.build import Report, report
-from egeria.report.freezing import DepthPoint, FreezeMark, Module
-from egeria.report.summary import Clock, DepthPace, Metric, Summary
+from egeria.report.summary import Clock, DepthPoint, Metric, Pace, Summary
 
-__all__ = [
-    "Clock",
-    "DepthPace",
-    "DepthPoint",
-    "FreezeMark",
-    "Metric",
-    "Module",
-    "Report",
-    "Summary",
-    "report",
-]
+__all__ = ["Clock", "DepthPoint", "Metric", "Pace", "Report", "Summary", "report"]

@@ -8,9 +8,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from egeria import events
-from egeria.report import wording
+from egeria.report import text, wording
 from egeria.report.pictures import draw_pictures
-from egeria.report.summary import Summary
+from egeria.report.summary import Summary, ratio
 
 MAX_EVENTS = 200
 
@@ -24,39 +24,34 @@ def render_page(summary: Summary) -> str:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    for write in (
-        wording.count,
-        wording.duration,
-        wording.mebibytes,
-        wording.number,
-        wording.percent,
-        wording.plural,
-    ):
-        environment.filters[write.__name__] = write
+    for name in ("count", "duration", "mebibytes", "number", "percent", "plural"):
+        environment.filters[name] = getattr(wording, name)
+    uses = {event.generation: event for event in summary.of(events.CacheUsed)}  # the last of each
     return environment.get_template("page.html.jinja").render(
         summary=summary,
-        progress=wording.progress(summary),
-        verdict=wording.verdict(summary),
-        cautions=wording.cautions(summary),
-        frozen_when=wording.frozen_when(summary),
+        progress=text.progress(summary),
+        verdict=text.verdict(summary),
+        cautions=text.cautions(summary),
+        frozen_when=text.frozen_when(summary),
         pictures=draw_pictures(summary),
         events=[
             (wording.count(event.step), *line(event))
-            for event in summary.history.events
+            for event in summary.events
             if (line := _LINES.get(type(event))) is not None
         ],
         max_events=MAX_EVENTS,
-        settings=_settings(summary),
+        cache=list(uses.values()),
+        ratio=ratio,
+        settings=[
+            ("run", {"total_steps": summary.total_steps, "unfreezing rule": summary.started.rule}),
+            *summary.started.config.items(),
+            ("environment", summary.started.environment),
+        ],
     )
 
 
 _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
     events.ControllerChosen: lambda event: ("controller", event.controller, event.reason),
-    events.ControllerRestarted: lambda event: (
-        "controller",
-        f"replaced, {event.count} so far",
-        event.reason,
-    ),
     events.CacheDecided: lambda event: ("frozen forward", event.mode, event.reason),
     events.IntervalChanged: lambda event: (
         "interval",
@@ -65,13 +60,7 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
     ),
     events.RungTaken: lambda event: ("reference", event.after, event.reason),
     events.ModuleFrozen: lambda event: ("frozen", f"{event.module} {event.name}", event.reason),
-    events.FreezeWaits: lambda event: ("waits", f"{event.module} {event.name}", event.reason),
-    events.Rewrapped: lambda event: (
-        "reduced",
-        wording.mebibytes(event.reduced_bytes),
-        "of gradients between the processes from here on; laid out anew in "
-        f"{wording.duration(event.wall_s)}",
-    ),
+    events.DepthRefused: lambda event: ("refused", f"depth {event.asked}", event.reason),
     events.Thawed: lambda event: (
         "thawed",
         wording.plural(event.frozen_before, "module"),
@@ -88,17 +77,3 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[str, str, str]]] = {
     events.FaultCaught: lambda event: ("fault", event.where, event.error),
 }
 """Event, what and why; the page leaves out other kinds."""
-
-
-def _settings(summary: Summary) -> list[tuple[str, Any]]:
-    started = summary.started
-    run = {
-        "total_steps": started.total_steps,
-        "interval_steps": f"{started.interval_steps} ({started.interval_reason})",
-        "unfreezing rule": started.rule,
-        "deepest freeze": wording.plural(summary.deepest_freeze, "module"),
-        "readings": (
-            f"{wording.count(summary.num_readings)}, {wording.count(summary.num_dropped)} dropped"
-        ),
-    }
-    return [("run", run), *started.config.items(), ("environment", started.environment)]

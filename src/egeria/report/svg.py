@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
-import colorsys
 import html
 import io
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -21,8 +18,11 @@ from matplotlib.ticker import LogFormatter
 WIDTH_INCHES = 7.6
 MAX_POINTS = 2000
 """Points of a curve; a longer one is thinned so that the page stays small."""
-LUMINANCE = 0.2
-SATURATION = 0.75
+PALETTE = (
+    *("#1f7ed6", "#4377e4", "#6070e8", "#746aea", "#8863e9", "#9d58e7", "#b349e5", "#cb2ce1"),
+    *("#d91fca", "#e024ab", "#e12f8c", "#e2366d", "#e33b4f", "#e24032", "#d4511e", "#b9671a"),
+)
+"""All with a contrast of 3.5 and more to a light and to a dark card."""
 NAMES = ("ink", "grid", "loss", "rate", "freeze", "thaw", "skip")
 COLOURS = {name: "#" + 3 * f"{place:02x}" for place, name in enumerate(NAMES, 1)}
 """Stand-ins drawn by matplotlib; on the page each becomes the CSS variable of its name, light or
@@ -56,7 +56,7 @@ class Picture:
     title: str
     caption: str
     svg: str
-    legend: tuple[tuple[str, str], ...]
+    legend: list[tuple[str, str]]
     """CSS colours and what they stand for; outside the SVG, where long names wrap."""
 
 
@@ -92,30 +92,21 @@ def draw(
     return _inline(buffer.getvalue(), prefix, alt)
 
 
-def as_file(svg: str) -> str:
-    """Return an inline picture as a file of its own: with a name space, a background, and the
-    page's light colours.
-    """
-    style = (Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
-    colours = dict(reversed(re.findall(r"--([\w-]+): (#\w+)", style)))  # the light ones come first
-    svg = re.sub(r"var\(--([\w-]+)\)", lambda match: colours.get(match[1], match[0]), svg)
-    return svg.replace(
-        "<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" style="background:{colours["card"]}" ', 1
-    )
-
-
 def plot(
     axes: Any,
     steps: Sequence[int],
     values: Sequence[float | None],
     colour: str,
-    limit: int = MAX_POINTS,
+    share: float = 1.0,
     **style: Any,
 ) -> None:
-    """Plot a curve, thinned; it has a gap where a value is missing or not finite."""
-    few = len(steps) <= 1
-    kept_steps, kept_values = thin(steps, finite(values), limit)
-    axes.plot(kept_steps, kept_values, color=colour, **({"marker": "."} if few else {}) | style)
+    """Plot a curve with a gap where a value is missing or not finite, thinned to `share` of
+    `MAX_POINTS`.
+    """
+    solid = [value if value is not None and math.isfinite(value) else math.nan for value in values]
+    kept_steps, kept_values = thin(steps, solid, max(20, int(share * MAX_POINTS)))
+    few = {"marker": "."} if len(steps) <= 1 else {}
+    axes.plot(kept_steps, kept_values, color=colour, **few | style)
 
 
 def use_log(axes: Any) -> None:
@@ -128,32 +119,8 @@ def use_log(axes: Any) -> None:
 
 
 def module_colour(place: int, num_modules: int) -> str:
-    """Return the colour of a module: from blue at the front to orange at the back.
-
-    All have the same luminance, which stands out (contrast 3.5 and more) from a light and from a
-    dark card.
-    """
-    hue = (0.58 + 0.5 * place / max(num_modules - 1, 1)) % 1.0
-    grade = bisect.bisect_left(
-        range(4096), LUMINANCE, key=lambda grade: _luminance(hue, grade / 4096)
-    )
-    channels = colorsys.hls_to_rgb(hue, (grade - 1) / 4096, SATURATION)
-    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
-
-
-def _luminance(hue: float, lightness: float) -> float:
-    """Return the relative luminance as WCAG 2 defines it."""
-    channels = colorsys.hls_to_rgb(hue, lightness, SATURATION)
-    linear = [
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-        for value in channels
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def finite(values: Sequence[float | None]) -> list[float]:
-    """Return the values with a gap (nan) for each that is missing or not finite."""
-    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
+    """Return the colour of a module: from blue at the front to orange at the back."""
+    return PALETTE[min(place * len(PALETTE) // max(num_modules, 1), len(PALETTE) - 1)]
 
 
 def thin(

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from egeria.errors import ConfigError
-from egeria.report.live import RunSummary
+from egeria.report.summary import Summary
 
 FOLDER = "egeria"
 """Where a tracker keeps the report."""
 
 
-def scalars(summary: RunSummary) -> dict[str, float]:
+def scalars(summary: Summary) -> dict[str, float]:
     """Return the values that trackers are sent; what is not known yet is left out.
 
     Returns:

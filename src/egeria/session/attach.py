@@ -5,36 +5,32 @@ user holds.
 from __future__ import annotations
 
 import gc
-import logging
+import io
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from egeria.config import Config
-from egeria.controller import Controller, ControllerChoice
+from egeria.controller import Controller
+from egeria.distributed.ranks import rank
 from egeria.errors import ConfigError, StateError
-from egeria.events import ControllerChosen, Event, MetricLogged, Resumed, RunClosed, RunStarted
+from egeria.events import Event, MetricLogged, Resumed, RunClosed
 from egeria.journal import Recorder, is_url, run_directory
-from egeria.layers.modules import LayerModule
-from egeria.layers.pretrained import find_trained_norms
-from egeria.parallel import ParallelStrategy, refuse_plasticity
-from egeria.policy import (
-    PLASTICITY,
-    Plan,
-    Policy,
-    PolicyMaker,
-    UnfreezeRule,
-    choose_interval,
-    find_policy,
-)
-from egeria.report.live import RunSummary
+from egeria.model.compile import Compilation, is_compiled
+from egeria.model.cut import LayerModule
+from egeria.model.pretrained import find_trained_norms
+from egeria.policy import Maker, Plan
+from egeria.report.summary import UNKNOWN_START, Summary
 from egeria.report.trackers import find_trackers
 from egeria.session.checks import (
     agree_on_the_run,
@@ -46,15 +42,13 @@ from egeria.session.checks import (
     unwrap_loader,
     unwrap_scheduler,
 )
-from egeria.session.cutting import Cut, first_cut
-from egeria.session.following import ModelHooks, Training
-from egeria.session.loop import Session
-from egeria.session.packed import Packed
-from egeria.session.ranks import Ranks
+from egeria.session.evaluation import make_evaluation
+from egeria.session.interval import read_loss
+from egeria.session.session import Session
 from egeria.session.showing import Showing, as_html, in_a_line
-from egeria.session.timing import Stopwatch
+from egeria.session.training import Training
 
-STATE_SCHEMA = 2
+STATE_SCHEMA = 3
 _TOO_FEW = "Without it nothing is measured or frozen: call run.step(loss) after each optimizer step"
 
 
@@ -68,9 +62,8 @@ def attach(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     directory: str | Path | None = None,
     controller: str | Controller | None = None,
-    policy: str | PolicyMaker | None = None,
+    policy: str | Maker | None = None,
     plan: str | None = None,
-    parallel: ParallelStrategy | None = None,
     log_to: Any = None,
 ) -> Run:
     """Watch a training run and freeze its front layers as they converge; `run.close()` undoes
@@ -96,12 +89,10 @@ def attach(
             copied to the URL at `close` and whenever the state is saved.
         controller: 'auto', 'process' or 'inline', before `config`'s own; or a controller of your
             own.
-        policy: the name of a policy, before `config`'s own; or an `egeria.policy.PolicyMaker` of
-            your own.
+        policy: the name of a policy, before `config`'s own; or what makes one of your own, called
+            as `egeria.policy.Maker` says.
         plan: how many front layer modules are frozen from when on, such as "0.5:1 0.75:2": from
             half of the steps on one, from three quarters on two; short for `policy.plan`.
-        parallel: how several processes train together; None takes that from the model's wrapper and
-            the job.
         log_to: TensorBoard's `SummaryWriter`, a W&B or Trackio run, `mlflow` or an `MlflowClient`,
             a callable `(values, step)`, or a list of these: gets the run's numbers under `egeria/`,
             and the report at the end.
@@ -113,49 +104,46 @@ def attach(
         ConfigError: an argument or a setting is outside its contract, or an open run watches this
             model.
     """
-    watch, settings = Stopwatch(), read_config(config, controller, policy, plan)
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    settings = read_config(config, controller, policy, plan)
     loader, scheduler = unwrap_loader(loader), unwrap_scheduler(scheduler)
-    model, optimizers, parallel = check_training(model, optimizer, total_steps, parallel)
-    _check_unwatched(model)
+    given, inner, optimizers = check_training(model, optimizer, total_steps)
+    _check_unwatched(inner)
     rule_name, rule = choose_rule(settings, scheduler, total_steps)
-    choice, make_controller = choose_controller(settings, model, controller, loader)
-    ranks = Ranks(parallel)
-    # Of several processes only the first keeps a journal and logs; others may not even have what it
-    # logs to.
-    trackers = find_trackers(log_to) if ranks.leads else []
+    choice, make_controller = choose_controller(settings, inner, controller, loader)
+    agree_on_the_run(settings, total_steps)
+    # Of several processes only the first keeps a journal and logs; others may not even have what
+    # it logs to.
+    leads = rank() == 0
+    trackers = find_trackers(log_to) if leads else []
     url = str(directory) if is_url(directory) else None
-    recorder = Recorder(
-        run_directory(directory) if ranks.leads else None, url=url, echoes=not ranks.leads
-    )
-    showing = Showing(recorder, trackers, speaks=ranks.leads)
+    recorder = Recorder(run_directory(directory) if leads else None, url=url, echoes=not leads)
+    started = replace(UNKNOWN_START, config=settings.to_dict(), total_steps=total_steps)
+    showing = Showing(recorder, trackers, started, speaks=leads)
     training = Training(
-        model=model,
-        hooks=ModelHooks(model, parallel),
+        model=inner,
+        given=given,
         optimizers=optimizers,
         config=settings,
+        rule=rule,
+        rule_name=rule_name,
         total_steps=total_steps,
-        parallel=parallel,
-        ranks=ranks,
         recorder=recorder,
-        norms=find_trained_norms(model),
+        compilation=Compilation() if is_compiled(given) or is_compiled(inner) else None,
+        norms=find_trained_norms(inner),
     )
-    make_policy = partial(_make_policy, training, rule)
-    cut, interval_steps = _begin(training, make_policy, choice, rule_name, loader)
     try:
         session = Session(
             training,
-            cut=cut,
-            interval_steps=interval_steps,
-            make_policy=make_policy,
-            make_controller=make_controller,
+            environment=environment(inner, loader),
             loader=loader,
+            make_evaluation=partial(make_evaluation, training, choice=choice, make=make_controller),
         )
-    except BaseException:  # such as one of the user's own policy, which `attach` raises
-        training.hooks.close()
+    except BaseException:  # such as a pattern of layer modules that matches nothing
         recorder.close()
         raise
-    session.timer.add_overhead(*watch.read())
-    run = _OPEN_RUNS[id(model)] = Run(session, showing)
+    session.clock.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+    run = _OPEN_RUNS[id(inner)] = Run(session, showing)
     return run
 
 
@@ -171,6 +159,7 @@ class Run:
         self._recorder = recorder = session.recorder
         self.directory: Path | None = recorder.directory
         self._closed = False
+        self._last_state: dict[str, Any] | None = None
         # A run that is dropped without `close` must not leave a frozen model or an open file
         # behind.
         self._finalizer = weakref.finalize(self, _release, session, recorder)
@@ -182,14 +171,16 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """How many layer modules are frozen over the training; None under a policy without a
-        plan.
+        """How many layer modules are frozen over the training, once the first step was made; None
+        under a policy without a plan.
         """
         return self._session.plan
 
     @property
     def modules(self) -> tuple[LayerModule, ...]:
-        """The layer modules, front to back; empty where the model could not be cut."""
+        """The layer modules, front to back; empty before the first optimizer step, and where the
+        model could not be cut.
+        """
         return self._session.modules
 
     @property
@@ -212,22 +203,16 @@ class Run:
         Raises:
             ConfigError: the loss is neither a number nor a tensor of one element.
         """
-        value = None if self._closed else self._session.steps.take(loss)
-        if value is None:
-            return
-        self._session.timer.enter()
-        try:
-            self._session.step(value)
+        value = read_loss(loss)
+        if not self._closed and self._session.step(value):
             self._showing.end_step()
-        finally:
-            self._session.timer.leave()
 
     def log(self, **metrics: float) -> None:
         """Put numbers into the journal, such as `run.log(accuracy=0.93)`; the report draws them."""
         values = {name: float(value) for name, value in metrics.items()}
         self._recorder.write(MetricLogged(step=self._session.clock.step, values=values))
 
-    def summary(self) -> RunSummary:
+    def summary(self) -> Summary:
         """Return where the run stands: steps, stage, what is frozen, time saved and overhead so
         far.
         """
@@ -274,8 +259,11 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to continue as if the run had never stopped.
 
-        Plain values and tensors; save it beside the states of the model and the optimizer.
+        Plain values and tensors; save it beside the states of the model and the optimizer. Of a
+        closed run it is the state before it was closed.
         """
+        if self._last_state is not None:
+            return self._last_state
         self._recorder.upload()
         return {"schema": STATE_SCHEMA, **self._session.state_dict()}
 
@@ -316,20 +304,23 @@ class Run:
         """End the run and leave the model as it was found: thawed, without hooks. Safe to call
         twice.
         """
+        frozen, session = self.frozen, self._session
+        if self._last_state is None:
+            with suppress(Exception):  # a device that has failed tells no losses
+                self._last_state = {"schema": STATE_SCHEMA, **session.state_dict()}
+        session.close()  # again too, where an interrupt came between
         if self._closed:
             return
         self._closed = True
-        frozen, session = self.frozen, self._session
-        session.close()
-        reason = session.steps.why_too_few()
+        reason = session.steps.calls_missing
         if reason and sys.exc_info()[0] is None:  # after an error the loop may not have come to it
             self._recorder.decline("watching this training", f"{reason}. {_TOO_FEW}")
         self._recorder.write(
             RunClosed(
                 step=session.clock.step,
                 frozen=frozen,
-                overhead_wall_s=session.timer.overhead_wall_s,
-                overhead_cpu_s=session.timer.overhead_cpu_s,
+                overhead_wall_s=session.clock.overhead_wall_s,
+                overhead_cpu_s=session.clock.overhead_cpu_s,
                 controller_cpu_s=session.controller_cpu_s,
             )
         )
@@ -377,68 +368,40 @@ def _release(session: Session, recorder: Recorder) -> None:
     recorder.close()
 
 
-def _make_policy(training: Training, rule: UnfreezeRule, cut: Cut) -> Policy:
-    config, plan = training.config, training.plan(cut.modules)
-    if plan is not None:
-        config = replace(config, policy=replace(config.policy, plan=str(plan)))
-    policy = find_policy(config.policy.name)(
-        config,
-        trainable=cut.trainable,
-        rule=rule,
-        total_steps=training.total_steps,
-        deepest_freeze=cut.deepest_freeze,
-    )
-    if not isinstance(policy, Policy):
-        raise ConfigError(
-            "policy.name takes a callable that makes an egeria.policy.Policy, found one that "
-            "makes "
-            f"{type(policy).__name__}. Give what it makes the attributes and methods of that "
-            "protocol."
-        )
-    return policy
+if TYPE_CHECKING:  # it takes half a second to import
+    from torch.distributed.checkpoint.stateful import Stateful
 
 
-def _begin(
-    training: Training,
-    make_policy: Callable[[Cut], Policy],
-    choice: ControllerChoice,
-    rule_name: str,
-    loader: Any,
-) -> tuple[Cut | None, int]:
-    """Return the cut (None where nothing can freeze) and `n`; journal how the run begins."""
-    cut, refusal = first_cut(training)
-    needs = make_policy(cut).needs if cut else frozenset()
-    if PLASTICITY in needs:
-        refusal = refuse_plasticity(training.model) or refusal
-    elif cut:
-        reason = f"the policy {training.policy_name!r} reads no plasticity"
-        choice = ControllerChoice(kind="none", device="", reason=reason)
-    interval_steps, interval_reason = choose_interval(
-        training.config,
-        total_steps=training.total_steps,
-        num_modules=len(cut.modules) if cut else 1,
-    )
-    if not training.ranks.is_alone:
-        differs = agree_on_the_run(training, cut, interval_steps, choice.kind == "process")
-        refusal = refusal or differs or ""
-    cut = None if refusal else cut
-    recorder = training.recorder
-    recorder.write(
-        RunStarted(
-            step=0,
-            config=training.config.to_dict(),
-            rule=rule_name,
-            total_steps=training.total_steps,
-            interval_steps=interval_steps,
-            interval_reason=interval_reason,
-            environment=environment(training.model, loader),
-            **(cut.to_dict() if cut else {"modules": [], "trainable": [], "deepest_freeze": 0}),
-        )
-    )
-    if refusal:
-        recorder.decline("freezing", refusal)
-    if cut:
-        recorder.write(ControllerChosen(step=0, controller=choice.kind, reason=choice.reason))
-        runs = "the controller runs" if choice.device else "the controller is"
-        logging.getLogger("egeria").info("%s %s: %s", runs, choice.kind, choice.reason)
-    return cut, interval_steps
+class Packed:
+    """The state of a run in one piece.
+
+    `torch.distributed.checkpoint` takes states apart and loads them entry by entry into a state
+    that has the same entries; those of a run come and go. In one piece there is one entry, and all
+    processes load the same. It must be that of the first: save with
+    `DefaultSavePlanner(dedup_save_to_lowest_rank=True)`. Others have the decisions, but not the
+    reference model and what was measured since the last evaluation, which are made again then.
+    """
+
+    def __init__(self, run: Stateful) -> None:
+        self._run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as one entry of bytes."""
+        file = io.BytesIO()
+        torch.save(self._run.state_dict(), file)
+        return {"state": file.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state.
+
+        Raises:
+            StateError: it is of another egeria, or of another model. Nothing has changed then.
+        """
+        try:
+            loaded = torch.load(io.BytesIO(state["state"]), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise StateError(
+                f"The state of a run is what run.packed saved; this one cannot be read ({error}). "
+                f"Take an earlier checkpoint, or go on without loading it."
+            ) from error
+        self._run.load_state_dict(loaded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,18 +25,13 @@ from egeria.controller import (
     ProcessController,
     choose,
 )
+from egeria.distributed import ddp
+from egeria.distributed.ranks import together, world_size
+from egeria.distributed.refuse import reason_to_decline
 from egeria.errors import ConfigError
-from egeria.layers.modules import LayerModule
-from egeria.parallel import ParallelStrategy, choose_parallel
-from egeria.policy import (
-    UnfreezeRule,
-    find_policy,
-    find_rule,
-    rule_for_schedule,
-)
-from egeria.session.cutting import Cut
-from egeria.session.following import Training
-from egeria.session.ranks import Subject
+from egeria.model.cut import LayerModule
+from egeria.policy import UnfreezeRule, find_maker, find_plan, find_rule, rule_for_schedule
+from egeria.session.evaluation import MakeController, SecondsLeft
 
 DECIDING = (
     "policy",
@@ -75,28 +70,24 @@ def read_config(config: Any, controller: Any, policy: Any, plan: Any = None) -> 
 
 
 def check_training(
-    model: Any, optimizer: Any, total_steps: Any, parallel: ParallelStrategy | None
-) -> tuple[nn.Module, list[Optimizer], ParallelStrategy]:
-    """Return the model without its wrapper, all optimizers, and how several processes train
-    together.
-    """
+    model: Any, optimizer: Any, total_steps: Any
+) -> tuple[nn.Module, nn.Module, list[Optimizer]]:
+    """Return the model as it is called, the model without wrappers, and all optimizers."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"attach takes a torch.nn.Module to train, found {type(model).__name__}. Pass the "
             "model itself."
         )
-    inner = _unwrap(model, INNER_MODELS)
-    parallel = parallel or choose_parallel(inner)
-    model = parallel.take(inner)
-    optimizers = _check_optimizers(model, optimizer, is_refused=parallel.refusal() is not None)
+    given: nn.Module = _unwrap(model, INNER_MODELS)
+    inner = ddp.unwrap(given)
+    optimizers = _check_optimizers(inner, optimizer)
     is_whole = isinstance(total_steps, int) and not isinstance(total_steps, bool)
     if total_steps is not None and not (is_whole and total_steps > 0):
         raise ConfigError(
             "total_steps is the number of optimizer steps of the whole run, a whole number above "
-            "0, "
-            f"found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
+            f"0, found {total_steps!r}. Pass len(loader) * epochs, or leave it out."
         )
-    return model, optimizers, parallel
+    return given, inner, optimizers
 
 
 INNER_MODELS = {"_FabricModule": "_forward_module"}
@@ -174,11 +165,11 @@ def unwrap_scheduler(scheduler: Any) -> Any:
     return scheduler
 
 
-def _check_optimizers(model: nn.Module, optimizer: Any, *, is_refused: bool) -> list[Optimizer]:
+def _check_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     """Return the optimizers as a list, without the wrappers of frameworks.
 
-    What cannot be frozen may be trained in other tensors than its parameters, as by ZeRO: that is
-    no error.
+    A model that is declined may be trained in other tensors than its parameters, as by ZeRO: that
+    is no error.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [_unwrap(entry, INNER_OPTIMIZERS) for entry in given]
@@ -195,7 +186,8 @@ def _check_optimizers(model: nn.Module, optimizer: Any, *, is_refused: bool) -> 
         for group in entry.param_groups
         for parameter in group["params"]
     )
-    if not is_refused and not any(id(parameter) in known for parameter in held):
+    holds_none = not any(id(parameter) in known for parameter in held)
+    if holds_none and reason_to_decline(model, optimizers) is None:
         raise ConfigError(
             "attach takes an optimizer that trains parameters of the model, found one that holds "
             "none of them. "
@@ -214,17 +206,10 @@ def choose_rule(
     if rule == "auto":
         rule = rule_for_schedule(_schedule_names(scheduler))
     name = rule if isinstance(rule, str) else type(rule).__name__
-    found = find_rule(rule, config.unfreezing.drop_factor)
-    maker = find_policy(config.policy.name)
-    if isinstance(config.policy.name, str):  # one of the user's own is not made just to be checked
-        maker(
-            config,
-            trainable=(True,) * 3,  # the fewest of which a plan drawn up freezes one
-            rule=found,
-            total_steps=total_steps,
-            deepest_freeze=None,
-        )
-    return name, found
+    find_maker(config)
+    # The fewest layer modules of which a plan that is drawn up freezes one.
+    find_plan(config.policy, ("",) * 3, True, total_steps)
+    return name, find_rule(rule, config.unfreezing.drop_factor)
 
 
 def _schedule_names(scheduler: Any) -> list[str]:
@@ -244,9 +229,6 @@ def _schedule_names(scheduler: Any) -> list[str]:
     return names
 
 
-MakeController = Callable[[Sequence[LayerModule], Callable[[], float | None]], Controller]
-
-
 def choose_controller(
     config: Config, model: nn.Module, given: str | Controller | None, loader: Any
 ) -> tuple[ControllerChoice, MakeController]:
@@ -259,13 +241,10 @@ def choose_controller(
         ), lambda *_: given
     choice = choose(config.controller.kind, config.reference.device, model, loader)
 
-    def make(
-        modules: Sequence[LayerModule], seconds_left: Callable[[], float | None]
-    ) -> Controller:
+    def make(modules: Sequence[LayerModule], seconds_left: SecondsLeft) -> Controller:
         plan = EvaluationPlan(
             taps=tuple(module.tap for module in modules[:-1]),
             largest_map=config.plasticity.largest_map,
-            window=config.plasticity.window,
             precision=config.reference.precision,
             device=choice.device,
             fidelity_share=config.reference.fidelity_share,
@@ -279,50 +258,31 @@ def choose_controller(
     return choice, make
 
 
-def agree_on_the_run(
-    training: Training, cut: Cut | None, interval_steps: int, is_apart: bool
-) -> str | None:
-    """Check that all processes attach alike; return why nothing can be frozen, None if it can.
-
-    The processes learn here whether the controller of the first one is a separate process
-    (`is_apart`).
+def agree_on_the_run(config: Config, total_steps: int | None) -> None:
+    """Check that all processes of a job attach alike.
 
     Raises:
         ConfigError: they were given other settings, or another number of steps.
     """
-    config, total_steps, modules = (
-        training.config.to_dict(),
-        training.total_steps,
-        cut.modules if cut else (),
-    )
-    # Without what is another object in each process.
+    if world_size() == 1:
+        return
+    # Without what is another object in each process, and without addresses within objects.
     settings = {
-        name: {key: value for key, value in config[name].items() if not str(value).startswith("<")}
-        for name in DECIDING
+        name: {key: value for key, value in group.items() if not str(value).startswith("<")}
+        for name, group in config.to_dict().items()
+        if name in DECIDING
     }
-    told = re.sub(
-        " at 0x[0-9A-Fa-f]+", "", str(settings)
-    )  # a function within an object has its address in there
-    names = [module.name for module in modules]
-    rows = training.ranks.gather(
-        Subject.ATTACHING, (total_steps or -1, told, names, interval_steps, is_apart)
-    )
+    told = re.sub(" at 0x[0-9A-Fa-f]+", "", str(settings))
+    rows = together(lambda: (total_steps, told))
     for column, what in enumerate(("total_steps", "settings")):
-        apart = [rank for rank, found in enumerate(rows) if found[column] != rows[0][column]]
+        apart = [number for number, row in enumerate(rows) if row[column] != rows[0][column]]
         if apart:
             found = f", found {[row[0] for row in rows]}" if what == "total_steps" else ""
             raise ConfigError(
                 f"All processes of a job attach with the same {what}; rank {apart[0]} has others "
-                f"than rank 0{found}. "
-                "Give attach the same on every rank; with loaders of different lengths, the "
-                "number of the first."
+                f"than rank 0{found}. Give attach the same on every rank; with loaders of "
+                "different lengths, the number of the first."
             )
-    training.ranks.leader_is_apart = rows[0][4]
-    if not all(found[2] for found in rows):
-        return "the model of another process of the job cannot be frozen"
-    if any(found[2:4] != rows[0][2:4] for found in rows):
-        return "the processes of the job cut their models into other layer modules"
-    return None
 
 
 def environment(model: nn.Module, loader: Any) -> dict[str, Any]:

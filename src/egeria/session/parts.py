@@ -1,105 +1,121 @@
-"""What is made for one cut of the model into layer modules."""
+"""What exists from the cut of a model on: what decides, and what carries it out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from egeria.controller import AbsentController, Controller
-from egeria.layers.modules import LayerModule
-from egeria.policy import PLASTICITY, Policy
-from egeria.session.applying import Applier
-from egeria.session.checks import MakeController
-from egeria.session.compiling import Compiling
-from egeria.session.cutting import Cut
+from egeria.errors import ConfigError
+from egeria.events import PlanMade, RunStarted
+from egeria.model.cut import Cut
+from egeria.policy import Plan, PlanPolicy, Policy, find_maker, find_plan
+from egeria.report.summary import backward_shares
+from egeria.session.apply import Applier
 from egeria.session.evaluation import Evaluation
-from egeria.session.following import Training
-from egeria.session.timing import Budget, IntervalClock, IterationTimer
+from egeria.session.training import Training
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutParts:
-    """What decides for a cut, what it decides by, and what carries it out."""
-
-    policy: Policy
-    evaluation: Evaluation
-    applier: Applier
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all three."""
-        return {
-            "policy": self.policy.state_dict(),
-            "evaluator": self.evaluation.state_dict(),
-            "frozen": self.applier.depth,
-            "trainable": list(self.applier.trainable),
-            "input_needs_grad": self.applier.training.hooks.input_needs_grad,
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what decides; what is in force follows by `restore`, when nothing else acts on
-        the model.
-        """
-        self.policy.load_state_dict(saved["policy"])
-        self.evaluation.load_state_dict(saved["evaluator"])
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Freeze what a saved state had frozen."""
-        decided = self.policy.frozen
-        self.applier.training.hooks.input_needs_grad = saved["input_needs_grad"]
-        self.applier.restore(min(decided, saved["frozen"]), decided)
-
-
-@dataclass(frozen=True, slots=True)
-class PartsMaker:
-    """Makes the parts of a cut, for one run."""
+@dataclass(kw_only=True, slots=True)
+class Parts:
+    """The cut of a model, the policy that was made for it, and what freezes by it."""
 
     training: Training
-    make_policy: Callable[[Cut], Policy]
-    make_controller: MakeController
-    compiling: Compiling
-    budget: Budget
-    timer: IterationTimer
-    clock: Callable[[], IntervalClock]
-    """Returns that of the run, which another takes the place of where a state is loaded."""
+    cut: Cut
+    plan: Plan | None
+    policy: Policy
+    applier: Applier
+    evaluation: Evaluation | None = None
+    """None where the policy reads no plasticity."""
 
-    def make(self, cut: Cut) -> CutParts:
-        """Return new parts; nothing is frozen by them yet."""
-        training = self.training
-        training.hooks.open()
-        policy, controller = self.make_policy(cut), cast(Controller, AbsentController())
-        if PLASTICITY in policy.needs and training.ranks.leads:
-            controller = self.make_controller(
-                cut.modules, lambda: self.timer.left_s(self.clock().step)
-            )
-        return CutParts(
-            policy=policy,
-            evaluation=Evaluation(
-                training, cut.modules, policy, controller, self.budget, self.timer
-            ),
-            applier=Applier(
-                training, cut.modules, self.compiling, cut.deepest_freeze, cut.trainable
-            ),
-        )
-
-    def resume(
-        self, modules: Sequence[LayerModule], saved: Mapping[str, Any], norms: Mapping[str, bool]
-    ) -> tuple[CutParts, Cut]:
-        """Return parts that decide as those of a saved state, and their cut; where that fails
-        nothing has changed.
+    def announce(self, dropped: Sequence[str]) -> None:
+        """Journal the plan, with the compute that it skips, and what can never be frozen.
 
         Args:
-            modules: the layer modules of the saved state.
-            saved: the state of its parts.
-            norms: which normalisation layers had come trained when its run began.
+            dropped: blocks that did not run in the first step, although others beside them did.
         """
-        came_trained = dict(self.training.norms)
-        self.training.norms.update(norms)
-        try:
-            cut = Cut.resumed(self.training, modules, saved)
-            parts = self.make(cut)
-            parts.load_state_dict(saved)
-        except BaseException:
-            self.training.norms.update(came_trained)
-            raise
-        return parts, cut
+        modules, recorder, deepest = self.cut.modules, self.training.recorder, self.applier.deepest
+        if deepest < len(modules) - 1:
+            recorder.decline(
+                f"freezing {modules[deepest].name} and what follows", self.applier.limit
+            )
+        if dropped:
+            recorder.decline(
+                f"freezing {', '.join(dropped)}",
+                "it did not run in the first step, and is left as it is: what is in front of it "
+                "freezes, but the backward pass goes on as far as to it",
+            )
+        if self.plan is None:
+            return
+        trained = [self.applier.count(entry) / max(1, entry.num_parameters) for entry in modules]
+        skipped = self.plan.skipped_share(backward_shares([m.share for m in modules], trained))
+        plan, reason, step = str(self.plan), self.plan.reason, recorder.step
+        recorder.write(PlanMade(step=step, plan=plan, reason=reason, skipped_share=skipped))
+
+    def announce_resumed(self, cut_by: Mapping[str, Any]) -> None:
+        """Say where a resumed run keeps a cut that was made with other settings."""
+        ours = asdict(self.training.config.modules)
+        differing = [name for name in ours if cut_by.get(name, ours[name]) != ours[name]]
+        if differing:
+            settings = " and ".join(f"modules.{name}={ours[name]!r}" for name in differing)
+            self.training.recorder.decline(
+                f"cutting the model by {settings}",
+                "a resumed run keeps the layer modules that it was saved with. For others load the "
+                "model and the optimizer, but not the state of the run",
+            )
+
+
+def make_parts(
+    training: Training, cut: Cut, wrapper: Any, engine: Mapping[str, Any] | None = None
+) -> Parts:
+    """Make the parts of a run; nothing is frozen by them yet.
+
+    Args:
+        training: what is trained.
+        cut: of its model.
+        wrapper: DistributedDataParallel around the model; None where there is none.
+        engine: the saved state of the parts of a resumed run.
+    """
+    names, settings = tuple(module.name for module in cut.modules), training.config.policy
+    plan = find_plan(settings, names, training.is_pretrained, training.total_steps)
+    if plan is not None:
+        settings = replace(settings, plan=str(plan))
+    applier = Applier(training, cut, wrapper)
+    policy = find_maker(replace(training.config, policy=settings))(
+        modules=names,
+        trainable=cut.trainable,
+        deepest=applier.deepest,
+        total_steps=training.total_steps,
+        lr_rule=training.rule,
+    )
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            "policy.name takes a callable that makes an egeria.policy.Policy, found one that makes "
+            f"{type(policy).__name__}. Give what it makes the attributes and methods of that "
+            "protocol."
+        )
+    if engine is not None:
+        policy.load_state_dict(engine["policy"])
+        if plan is not None and isinstance(policy, PlanPolicy):
+            reason = engine["plan_reason"] or plan.reason
+            plan = replace(policy.plan, modules=names, reason=reason)
+    return Parts(training=training, cut=cut, plan=plan, policy=policy, applier=applier)
+
+
+def run_started(
+    training: Training, cut: Cut | None, parts: Parts | None, interval_steps: int
+) -> RunStarted:
+    """Return the event by which a journal begins; without a cut nothing can be frozen."""
+    modules = cut.modules if cut else ()
+    count = parts.applier.count if parts else lambda _: 0
+    return RunStarted(
+        step=0,
+        config=training.config.to_dict(),
+        modules=[{**asdict(entry), "num_trainable": count(entry)} for entry in modules],
+        trainable=list(cut.trainable) if cut else [],
+        deepest_freeze=parts.applier.deepest if parts else 0,
+        rule=training.rule_name,
+        total_steps=training.total_steps,
+        interval_steps=interval_steps,
+        environment={},
+    )

@@ -4,36 +4,24 @@ trackers are sent.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import logging
 import tempfile
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 
-from torch import nn
-
 from egeria import events
-from egeria.journal import Recorder
-from egeria.layers.atoms import can_be_called
+from egeria.errors import JournalError
+from egeria.journal import Recorder, read_journal
 from egeria.report.build import write_files
-from egeria.report.live import LiveHistory, RunSummary
+from egeria.report.summary import Summary
+from egeria.report.text import headline, progress
 from egeria.report.trackers import Tracker, scalars
-from egeria.report.wording import (
-    count,
-    duration,
-    percent,
-    plural,
-    printable,
-)
+from egeria.report.wording import duration, plural, printable
 
 logger = logging.getLogger("egeria")
-LOGGED = (
-    events.IntervalMeasured,
-    events.PlasticityRead,
-    events.ModuleFrozen,
-    events.Thawed,
-)
+LOGGED = (events.IntervalMeasured, events.PlasticityRead, events.ModuleFrozen, events.Thawed)
 """Events whose steps are logged to trackers."""
 
 
@@ -43,28 +31,48 @@ class Showing:
     Args:
         recorder: of the run.
         trackers: what the run is logged to.
+        started: what is known of the run before its first step.
         speaks: whether this process writes the lines of the log: of several only the first does.
     """
 
-    def __init__(self, recorder: Recorder, trackers: Sequence[Tracker], *, speaks: bool) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        trackers: Sequence[Tracker],
+        started: events.RunStarted,
+        *,
+        speaks: bool,
+    ) -> None:
         self._recorder, self._trackers, self._speaks = recorder, list(trackers), speaks
-        self._live = LiveHistory(recorder.directory)
-        self._num_modules = 0
-        self._has_stepped = self._has_news = False
+        self._started = started
+        self._earlier: tuple[events.Event, ...] = ()
+        """What was in the journal before; it counts once a state is loaded."""
+        if recorder.directory is not None:
+            with contextlib.suppress(JournalError):  # there is none, or of a newer version
+                self._earlier = read_journal(recorder.directory).events
+        self._own: list[events.Event] = []
+        self._is_resumed = self._has_stepped = self._has_news = False
         self._logged_step = -1
         recorder.listen(self._take_in)
 
-    def summary(self) -> RunSummary:
+    def summary(self) -> Summary:
         """Return where the run stands."""
-        return self._live.summary(self._recorder.step)
+        found = [*(self._earlier if self._is_resumed else ()), *self._own]
+        step, directory = self._recorder.step, self._recorder.directory
+        return Summary(found, directory, step=step, started=self._started)
 
     def end_step(self) -> None:
-        """Log to the trackers what the step brought, and at the first step of a run in a used
-        directory say so.
-        """
+        """Log to the trackers what the step brought; at the first one warn of a used directory."""
         if not self._has_stepped:
             self._has_stepped = True
-            self._note_used_directory()
+            if not self._is_resumed and any(event.step for event in self._earlier):
+                self._recorder.warn(
+                    "a used directory",
+                    f"egeria: {self._recorder.directory} already holds the journal of another run. "
+                    "This run is written behind it, and the report shows this one alone. Give each "
+                    "run a `directory` of its own; to continue the other, call "
+                    "run.load_state_dict before the first step.",
+                )
         if self._has_news:
             self._log()
 
@@ -88,11 +96,11 @@ class Showing:
             self._recorder.warn("the report for trackers", message)
 
     def _take_in(self, event: events.Event) -> None:
-        self._live.take_in(event)
+        if not isinstance(event, events.MetricLogged):  # there may be one for each step
+            self._own.append(event)
+        self._is_resumed = self._is_resumed or isinstance(event, events.Resumed)
         self._has_news = self._has_news or isinstance(event, LOGGED)
-        if isinstance(event, (events.RunStarted, events.ModulesOrdered)):
-            self._num_modules = len(event.modules)
-        elif self._speaks:
+        if self._speaks:
             self._say(event)
 
     def _say(self, event: events.Event) -> None:
@@ -105,31 +113,14 @@ class Showing:
             )
             plan = f"the plan is {event.plan!r}{skips}" if event.plan else "nothing is frozen"
             logger.info("%s: %s", plan, event.reason)
-        if isinstance(event, events.ModuleFrozen):
-            text = "step %d: froze %s (%d of %d layer modules, %.0f %% of the trainable parameters)"
-            logger.info(
-                text,
-                event.step,
-                event.name,
-                event.frozen,
-                self._num_modules,
-                100 * event.parameter_share,
-            )
+        elif isinstance(event, events.ModuleFrozen):
+            depth = f"{event.frozen} of {self.summary().num_modules} layer modules"
+            share = f"{100 * event.parameter_share:.0f} % of the trainable parameters"
+            logger.info("step %d: froze %s (%s, %s)", event.step, event.name, depth, share)
         elif isinstance(event, events.Thawed):
             modules = plural(event.frozen_before, "layer module")
             logger.info(
                 "step %d: thawed all frozen layers (%s): %s", event.step, modules, event.reason
-            )
-
-    def _note_used_directory(self) -> None:
-        if self._live.follows_another_run:
-            self._recorder.warn(
-                "a used directory",
-                f"egeria: {self._recorder.directory} already holds the journal of another run. "
-                "This run is written "
-                "behind it, and the report shows this one alone. Give each run a `directory` of "
-                "its own; to continue "
-                f"the other, call run.load_state_dict before the first step.",
             )
 
     def _log(self) -> None:
@@ -164,59 +155,26 @@ class Showing:
         )
 
 
-def in_a_line(summary: RunSummary) -> str:
+def in_a_line(summary: Summary) -> str:
     """Return where a run stands: stage, frozen depth and time saved."""
-    total = "" if summary.total_steps is None else f" of {count(summary.total_steps)}"
-    step, saved = f"step {count(summary.step)}{total}", _saved(summary)
+    step = progress(summary).removesuffix(" steps")
     frozen = f"{summary.frozen} of {plural(summary.num_modules, 'layer module')} frozen"
-    if summary.closed:
-        return f"closed at {step}, {frozen} at the end, {saved}"
-    return f"{step}, {summary.stage}, {frozen}, {saved}"
-
-
-def as_html(summary: RunSummary) -> str:
-    """Return where a run stands, as a table for notebooks."""
-    total = "" if summary.total_steps is None else f" of {count(summary.total_steps)}"
-    frozen = ", ".join(summary.modules[: summary.frozen]) or "nothing"
-    rows = (
-        ("state", "closed" if summary.closed else summary.stage),
-        ("step", f"{count(summary.step)}{total}"),
-        (
-            "frozen at the end" if summary.closed else "frozen",
-            f"{summary.frozen} of {summary.num_modules}: {frozen}",
-        ),
-        ("trainable parameters frozen", percent(summary.parameter_share)),
-        ("compute skipped", percent(summary.skipped_share)),
-        ("time saved", duration(summary.time_saved_s)),
-        ("overhead", f"{duration(summary.overhead_s)} ({percent(summary.overhead_share)})"),
+    if not summary.modules:
+        frozen = "no layer modules" if summary.step else "no layer modules yet"
+    known = summary.time_saved_s is not None
+    saved = (
+        f"{printable(duration(summary.time_saved_s))} saved" if known else "time saved not known"
     )
+    if summary.closed:
+        return f"closed at step {step}, {frozen} at the end, {saved}"
+    return f"step {step}, {summary.stage}, {frozen}, {saved}"
+
+
+def as_html(summary: Summary) -> str:
+    """Return where a run stands, as a table for notebooks."""
+    names = ", ".join(summary.modules[: summary.frozen]) or "none"
     cells = (
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(printable(text))}</td></tr>"
-        for name, text in rows
+        f"<tr><th>{html.escape(printable(name))}</th><td>{html.escape(printable(value))}</td></tr>"
+        for name, value in [*headline(summary), ("frozen modules", names)]
     )
     return f"<table><caption>egeria</caption>{''.join(cells)}</table>"
-
-
-def _saved(summary: RunSummary) -> str:
-    if summary.time_saved_s is None:
-        return "time saved not known"
-    return f"{printable(duration(summary.time_saved_s))} saved"
-
-
-def outermost(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return submodules by the names of what they have in common: `encoder` for `encoder.0` and
-    `encoder.1`.
-    """
-    by_child: dict[str, list[list[str]]] = {}
-    for name in names:
-        path = name.split(".")
-        by_child.setdefault(path[0], []).append(path)
-    found: list[str] = []
-    for paths in by_child.values():
-        alike = takewhile(lambda entries: len(set(entries)) == 1, zip(*paths, strict=False))
-        common = [entries[0] for entries in alike]
-        is_called = can_be_called(
-            model.get_submodule(".".join(common))
-        )  # rather than a list of modules
-        found += map(".".join, [common] if is_called else paths)
-    return found

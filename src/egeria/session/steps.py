@@ -1,109 +1,130 @@
-"""Which calls of `run.step` count: those behind a step of an optimizer."""
+"""Counting optimizer steps by the hooks of the optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from egeria.report.wording import plural
-from egeria.session.following import Training
-from egeria.session.interval import IntervalMeter
-from egeria.session.timing import Stopwatch
+from egeria.model.hooks import Hook
 
 CHECKED_CALLS = 100
-"""Calls without any step of an optimizer after which that is told."""
+"""Calls of `run.step` without any optimizer step after which the user is told."""
 
 
-@dataclass(eq=False)
-class StepCounter:
-    """Counts a call of `run.step` if an optimizer has stepped since the last one, as its post-step
-    hook tells.
+class Steps:
+    """Tells which calls of `run.step` stand behind an optimizer step, and calls back before
+    updates.
 
-    Calls in between are micro-batches: the step gets the mean of their losses. A step that
-    `GradScaler` skips is one of them, unless the optimizer is fused, which skips on the device. Of
-    several optimizers any will do. An optimizer without hooks is taken to step at each call.
+    A call without a step in between is a micro-batch, as in gradient accumulation or where
+    `GradScaler` skips a step. Of several optimizers any step counts. An optimizer that is given a
+    closure computes its gradients within its step: the callback then follows the closure.
+    Optimizers without hooks are taken to step before each call.
+
+    Args:
+        optimizers: all optimizers of the training.
+        before: called with the optimizer's number right before its update, until `stop_calling`.
     """
 
-    training: Training
-    meter: IntervalMeter
-    """Keeps the losses."""
-    spend: Callable[[float, float], None]
-    """Counts seconds in the midst of the user's iteration."""
+    def __init__(self, optimizers: Sequence[Any], before: Callable[[int], None]) -> None:
+        self._optimizers = optimizers
+        self._before: Callable[[int], None] | None = before
+        self._counts_all = not all(hasattr(o, "register_step_post_hook") for o in optimizers)
+        self._has_stepped = False
+        self.num_calls = 0
+        self.num_steps = [0] * len(optimizers)
+        """Steps of each optimizer."""
 
-    def __post_init__(self) -> None:
-        self._has_stepped = self._counts_all = False
-        self._num_calls, self._num_steps = 0, [0] * len(self.training.optimizers)
-        self._handles: list[Any] = []
-        try:
-            for index, optimizer in enumerate(self.training.optimizers):
-                note = partial(self._note_step, index)
-                self._handles.append(optimizer.register_step_post_hook(note))
-        except Exception:  # a class of the user's own need not have them
-            self._counts_all = True
+    def open(self) -> None:
+        """Register the hooks."""
+        if self._counts_all:
+            return
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(Hook(self, Steps._before_step))
+            optimizer.register_step_post_hook(Hook(self, Steps._after_step))
 
-    def take(self, loss: Any) -> float | Tensor | None:
-        """Return the loss of a call that counts, as a number or a 0-d tensor on its device; None
-        for a micro-batch.
-
-        Raises:
-            ConfigError: the loss is neither a number nor a tensor of one element.
-        """
-        watch, value = Stopwatch(), self.meter.read(loss)
-        counts, self._has_stepped = self._has_stepped or self._counts_all, False
-        self._num_calls += 1
-        if counts:
-            self._check_length()
-        else:
-            self.meter.hold(value)
-            if self._num_calls == CHECKED_CALLS and not any(self._num_steps):
-                self.training.recorder.decline("counting calls of run.step", _NO_STEPS)
-        self.spend(*watch.read())
-        return value if counts else None
-
-    def why_too_few(self) -> str:
-        """Return what to say at the end if `run.step` was called too rarely; else nothing."""
-        made, calls = min(self._num_steps, default=0), self._num_calls
-        if made <= 2 * calls:  # hooks of an optimizer that is made of another may fire twice
-            return ""
-        called = f"called {plural(calls, 'time')}" if calls else "never called"
-        were = "was" if made == 1 else "were"
-        return f"run.step was {called}, but {plural(made, 'step')} of the optimizer {were} made"
+    def stop_calling(self) -> None:
+        """Call back no more; steps are still counted."""
+        self._before = None
+        self._remove("_optimizer_step_pre_hooks")
 
     def close(self) -> None:
-        """Leave the optimizers as they were found."""
-        while self._handles:
-            self._handles.pop().remove()
+        """Remove the hooks."""
+        self.stop_calling()
+        self._remove("_optimizer_step_post_hooks")
+
+    def take(self) -> bool:
+        """Return whether an optimizer has stepped since the last call."""
+        self.num_calls += 1
+        if self._counts_all:
+            if self._before is not None:
+                for number in range(len(self._optimizers)):
+                    self._call(number)
+            return True
+        counts, self._has_stepped = self._has_stepped, False
+        return counts
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with the calls of `run.step`; empty for nothing."""
+        if self.num_calls == CHECKED_CALLS and not any(self.num_steps) and not self._counts_all:
+            return (
+                f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls "
+                "of run.step. Give attach the optimizer that steps, and call run.step(loss) "
+                "behind it"
+            )
+        return ""
+
+    @property
+    def calls_missing(self) -> str:
+        """What to say at the end where `run.step` was called too rarely; empty where it was not."""
+        made, calls = min(self.num_steps, default=0), self.num_calls
+        if made <= 2 * calls:  # hooks of an optimizer that is made of another may fire twice
+            return ""
+        return f"run.step was called {calls} times, but the optimizer made {made} steps"
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether an optimizer has stepped since the last call."""
         return {"has_stepped": self._has_stepped}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
         self._has_stepped = bool(state["has_stepped"])
 
-    def _note_step(self, index: int, *_: Any) -> None:
-        self._has_stepped = True
-        self._num_steps[index] += 1
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = self._optimizers.index(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._before is None:
+            return None
+        if closure is None:
+            self._call(number)
+            return None
 
-    def _check_length(self) -> None:
-        """Say so once where there are more steps than the run was to have."""
-        total_steps, recorder = self.training.total_steps, self.training.recorder
-        if total_steps is not None and recorder.step >= total_steps:
-            reason = (
-                f"more optimizer steps than total_steps={total_steps} were made, so that what is "
-                "still to come is unknown from here on. It takes the optimizer steps of the whole "
-                "run"
-            )
-            recorder.decline("looking ahead", reason)
+        def compute_and_call() -> Any:
+            loss = closure()
+            self._call(number)
+            return loss
 
+        return args[:1], {**kwargs, "closure": compute_and_call}
 
-_NO_STEPS = (
-    f"none of {CHECKED_CALLS} calls of run.step came behind a step of an optimizer that attach was "
-    "given, so that nothing can be measured or frozen. Give attach the optimizer that makes the "
-    "steps, and call run.step(loss) once after each of them"
-)
+    def _call(self, number: int) -> None:
+        if self._before is not None:
+            self._before(number)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)
+        # A fused optimizer is stepped on overflow too. To ask a GPU would wait for it, so that it
+        # is asked only while the scale is still being found.
+        asks = isinstance(found_inf, torch.Tensor) and (
+            not found_inf.is_cuda or self._before is not None
+        )
+        if not asks or not bool(found_inf):
+            self._has_stepped = True
+            self.num_steps[self._optimizers.index(optimizer)] += 1
+
+    def _remove(self, name: str) -> None:
+        for optimizer in self._optimizers:
+            table = getattr(optimizer, name, {})
+            for key in [key for key, hook in table.items() if getattr(hook, "owner", None) is self]:
+                table.pop(key, None)

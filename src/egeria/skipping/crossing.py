@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from egeria.errors import EgeriaError, UncacheableError
-from egeria.layers.batch import Batch
-from egeria.layers.copies import is_ours
-from egeria.layers.modules import LayerModule
+from egeria.model.batch import Batch
+from egeria.model.copies import is_ours
+from egeria.model.cut import LayerModule
 from egeria.skipping.probe import Probe, Trial, first_difference, gradients_agree
 from egeria.skipping.replay import Place, Template, Values
 

@@ -11,11 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import Tensor, nn
 
 from egeria.errors import UncacheableError
-from egeria.layers.batch import Batch
-from egeria.layers.copies import is_ours
-from egeria.layers.modules import LayerModule
-from egeria.layers.shards import without_torch
-from egeria.skipping.attributes import PlainAttributes
+from egeria.model.batch import Batch
+from egeria.model.copies import is_ours
+from egeria.model.cut import LayerModule
 from egeria.skipping.crossing import (
     Crossing,
     Leaf,
@@ -26,7 +24,7 @@ from egeria.skipping.crossing import (
     require,
     stub_template,
 )
-from egeria.skipping.probe import Probe, Trial, difference, tolerance
+from egeria.skipping.probe import PlainAttributes, Probe, Trial, difference, tolerance
 from egeria.skipping.replay import Place, Template, Values, replaying
 from egeria.skipping.rows import (
     RowArguments,
@@ -190,9 +188,7 @@ class Prefix:
         others.
         """
         modules = (*self._modules, *(module for module in self._around if module is not self.model))
-        hooks = (
-            hook for module in modules for hook in without_torch(module._forward_hooks).values()
-        )
+        hooks = (hook for module in modules for hook in module._forward_hooks.values())
         return any(not is_ours(hook) for hook in hooks)
 
     def fits(self, batch: Batch, rows: Sequence[Tensor]) -> bool:

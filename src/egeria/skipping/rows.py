@@ -16,7 +16,7 @@ from torch import Tensor
 
 from egeria import tree
 from egeria.errors import UncacheableError
-from egeria.layers.batch import OF_THE_LOSS, Batch
+from egeria.model.batch import OF_THE_LOSS, Batch
 from egeria.skipping.crossing import Crossing, require
 from egeria.skipping.probe import Trial, is_close
 from egeria.skipping.replay import Place

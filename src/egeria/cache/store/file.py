@@ -1,5 +1,4 @@
-"""The bytes of a store's file: a header that describes it, an entry for each position, and a slot
-for each row.
+"""The file of a store: made with all its blocks and without a name, read and written whole.
 
 The file is read with `preadv` into the caller's memory, not mapped. A mapped file that somebody
 truncates kills the training with SIGBUS, mapped pages make the process look as large as its store,
@@ -12,111 +11,36 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
-import struct
+import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from egeria.cache.store.codec import RowCodec
-from egeria.cache.store.rows import Integers, RowLayout, StoreError
-
-ENTRY = np.dtype([("checksum", "<u4"), ("length", "<i4"), ("fingerprint", "<f4", (2,))])
-"""An entry lies within 16 aligned bytes. A checksum of 0 means that there is no row."""
-SEALED = np.dtype([("position", "<i8"), ("length", "<i4"), ("fingerprint", "<f4", (2,))])
-"""What of an entry its checksum covers, before the row itself."""
-MAGIC = b"egeria-3"
-HEADER_BYTES = 4096
-PREFIX = struct.Struct("<8sII")
-"""Magic, whether a second process opened the file, and the size of the description that follows as
-JSON."""
-SHARED_OFFSET = len(MAGIC)
-DESCRIPTION = {"boundary": "", "front": 0, "ignores_padding": False}
-"""What is told of a store besides its layouts and capacity, where nothing else is said."""
-DECIDED = {True: ".opened", False: ".refused"}
-"""Endings of the files by which the process that decides on a store informs the others of its
-host."""
 BLOCK_BYTES = 2**20
 PART_BYTES = 64 * 2**20
 """Of a file, that gets its blocks at a time."""
 ALLOCATION_S = 5.0
 """How long a file may take to get them: one at the bottom of a slow network would hold the training
 up for minutes."""
-PRIVATE = 0o600
-_SAFELY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-
-Entries = NDArray[np.void]
 
 
-def bytes_per_position(layouts: Sequence[RowLayout]) -> int:
-    """Return what a position takes on the disk, its entry included."""
-    return RowCodec(layouts).row_bytes + ENTRY.itemsize
+def open_unnamed(directory: Path, size_bytes: int) -> int:
+    """Return a new open file that has no name, so that the system frees it when the process ends.
 
-
-def create_file(
-    path: Path, layouts: Sequence[RowLayout], capacity: int, description: Mapping[str, Any]
-) -> int:
-    """Make the file of a store, all of its blocks on the disk, and return it open; it is named when
-    it is complete.
-
-    Raises `OSError`; nothing new is left behind then.
+    All of its blocks are on the disk. Raises `OSError`; nothing is left behind then.
     """
-    if path.exists():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    entries = [
-        (one.shape, str(one.dtype).removeprefix("torch."), one.length_axis) for one in layouts
-    ]
-    text = json.dumps({**description, "capacity": capacity, "layouts": entries}).encode()
-    if PREFIX.size + len(text) > HEADER_BYTES:
-        raise OSError(errno.EFBIG, f"{len(layouts)} leaves are too many for the header of a store")
-    unfinished = _unfinished(path)
-    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, PRIVATE)
-    try:
-        _allocate(descriptor, HEADER_BYTES + capacity * bytes_per_position(layouts))
-        fully(os.pwritev, descriptor, [memoryview(PREFIX.pack(MAGIC, 0, len(text)) + text)], 0)
-        unfinished.replace(path)
-    except BaseException:
-        close_file(descriptor)
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
-    return descriptor
-
-
-def open_file(path: Path) -> tuple[int, dict[str, Any]]:
-    """Open the file of a store; return it and the arguments that describe the store. Raises
-    `OSError` if it is none.
-    """
-    descriptor = os.open(path, os.O_RDWR | _SAFELY)
-    try:
-        return descriptor, _read_header(descriptor)
-    except BaseException:
-        close_file(descriptor)
-        raise
+    with tempfile.TemporaryFile(dir=directory) as file:
+        _allocate(file.fileno(), size_bytes)
+        return os.dup(file.fileno())
 
 
 def close_file(descriptor: int) -> None:
     """Close a file, if it is open."""
     with contextlib.suppress(OSError):
         os.close(descriptor)
-
-
-def remove_store(path: Path) -> None:
-    """Delete the file of a store, also an unfinished one, and what was decided on it; what cannot
-    be deleted stays.
-    """
-    decided = [path.with_name(path.name + ending) for ending in DECIDED.values()]
-    for name in (path, _unfinished(path), *decided):
-        with contextlib.suppress(OSError):
-            name.unlink()
 
 
 def advise_kernel(descriptor: int, offset: int, size_bytes: int, advice: str) -> None:
@@ -150,66 +74,12 @@ def fully(
     return True
 
 
-def stretches(entries: Entries, positions: Integers) -> Iterator[tuple[memoryview, int]]:
-    """Yield the bytes of entries that lie side by side in the file, and where they begin there."""
-    view, size = np.ascontiguousarray(entries).view(np.uint8).data, ENTRY.itemsize
-    cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
-    for begin, end in pairwise(cuts):
-        if begin < end:
-            yield view[begin * size : end * size], HEADER_BYTES + int(positions[begin]) * size
-
-
-def seals(positions: Integers, entries: Entries) -> list[int]:
-    """Return where the checksum of each row [b] begins: with its position, length
-    and fingerprint.
-    """
-    sealed = np.zeros(len(positions), dtype=SEALED)
-    sealed["position"], sealed["length"], sealed["fingerprint"] = (
-        positions,
-        entries["length"],
-        entries["fingerprint"],
-    )
-    view, size = memoryview(sealed.tobytes()), SEALED.itemsize
-    return [zlib.crc32(view[begin : begin + size]) for begin in range(0, len(view), size)]
-
-
-def checksum(blocks: Sequence[memoryview], seal: int) -> int:
-    """Return the checksum of a row as it stands in its entry, where 0 means that
-    there is no row.
-    """
+def checksum(blocks: Sequence[memoryview]) -> int:
+    """Return the checksum of a row; never 0, which stands for a row that is not there."""
+    found = 0
     for block in blocks:
-        seal = zlib.crc32(block, seal)
-    return seal or 1
-
-
-def _unfinished(path: Path) -> Path:
-    """Return the name of a store that is being made."""
-    return path.with_name(f".{path.name}")
-
-
-def _read_header(descriptor: int) -> dict[str, Any]:
-    header = memoryview(bytearray(HEADER_BYTES))
-    if not fully(os.preadv, descriptor, [header], 0) or bytes(header[: len(MAGIC)]) != MAGIC:
-        raise OSError(f"a store must begin with {MAGIC!r}, found {bytes(header[: len(MAGIC)])!r}")
-    num_bytes = PREFIX.unpack_from(header)[2]
-    try:
-        record = json.loads(bytes(header[PREFIX.size : PREFIX.size + num_bytes]))
-        layouts = tuple(_layout(*entry) for entry in record["layouts"])
-        return {name: record[name] for name in DESCRIPTION} | {
-            "layouts": layouts,
-            "capacity": int(record["capacity"]),
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
-        raise OSError(
-            f"its header must describe a store, found {type(error).__name__}: {error}"
-        ) from error
-
-
-def _layout(shape: Sequence[int], name: str, length_axis: int | None) -> RowLayout:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no type of tensors")
-    return RowLayout(shape=tuple(map(int, shape)), dtype=dtype, length_axis=length_axis)
+        found = zlib.crc32(block, found)
+    return found or 1
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:
@@ -219,10 +89,8 @@ def _allocate(descriptor: int, size_bytes: int) -> None:
     Where the file system cannot do that, every block is touched instead, by the system library or
     here. Raises `OSError`, also where it takes too long.
     """
-    allocate, deadline = (
-        getattr(os, "posix_fallocate", _write_zeros),
-        time.monotonic() + ALLOCATION_S,
-    )
+    allocate = getattr(os, "posix_fallocate", _write_zeros)
+    deadline = time.monotonic() + ALLOCATION_S
     for offset in range(0, size_bytes, PART_BYTES):
         if time.monotonic() > deadline:
             raise OSError(

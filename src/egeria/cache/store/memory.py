@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from egeria.cache.fingerprint import describe
-from egeria.cache.store.rows import Integers, Mask
-from egeria.layers.batch import Batch
+from egeria.cache.store.codec import Integers, Mask
+from egeria.model.batch import Batch
 from egeria.skipping.rows import DIGEST_BYTES, bytes_of
 
 ROW_BYTES = 256

@@ -1,0 +1,1 @@
+"""Training in several processes: agreement between ranks, DistributedDataParallel, FSDP2."""

@@ -1,0 +1,70 @@
+"""`fully_shard` (FSDP2): each rank holds a part of every parameter and gathers them for each pass.
+
+A parameter without a gradient has none to reduce, so that nothing is wrapped again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from egeria.distributed.ranks import world_size
+
+_WAY_OUT = "Shard it by fully_shard alone, over one mesh of all processes"
+NO_PLASTICITY = (
+    "the model is sharded by fully_shard, so that no process can run it alone, and plasticity "
+    "compares its activations with those of a copy. Follow a plan, such as "
+    "attach(..., plan='0.5:1'), or use DistributedDataParallel where a replica fits"
+)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a process holds only parts of the parameters."""
+    return any(True for _ in _units(model)) or any(map(_is_part, model.parameters()))
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the parts back where a pass has left whole parameters, on which changes would not last.
+
+    To be called before parameters are read or `requires_grad` is set.
+    """
+    for unit in _units(model):
+        unit.reshard()
+
+
+def prepare_units(model: nn.Module) -> None:
+    """Choose the dtypes of gradients for units that were all frozen in their first forward pass.
+
+    `fully_shard` chooses them once, from what trains then. To be called after `requires_grad` was
+    set.
+    """
+    for unit in _units(model):
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13
+        for group in groups or [getattr(state, "_fsdp_param_group", None)]:
+            if getattr(group, "_orig_dtype", ...) is None:
+                group._init_mp_dtypes()
+
+
+def refuse(model: nn.Module) -> str | None:
+    """Return why layers of a sharded model cannot be frozen; None if they can."""
+    parts = [parameter for parameter in model.parameters() if _is_part(parameter)]
+    if not any(True for _ in _units(model)):
+        return f"parameters of the model are DTensors that fully_shard did not make. {_WAY_OUT}"
+    if any(sum(not entry.is_replicate() for entry in part.placements) > 1 for part in parts):  # type: ignore[attr-defined]
+        return f"parameters of the model are split twice, as by tensor parallelism. {_WAY_OUT}"
+    if any(part.device_mesh.size() != world_size() for part in parts):  # type: ignore[attr-defined]
+        return f"the model is sharded over some processes of the job only. {_WAY_OUT}"
+    return None
+
+
+def _units(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            yield module
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")

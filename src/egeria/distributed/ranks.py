@@ -1,0 +1,99 @@
+"""Agreement between ranks: every decision is made from the same values, or on none of them.
+
+All ranks call `together` and `exchange` in the same order, outside forward and backward passes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from egeria.dist import is_initialized, rank, world_size
+from egeria.errors import EgeriaError, brief
+
+__all__ = ["LostError", "RankError", "exchange", "is_initialized", "rank", "together", "world_size"]
+
+T = TypeVar("T")
+
+
+class RankError(EgeriaError):
+    """A rank failed. It is raised on all ranks in the same exchange; the message says which."""
+
+
+class LostError(EgeriaError):
+    """The ranks cannot reach each other. What is frozen must stay as it is, since a change on one
+    rank alone would leave the others waiting in the next backward pass.
+    """
+
+
+def exchange(value: Any) -> list[Any]:
+    """Return the values of all ranks, by rank; anything that can be pickled.
+
+    Raises:
+        LostError: a rank did not answer within the timeout of the process group.
+    """
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    try:
+        distributed.all_gather_object(values, value, group=_cpu_group())
+    except Exception as error:
+        raise LostError(f"the ranks could not reach each other ({brief(error)})") from error
+    return values
+
+
+def together(work: Callable[[], T], *, pending: Exception | None = None) -> list[T]:
+    """Do something on every rank and return the results of all, by rank.
+
+    Args:
+        work: what to do. Its result can be pickled.
+        pending: a fault that this rank had since the last exchange. It is raised here on all
+            ranks, and nothing is done on this one.
+
+    Raises:
+        RankError: it failed on one of several ranks. A process that is alone raises the fault
+            itself.
+        LostError: a rank did not answer within the timeout of the process group.
+    """
+    fault, answer = pending, b""
+    try:
+        if fault is None:
+            result = work()
+            if world_size() == 1:
+                return [result]
+            answer = pickle.dumps(result)  # here, where a failure still reaches the other ranks
+    except Exception as error:
+        fault = error
+    if fault is not None and world_size() == 1:
+        raise fault
+    answers = exchange((answer, None if fault is None else brief(fault)))
+    faults = [f"rank {index}: {text}" for index, (_, text) in enumerate(answers) if text]
+    if faults:
+        raise RankError("; ".join(faults)) from fault
+    return [pickle.loads(found) for found, _ in answers]
+
+
+_made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""By default process group, the one that was made beside it."""
+
+
+def _cpu_group() -> Any:
+    """Return a process group of all ranks for values on the CPU, so that no device waits for them.
+
+    Where the default group has none, all ranks make one together, once.
+    """
+    world = distributed.group.WORLD
+    if "cpu:" in distributed.get_backend_config(world):
+        return world
+    if world not in _made:
+        try:
+            timeout = world._get_backend(torch.device("cuda")).options._timeout  # type: ignore[union-attr]
+        except (RuntimeError, AttributeError):
+            timeout = None  # the default of gloo
+        _made[world] = distributed.new_group(backend="gloo", timeout=timeout)
+    return _made[world]

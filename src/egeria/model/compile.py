@@ -1,0 +1,94 @@
+"""Compiled models: no graphs before the cut, room for those behind it, and what they cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+GRAPHS_PER_DEPTH = 2
+"""Of one function: in training and in evaluation."""
+_users: dict[str, int] = {}
+"""Torch's limits as the user has them, while there is room of ours in them."""
+_room: dict[Compilation, int] = {}
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model, a part of it or its wrapper is compiled."""
+    return any(
+        module._compiled_call_impl is not None
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
+class Compilation:
+    """Owns the settings of torch for one compiled model, until `close`.
+
+    A change of depth changes what requires a gradient, so that the next forward pass is compiled.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._eager: Any = None
+        self._seen_s = seconds_so_far()
+        self._longest_s = 0.0
+
+    def wait(self) -> None:
+        """Run everything uncompiled until `begin`: hooks see the passes, and no graph is made."""
+        if self._eager is None:
+            self._before = _eval_frame()._stance
+            self._eager = type(self._before)("force_eager")
+            _eval_frame()._set_stance(self._eager)
+
+    def begin(self, num_modules: int) -> None:
+        """Let torch compile again, as often as freezing so many layer modules may need."""
+        self._restore_stance()
+        # Behind eight graphs of a function torch would run it uncompiled for good.
+        _room[self] = GRAPHS_PER_DEPTH * (num_modules + 1)
+        _set_limits()
+        self._seen_s = seconds_so_far()
+
+    def look(self) -> float:
+        """Return the seconds that torch has compiled since the last call."""
+        now = seconds_so_far()
+        spent, self._seen_s = now - self._seen_s, now
+        self._longest_s = max(self._longest_s, spent)
+        return spent
+
+    def repays(self, saved_s: float) -> str | None:
+        """Return why a depth that saves so many seconds would not repay its graphs; None if so."""
+        if saved_s >= self._longest_s:
+            return None
+        saves = f"it would save {saved_s:.2g} s to the end of the run"
+        return f"{saves}, and compiling took up to {self._longest_s:.2g} s"
+
+    def close(self) -> None:
+        """Give torch its settings back; can be called again after an interrupt."""
+        self._restore_stance()
+        if _room.pop(self, None) or _users:
+            _set_limits()
+
+    def _restore_stance(self) -> None:
+        if self._eager is not None and _eval_frame()._stance is self._eager:
+            _eval_frame()._set_stance(self._before)
+        self._eager = None
+
+
+def seconds_so_far() -> float:
+    """Return the seconds that torch has compiled in this process, forward and backward passes."""
+    return float(torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0))
+
+
+def _set_limits() -> None:
+    config: Any = torch._dynamo.config
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        own = _users.setdefault(name, getattr(config, name))
+        setattr(config, name, own + sum(_room.values()))
+    if not _room:
+        _users.clear()
+
+
+def _eval_frame() -> Any:
+    return torch._dynamo.eval_frame

@@ -1,0 +1,340 @@
+"""Taking a model apart into pieces, and grouping its repeated blocks by size (paper §6.3).
+
+- *weight matrices* of a submodule: its parameters of two or more dimensions. Embedding tables, and
+  tokens or positions of the shape [1, n, d], are looked up, not multiplied with, and do not count.
+- *unit*: a submodule with at most one weight matrix, such as a convolution or a normalisation.
+- *block*: an outermost instance of a class that repeats, with two weight matrices or more.
+- *stage*: an instance of a repeated class that is little more than a chain of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from egeria.config.checks import regular_expression, require
+from egeria.errors import UnsupportedModelError
+
+# A layer module is made of blocks, or of units where blocks hold less than half of the matrices,
+# with the loose submodules around them. Direct are parameters that a submodule which was taken
+# apart holds itself.
+Role = Literal["block", "unit", "loose", "direct"]
+ATOMS = ("block", "unit")
+_PURE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, ParametrizationList)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Piece:
+    """A part of the model that is taken whole; the pieces do not overlap."""
+
+    name: str
+    role: Role
+    module: nn.Module
+    parameters: tuple[str, ...]
+
+
+def parent_of(name: str) -> str:
+    """Return the dotted name one level up; the model itself is the empty name."""
+    return name.rpartition(".")[0]
+
+
+def is_under(name: str, ancestor: str) -> bool:
+    """Return whether `name` lies inside `ancestor`; everything lies inside the empty name."""
+    return not ancestor or name.startswith(ancestor + ".")
+
+
+def can_be_called(module: nn.Module) -> bool:
+    """Return whether the module has a forward pass; lists and dicts of modules have none."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def tables_in(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are looked up by index."""
+    tables = (
+        part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+    )
+    return {parameter for table in tables for parameter in table.parameters()}
+
+
+def find_pieces(model: nn.Module, pattern: str | None = None) -> tuple[Piece, ...]:
+    """Take a model apart, in the order of definition.
+
+    Args:
+        model: the model in training, without wrappers.
+        pattern: regular expression; the blocks are the outermost submodules whose names it matches
+            in full. None looks for classes that repeat.
+
+    Raises:
+        UnsupportedModelError: the model has no parameters, or some without a shape, or the pattern
+            matches fewer than two submodules.
+        ConfigError: the pattern is no regular expression.
+    """
+    parameters = list(model.parameters())
+    if not parameters:
+        raise UnsupportedModelError(
+            "A model must have parameters, found none. Pass the model that the optimizer trains."
+        )
+    if any(map(is_lazy, parameters)):
+        raise UnsupportedModelError(
+            "All parameters must have a shape, found lazy ones. Run one forward pass before "
+            "attaching egeria."
+        )
+    if pattern is None:
+        return tuple(_walk(model, _Census(model).role))
+    matches = _outermost_matches(model, pattern)
+
+    def role_by_name(path: str, _module: nn.Module) -> Role | None:
+        if path in matches:
+            return "block"
+        return None if any(is_under(match, path) for match in matches) else "loose"
+
+    return tuple(_walk(model, role_by_name))
+
+
+def _outermost_matches(model: nn.Module, pattern: str) -> list[str]:
+    contract = regular_expression(pattern)
+    require(not contract, "modules.pattern", contract, pattern)
+    matches: list[str] = []
+    for name, module in model.named_modules():
+        has_output = can_be_called(module) and any(True for _ in module.parameters())
+        inside = bool(matches) and is_under(name, matches[-1])
+        if name and has_output and not inside and re.fullmatch(pattern, name):
+            matches.append(name)
+    if len(matches) < 2:
+        raise UnsupportedModelError(
+            f"modules.pattern must match the full dotted names of two submodules at least, "
+            f"{pattern!r} matches {matches}. Compare it with the names in `model.named_modules()`; "
+            f"lists and dicts of modules and submodules without parameters do not count."
+        )
+    return matches
+
+
+def _walk(model: nn.Module, rule: Callable[[str, nn.Module], Role | None]) -> Iterator[Piece]:
+    """Yield the submodules that a rule gives a role; what it gives None is taken apart."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    met: set[nn.Module] = set()
+
+    def piece(path: str, role: Role, module: nn.Module, own: Iterable[nn.Parameter]) -> Piece:
+        return Piece(name=path, role=role, module=module, parameters=tuple(names[p] for p in own))
+
+    def visit(path: str, module: nn.Module) -> Iterator[Piece]:
+        parts = [part for part in module.modules() if type(part) not in _PURE_CONTAINERS]
+        if met.issuperset(parts or [module]):
+            return  # another name of what was met before
+        role = rule(path, module) if path and can_be_called(module) else None
+        met.add(module)
+        if role is not None:
+            met.update(module.modules())
+            yield piece(path, role, module, module.parameters())
+            return
+        own = tuple(module.parameters(recurse=False))
+        if own:
+            yield piece(path, "direct", module, own)
+        for name, child in module.named_children():
+            yield from visit(f"{path}.{name}" if path else name, child)
+
+    return visit("", model)
+
+
+class _Census:
+    """Counts what repeats in a model, and gives each submodule its role."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        tokens = {p for p in model.parameters() if p.ndim == 3 and p.shape[0] == 1}
+        matrices = {p for p in model.parameters() if p.ndim >= 2} - tables_in(model) - tokens
+        self._weights = {module: matrices.intersection(module.parameters()) for module in modules}
+        kinds = Counter(
+            type(part)
+            for part in modules
+            if type(part) not in _PURE_CONTAINERS and len(self._weights[part]) >= 2
+        )
+        self._repeated = {kind for kind, count in kinds.items() if count >= 2}
+        self._blocks = self._outermost_blocks(model, frozenset())
+        held = set().union(*(self._weights[block] for block in self._blocks))
+        self._blocks_dominate = bool(self._blocks) and 2 * len(held) >= len(self._weights[model])
+
+    def role(self, _path: str, module: nn.Module) -> Role | None:
+        """Return the role of a submodule; None for what is to be taken apart."""
+        if module in self._blocks:
+            return "block"
+        has_many = len(self._weights[module]) >= 2
+        holds_no_block = self._blocks.isdisjoint(module.modules())
+        is_own = type(module) not in _PURE_CONTAINERS and holds_no_block
+        if self._blocks_dominate:
+            return "loose" if is_own or not has_many else None
+        is_leaf = next(module.children(), None) is None
+        is_of_torch = type(module).__module__.startswith("torch.nn.") and is_own
+        if has_many and not (is_leaf or is_of_torch or is_parametrized(module)):
+            return None
+        return "unit" if any(p.ndim >= 2 for p in module.parameters()) else "loose"
+
+    def _outermost_blocks(self, model: nn.Module, excluded: frozenset[type]) -> set[nn.Module]:
+        """Find the blocks; a class that occurs once outside all others is no block class."""
+        blocks: set[nn.Module] = set()
+        waiting = list(model.children())
+        while waiting:
+            module = waiting.pop()
+            is_candidate = (
+                self._repeats(module) and type(module) not in excluded and can_be_called(module)
+            )
+            if is_candidate and not self._is_stage(module):
+                blocks.add(module)
+            else:
+                waiting.extend(module.children())
+        single = {kind for kind, count in Counter(map(type, blocks)).items() if count == 1}
+        return self._outermost_blocks(model, excluded | single) if single else blocks
+
+    def _repeats(self, module: nn.Module) -> bool:
+        return type(module) in self._repeated and len(self._weights[module]) >= 2
+
+    def _is_stage(self, module: nn.Module) -> bool:
+        """Return whether a module holds siblings, and beside them less than one sibling.
+
+        Experts inside a transformer block are siblings too, but its attention outweighs each.
+        """
+        siblings = [self._weights[sibling] for sibling in self._siblings(module)]
+        return bool(siblings) and len(self._weights[module].difference(*siblings)) < min(
+            map(len, siblings)
+        )
+
+    def _siblings(self, module: nn.Module) -> list[nn.Module]:
+        """Collect the outermost same-class repeated children of chains inside the module."""
+        children = list(module.children())
+        is_chain = not can_be_called(module) or type(module).forward is nn.Sequential.forward
+        classes = Counter(type(child) for child in children if is_chain and self._repeats(child))
+        found = [child for child in children if classes[type(child)] >= 2 and self._repeats(child)]
+        return found + [
+            inner for child in children if child not in found for inner in self._siblings(child)
+        ]
+
+
+JUMP = 2.0  # factor between the sizes of neighbours from which on they are no stage
+
+
+class Group(NamedTuple):
+    """The atoms from `start` up to, not including, `stop`: one layer module, and why it is one."""
+
+    start: int
+    stop: int
+    reason: str
+
+
+def group_atoms(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    total: int,
+    *,
+    target_share: float,
+    minimum_share: float,
+) -> list[Group]:
+    """Group atoms of these names and sizes, front to back, into layer modules.
+
+    Stages are found first; those under `minimum_share` join a neighbour, and those well over
+    `target_share` are split into parts of similar size. The last atom stays alone in the end, since
+    the last layer module is never frozen. Shares are those of `total`.
+    """
+    stages = _join_small(_find_stages(names, sizes), sizes, minimum_share * total)
+    *groups, last = (part for stage in stages for part in _split(stage, sizes, total, target_share))
+    if last.stop - last.start > 1:
+        groups.append(last._replace(stop=last.stop - 1))
+        reason = "The last block stays alone, because the last layer module is never frozen"
+        last = Group(last.stop - 1, last.stop, reason)
+    return [*groups, last]
+
+
+def _find_stages(names: Sequence[str], sizes: Sequence[int]) -> list[Group]:
+    """Cut where the home of the atoms changes, and where their size jumps for good."""
+    homes = [_home(name, names) for name in names]
+    reasons = {0: "The model begins here"}
+    for i in range(1, len(names)):
+        if homes[i] != homes[i - 1]:
+            reasons[i] = f"Another stage begins at {names[i]}"
+        elif _jumps(sizes, homes, i):
+            change = f"from {sizes[i - 1]:,} to {sizes[i]:,} parameters"
+            reasons[i] = f"The size jumps at {names[i]}, {change}"
+    return [Group(i, stop, reasons[i]) for i, stop in pairwise([*reasons, len(names)])]
+
+
+def _home(name: str, names: Sequence[str]) -> str:
+    """Return the nearest ancestor that holds two atoms or more."""
+    home = parent_of(name)
+    while home and sum(is_under(other, home) for other in names) < 2:
+        home = parent_of(home)
+    return home
+
+
+def _jumps(sizes: Sequence[int], homes: Sequence[str], i: int) -> bool:
+    """Return whether the size changes by a factor of `JUMP` at atom i, and not only for one atom.
+
+    Where sizes alternate (every other block a mixture of experts, say) there is no stage to find.
+    """
+
+    def differ(a: int, b: int) -> bool:
+        outside = a < 0 or b >= len(sizes) or homes[a] != homes[b]
+        return outside or max(sizes[a], sizes[b]) >= JUMP * min(sizes[a], sizes[b])
+
+    return differ(i - 1, i) and differ(i - 1, i + 1) and differ(i - 2, i)
+
+
+def _join_small(stages: Sequence[Group], sizes: Sequence[int], minimum_size: float) -> list[Group]:
+    """Join stages that are too small with the one behind them, or before them at the end."""
+    note = ", joined with a neighbour too small to stand alone"
+
+    def is_small(stage: Group) -> bool:
+        return sum(sizes[stage.start : stage.stop]) < minimum_size
+
+    joined: list[Group] = []
+    for stage in stages:
+        joined.append(stage)
+        is_last = stage is stages[-1]
+        while joined[1:] and (is_small(joined[-2]) or (is_last and is_small(joined[-1]))):
+            front, back = joined[-2:]
+            joined[-2:] = [Group(front.start, back.stop, front.reason.removesuffix(note) + note)]
+    return joined
+
+
+def _split(stage: Group, sizes: Sequence[int], total: int, target_share: float) -> list[Group]:
+    """Split a stage into parts near the target, at least one."""
+    own = sizes[stage.start : stage.stop]
+    share = sum(own) / total
+    count = max(1, min(len(own), math.floor(share / target_share + 0.5)))
+    edges = [stage.start, *(stage.start + edge for edge in split_evenly(own, count)), stage.stop]
+    remark = f"of {count} of a stage with {share:.0%} of the parameters"
+    reasons = [f"{stage.reason}; part 1 {remark}" if count > 1 else stage.reason]
+    reasons += [f"Part {number} {remark}" for number in range(2, count + 1)]
+    return [Group(*ends, reason) for ends, reason in zip(pairwise(edges), reasons, strict=True)]
+
+
+def split_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Split a sequence into contiguous parts with the least sum of squared sizes.
+
+    Returns where the second and later parts begin; of equally good splits the one with longer parts
+    in front.
+    """
+    sums = [0, *accumulate(sizes)]
+    costs = [(sums[-1] - sums[start]) ** 2 for start in range(len(sizes))]  # the rest as one part
+    choices: list[list[int]] = []  # for one part more each time: where the second part begins
+    for parts in range(2, num_parts + 1):
+        best = [
+            min(
+                ((sums[edge] - sums[start]) ** 2 + costs[edge], -edge)
+                for edge in range(start + 1, len(sizes) - parts + 2)
+            )
+            for start in range(len(sizes) - parts + 1)
+        ]
+        costs = [cost for cost, _ in best]
+        choices.append([-edge for _, edge in best])
+    edges = [0]
+    for choice in reversed(choices):
+        edges.append(choice[edges[-1]])
+    return edges[1:]

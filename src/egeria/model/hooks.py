@@ -1,0 +1,50 @@
+"""Hooks that are found by their owner, whatever was interrupted, and do nothing in copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+_FLAGS = ("_with_kwargs", "_always_called")
+
+
+class Hook:
+    """Calls a function with its owner in front.
+
+    A model may be copied or saved at any time (averages of weights, `torch.save(model)`). The copy
+    has a function of the standard library that does nothing in its place, so that a saved model is
+    loaded where this library is not installed.
+
+    Args:
+        owner: who may remove the hook, see `sweep`.
+        function: called as `function(owner, *args)` with what torch hands to the hook.
+    """
+
+    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
+        self.owner, self._function = owner, function
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self._function(self.owner, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def sweep(model: nn.Module, owner: Any) -> None:
+    """Remove all hooks of an owner, also one whose registration or removal was interrupted."""
+    for module in model.modules():
+        for name in _TABLES:
+            table = getattr(module, name)
+            for key in [k for k, hook in table.items() if getattr(hook, "owner", None) is owner]:
+                table.pop(key, None)
+            for flags in (getattr(module, f"{name}{flag}", {}) for flag in _FLAGS):
+                for key in flags.keys() - table.keys():
+                    del flags[key]

@@ -1,0 +1,236 @@
+"""Watching the user's own passes until the first optimizer step; no pass is made for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria import tree
+from egeria.errors import brief
+from egeria.model.group import Piece
+from egeria.model.hooks import Hook, sweep
+
+_current_backward: Any = torch._C._current_graph_task_id  # the backward pass this is in, or -1
+
+
+class Watch:
+    """Notes which pieces ran, in which order, and where their outputs stand in the graph.
+
+    The hooks sit on the pieces and on the modules around them, not inside. They stay until `close`,
+    so that all passes before the first optimizer step are seen, also where the loop calls parts of
+    the model one by one. Not noted are passes without gradients, unless they are part of one with
+    gradients, and what a backward pass computes anew for a checkpoint.
+
+    Args:
+        model: the model in training, without wrappers.
+        pieces: what `find_pieces` gave for it.
+
+    Attributes:
+        order: the names of the pieces that ran, by their last call in a pass.
+        nodes: of each piece, the nodes of its outputs.
+        rows: of each piece, how many vectors its weights were multiplied with, over all calls.
+        outputs: the nodes of what the outermost calls returned.
+        backwards: of each output, the backward passes in which it received a gradient.
+        hidden: pieces that ran in a reentrant checkpoint: their outputs got nodes behind the call.
+        passes: of each backward pass, the names of the parameters that it reached.
+        read: pieces of whose outputs the loop reads the gradient, by `retain_grad` or a hook.
+        num_calls: how often the model was called: once for each micro-batch.
+        failure: what went wrong in a hook; nothing is noted from then on, and no cut can be made.
+    """
+
+    def __init__(self, model: nn.Module, pieces: Iterable[Piece]) -> None:
+        self._model = model
+        self._names = {piece.module: piece.name for piece in pieces if piece.role != "direct"}
+        self._stack: list[nn.Module] = []
+        self._late: list[tuple[str, Tensor]] = []
+        self._learned: set[str] = set()
+        self._pass: dict[str, None] = {}
+        self.order: dict[str, None] = {}
+        self.nodes: defaultdict[str, list[Node]] = defaultdict(list)
+        self.rows: defaultdict[str, int] = defaultdict(int)
+        self.outputs: list[Node] = []
+        self.backwards: defaultdict[Node, set[int]] = defaultdict(set)
+        self.hidden: set[str] = set()
+        self.passes: defaultdict[int, set[str]] = defaultdict(set)
+        self.read: set[str] = set()
+        self._added: set[tuple[int, str]] = set()
+        self._given: list[tuple[str, weakref.ref[Tensor]]] = []
+        self.num_calls = 0
+        self.failure = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has run yet."""
+        return not (self.order or self._pass)
+
+    @property
+    def silent(self) -> set[str]:
+        """Pieces that ran under `no_grad` alone, as a teacher does; in no layer module."""
+        return self.order.keys() - self._learned
+
+    @property
+    def asked(self) -> set[str]:
+        """Parameters whose gradient was worked out and not added up: by `torch.autograd.grad`."""
+        reached = {(task, name) for task, names in self.passes.items() for name in names}
+        return {name for _, name in reached - self._added}
+
+    def open(self) -> None:
+        """Put the hooks on."""
+        inner = {part for module in self._names for part in module.modules() if part is not module}
+        for module in self._model.modules():
+            if module not in inner or module in self._names:
+                module.register_forward_pre_hook(self._hook(Watch._enter))
+                module.register_forward_hook(self._hook(Watch._leave), always_call=True)
+        trained: Any = [entry for entry in self._model.named_parameters() if entry[1].requires_grad]
+        for name, parameter in trained:
+            parameter.register_hook(self._hook(Watch._note_gradient, name=name))
+            added = self._hook(Watch._note_added, name=name)
+            parameter.register_post_accumulate_grad_hook(added)
+
+    def close(self) -> None:
+        """Take the hooks off; what was noted stays readable. Can be called again."""
+        sweep(self._model, self)
+        for parameter in self._model.parameters():
+            for table in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                for key, hook in list((table or {}).items()):
+                    if table and getattr(hook, "owner", None) is self:
+                        del table[key]
+        with torch.enable_grad():
+            self._settle()
+        self._end_pass()
+
+    def _hook(self, note: Callable[..., None], **given: Any) -> Hook:
+        return Hook(self, partial(Watch._guarded, note=partial(note, **given)))
+
+    def _guarded(self, *args: Any, note: Callable[..., None]) -> None:
+        """Note something in a pass of the user's, which no error of ours may end."""
+        try:
+            if not self.failure:
+                note(self, *args)
+        except Exception as error:
+            self.failure = brief(error)
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if module is self._model:
+            self._stack.clear()
+            self._end_pass()
+        if _current_backward() == -1 and (self._stack or torch.is_grad_enabled()):
+            self._settle()
+            self._stack.append(module)
+
+    def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if module not in self._stack or _current_backward() != -1:
+            return
+        while self._stack.pop() is not module:
+            pass
+        self._settle()
+        found = [entry for _, entry in tree.contents(output) if isinstance(entry, Tensor)]
+        if module in self._names and output is not None:  # of a call that raised it is None
+            self._note_piece(self._names[module], module, found)
+        for tensor in [] if self._stack else found:
+            if tensor.grad_fn is not None:
+                self.outputs.append(tensor.grad_fn)
+                tensor.register_hook(self._hook(Watch._note_backward, node=tensor.grad_fn))  # type: ignore[no-untyped-call]
+        if not self._stack:
+            self.num_calls += module is self._model
+            self._find_readers()
+
+    def _find_readers(self) -> None:
+        """Look for outputs whose gradient is read: of what is frozen that would raise an error."""
+        for name, reference in self._given:
+            tensor = reference()
+            if tensor is None:
+                continue
+            hooks: Any = tensor._backward_hooks or {}
+            modules = [getattr(hook, "__module__", None) or "" for hook in hooks.values()]
+            own = [not module.startswith(("torch.", "egeria.")) for module in modules]
+            if tensor.retains_grad or any(own):
+                self.read.add(name)
+
+    def _note_backward(self, _gradient: Tensor, *, node: Node) -> None:
+        self.backwards[node].add(_current_backward())
+
+    def _note_gradient(self, _gradient: Tensor, *, name: str) -> None:
+        self.passes[_current_backward()].add(name)
+
+    def _note_added(self, _parameter: Tensor, *, name: str) -> None:
+        self._added.add((_current_backward(), name))
+
+    def _note_piece(self, name: str, module: nn.Module, found: list[Tensor]) -> None:
+        if torch.is_grad_enabled():
+            self._learned.add(name)
+            self._given += [(name, weakref.ref(tensor)) for tensor in found]
+        elif any(parameter.requires_grad for parameter in module.parameters()):
+            self._late += [(name, tensor) for tensor in found]
+        if torch.is_grad_enabled() or name not in self._pass:
+            self._pass.pop(name, None)
+            self._pass[name] = None
+        self.rows[name] += _count_rows(module, found)
+        self.nodes[name] += [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+
+    def _end_pass(self) -> None:
+        """Add what is new in a pass to the order, in front of what followed there."""
+        self._find_readers()
+        self._given.clear()
+        order = list(self.order)
+        place = len(order)
+        for name in reversed(self._pass):
+            if name not in self.order:
+                order.insert(place, name)
+            place = order.index(name)
+        self.order, self._pass = dict.fromkeys(order), {}
+
+    def _settle(self) -> None:
+        """Read the nodes that a checkpoint has given to outputs of what ran inside it."""
+        if torch.is_grad_enabled():
+            late, self._late = self._late, []
+            for name, tensor in late:
+                if tensor.grad_fn is not None:
+                    self._learned.add(name)
+                    self.hidden.add(name)
+                    self.nodes[name].append(tensor.grad_fn)
+
+
+def _count_rows(module: nn.Module, found: list[Tensor]) -> int:
+    """Return the number of vectors in the output of a module; those of images are their pixels."""
+    output = next((tensor for tensor in found if tensor.dim() > 1), None)
+    if output is None:
+        return 1
+    convolutions = (nn.Conv2d, nn.Conv3d)
+    is_image = output.dim() > 3 and any(isinstance(part, convolutions) for part in module.modules())
+    return output.numel() // max(1, output.shape[1 if is_image else -1])
+
+
+Node = Any
+"""A node of the graph (`Tensor.grad_fn`); while it is held, it keeps its identity."""
+
+
+def parents(node: Node) -> list[Node]:
+    """Return the nodes that a node passes its gradients to."""
+    return [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def reach(starts: Iterable[Node], stop: Collection[Node] = ()) -> set[Node]:
+    """Return the nodes that are reached from `starts`, themselves included, but not through or
+    into `stop`.
+    """
+    waiting, seen = list(starts), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen and node not in stop:
+            seen.add(node)
+            waiting += parents(node)
+    return seen
+
+
+def sinks(outputs: Iterable[Node]) -> list[Node]:
+    """Return the outputs that no other output is computed from, each once."""
+    unique = list(dict.fromkeys(outputs))
+    inner = reach(parent for node in unique for parent in parents(node))
+    return [node for node in unique if node not in inner]

@@ -1,0 +1,244 @@
+"""The reference model: which number format it has, new weights, and its state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from egeria.errors import ReferenceModelError, brief
+from egeria.events import RungTaken
+from egeria.model.batch import Batch
+from egeria.plasticity import sp_loss
+from egeria.reference.formats import Format, Ranges, build, with_autocast
+from egeria.reference.snapshot import read, take_snapshot, tensors_of
+
+_EARLY_PLASTICITY = 1e-4
+"""Stands for the plasticity before any is known: the smallest first readings of record 0004."""
+_MOST_ROWS = 32
+_EVALUATIONS = 10
+"""What a build is shared by: the evaluations between two refreshes, `W` of the paper."""
+
+
+class Reference:
+    """A snapshot of the model in training, in the fastest number format that is exact enough.
+
+    At the first refresh with a batch, 'auto' builds and times every format once on it; a given
+    format is built first, whatever its speed, and float32 comes behind it. A format is exact enough
+    while its SP loss to the float32 snapshot is at most `fidelity_share` of the plasticity, which
+    each refresh checks. What fails is not tried again; float32, the snapshot itself, never fails.
+
+    Args:
+        taps: submodules whose activations will be asked for.
+        precision: 'auto', 'int8', 'bf16' or 'fp32'.
+        device: "cpu", or a CUDA device, where bf16 takes the place of int8.
+        fidelity_share: largest error of a format as a share of the plasticity.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[str],
+        *,
+        precision: str = "auto",
+        device: str = "cpu",
+        fidelity_share: float = 0.1,
+    ) -> None:
+        self._taps, self._device = tuple(taps), torch.device(device)
+        self._fidelity_share = fidelity_share
+        names: Sequence[str] = (
+            ("int8", "bf16", "fp32") if precision == "auto" else (precision, "fp32")
+        )
+        if self._device.type != "cpu":
+            names = [name.replace("int8", "bf16") for name in names]
+        self._names = list(dict.fromkeys(names))
+        """The formats that are left; the first is taken, once they are in order."""
+        self._is_timed, self._is_chosen = precision == "auto", False
+        self._snapshot: nn.Module | None = None
+        self._format: Format | None = None
+        self._events: list[RungTaken] = []
+
+    @property
+    def precision(self) -> str:
+        """The format in use: 'int8', 'bf16' or 'fp32'; '' before the first refresh."""
+        return "" if self._format is None else self._format.name
+
+    @property
+    def builder(self) -> str:
+        """How it was made, for the journal."""
+        return "" if self._format is None else self._format.builder
+
+    def take_events(self) -> list[RungTaken]:
+        """Return the changes of format since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def refresh(
+        self,
+        model: nn.Module,
+        batch: Batch | None = None,
+        plasticity: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take over the weights of the model in training as they are now.
+
+        Args:
+            model: the model in training.
+            batch: the newest training batch, to find ranges on and to compare. The format is
+                float32 until there is one that the snapshot can run.
+            plasticity: means of the newest readings, by tap.
+
+        Raises:
+            ReferenceModelError: the model cannot be copied.
+        """
+        self._snapshot, known = take_snapshot(model, self._device), plasticity or {}
+        batch = None if batch is None else self._here(batch).first_rows(_MOST_ROWS)
+        taps = [tap for tap in self._taps if tap in known or not self._is_chosen]
+        exact, reason = dict[str, Tensor](), "there is no batch to try other formats on"
+        if batch is not None and taps and len(self._names) > 1:
+            try:
+                exact = read(self._snapshot, taps, with_autocast(batch, False))
+            except Exception as error:
+                batch, reason = None, f"the batch cannot be run in float32: {brief(error)}"
+        if batch is None and not self._is_chosen:
+            self._take(self._build("fp32", None), reason)
+            return
+        share = self._fidelity_share
+        limits = {tap: share * known.get(tap, _EARLY_PLASTICITY) for tap in exact}
+        self._choose(batch, exact, limits)
+
+    def activation(self, tap: str, batch: Batch) -> Tensor | None:
+        """Return the output [B, ...] of submodule `tap` in float32, None if it gives no tensor.
+
+        Raises:
+            ReferenceModelError: there was no refresh yet.
+        """
+        if self._format is None:
+            raise ReferenceModelError(
+                "A reference is refreshed before it is asked, found none. Call `refresh` first."
+            )
+        batch = self._here(batch)
+        try:
+            return self._format.read([tap], batch).get(tap)
+        except Exception as error:
+            exact = self._build("fp32", None)
+            found = exact.read([tap], batch)  # what fails here too is no fault of the format
+            self._give_up(exact, f"{self.precision} failed at {tap}: {brief(error)}")
+            return found.get(tap)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to give the same activations; empty before the first refresh."""
+        if self._snapshot is None or self._format is None:
+            return {}
+        return {
+            "tensors": [tensor.detach().clone() for tensor in tensors_of(self._snapshot)],
+            "names": list(self._names),
+            "is_chosen": self._is_chosen,
+            "precision": self.precision,
+            "ranges": self._format.ranges,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Continue from a saved state; activations are the same to the bit.
+
+        Args:
+            state: of a reference of this model.
+            model: gives the architecture.
+        """
+        self._format = self._snapshot = None
+        if not state:
+            return
+        self._snapshot = take_snapshot(model, self._device)
+        with torch.no_grad():
+            for tensor, saved in zip(tensors_of(self._snapshot), state["tensors"], strict=True):
+                tensor.copy_(saved)
+        self._names, self._is_chosen = list(state["names"]), bool(state["is_chosen"])
+        name = state["precision"]
+        try:
+            self._format = self._build(name, None, state["ranges"])
+        except Exception as error:  # another machine, or another torch
+            self._give_up(self._build("fp32", None), f"{name} cannot go on here: {brief(error)}")
+
+    def _choose(
+        self, batch: Batch | None, exact: Mapping[str, Tensor], limits: Mapping[str, float]
+    ) -> None:
+        """Take the first of the formats that works, at the first time the fastest of them."""
+        is_timed = self._is_timed and not self._is_chosen
+        works, reasons = list[tuple[float, Format]](), list[str]()
+        for name in self._names:
+            try:
+                works.append(self._try(name, batch, exact, limits, is_timed=is_timed))
+            except Exception as error:
+                reasons.append(f"{name} is not used: {brief(error)}")
+            if works and not is_timed:
+                break
+        works.sort(key=itemgetter(0))
+        if is_timed:
+            reasons += [
+                f"{made.name} takes {1000 * seconds:.1f} ms an evaluation"
+                for seconds, made in works
+            ]
+        elif not self._is_chosen:
+            reasons.append(f"the setting is {self._names[0]!r}")
+        order = [made.name for _, made in works] if is_timed else self._names
+        taken = works[0][1]
+        self._names = order[order.index(taken.name) : order.index("fp32") + 1]
+        self._is_chosen = True
+        self._take(taken, "; ".join(reasons))
+
+    def _try(
+        self,
+        name: str,
+        batch: Batch | None,
+        exact: Mapping[str, Tensor],
+        limits: Mapping[str, float],
+        *,
+        is_timed: bool,
+    ) -> tuple[float, Format]:
+        """Return the seconds that an evaluation takes, where they are measured, and the format.
+
+        Raises:
+            Exception: of any type: it cannot be built or run, or is not exact enough.
+        """
+        begin = time.perf_counter()
+        made = self._build(name, batch)
+        build_s = time.perf_counter() - begin
+        if name != "fp32" and batch is not None:
+            found = made.read(list(exact), batch) if exact else {}
+            for tap, limit in limits.items():
+                error = float(sp_loss(exact[tap], found[tap]))
+                if not error <= limit:
+                    raise ValueError(f"its SP loss at {tap} is {error:.1e}, above {limit:.1e}")
+        if not is_timed or batch is None:
+            return 0.0, made
+        begin = time.perf_counter()
+        for activation in made.read(self._taps, batch).values():
+            activation.cpu()  # waits for a GPU
+        return time.perf_counter() - begin + build_s / _EVALUATIONS, made
+
+    def _build(self, name: str, batch: Batch | None, ranges: Ranges | None = None) -> Format:
+        assert self._snapshot is not None
+        if ranges is None:
+            ranges = {} if self._format is None else self._format.ranges
+        return build(name, self._snapshot, self._taps, batch, ranges)
+
+    def _take(self, made: Format, reason: str) -> None:
+        before, self._format = self.precision, made
+        if made.name != before:
+            self._events.append(RungTaken(step=0, before=before, after=made.name, reason=reason))
+
+    def _give_up(self, exact: Format, reason: str) -> None:
+        """Go on in float32 for good."""
+        self._names, self._is_chosen = ["fp32"], True
+        self._take(exact, reason)
+
+    def _here(self, batch: Batch) -> Batch:
+        """Return the batch on our device, where autocast for another type means nothing."""
+        moved = batch.on(str(self._device))
+        if batch.autocast.device_type == self._device.type:
+            return moved
+        autocast = replace(batch.autocast, device_type=self._device.type, enabled=False)
+        return replace(moved, autocast=autocast)

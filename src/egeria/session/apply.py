@@ -1,0 +1,201 @@
+"""Setting the depth that a policy asks for, or refusing it: the only code that freezes or thaws."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from egeria.distributed import ddp, fsdp2
+from egeria.distributed.ranks import is_initialized
+from egeria.events import DepthRefused, ModuleFrozen, Rewrapped, Thawed
+from egeria.model.cut import Cut, LayerModule
+from egeria.model.freeze import Freezer
+from egeria.model.group import find_pieces
+from egeria.model.hooks import Hook, sweep
+from egeria.model.undisturbed import is_own_pass
+from egeria.policy import Depth
+from egeria.session.training import Training
+
+BACKWARD_SHARE = 2 / 3
+"""Of an iteration: the backward pass has two multiplications where the forward pass has one."""
+
+
+class Applier:
+    """Freezes and thaws for one cut, tells the processes of a job, and journals it.
+
+    Args:
+        training: what is trained.
+        cut: of its model into layer modules.
+        wrapper: DistributedDataParallel around the model; None where there is none.
+    """
+
+    def __init__(self, training: Training, cut: Cut, wrapper: Any) -> None:
+        self._training, self.cut = training, cut
+        self._model, self._recorder = training.model, training.recorder
+        self._compilation = training.compilation
+        has_hooks = training.compilation is None
+        self.freezer = Freezer(training.model, cut, has_hooks=has_hooks)
+        self._wrapper, self._is_sharded = wrapper, fsdp2.is_sharded(training.model)
+        self._told = 0
+        """The depth that the journal has."""
+        self.detaches = True
+        """Whether boundaries may still be detached."""
+        names = {name for module in cut.modules for name in module.parameters}
+        sizes = {name: entry.numel() for name, entry in training.model.named_parameters()}
+        self._sizes = {name: sizes[name] for name in names if name in sizes}
+        self._num_trainable = sum(
+            entry.numel() for entry in training.model.parameters() if entry.requires_grad
+        )
+        self.deepest, self.limit = self._find_deepest()
+
+    @property
+    def depth(self) -> int:
+        """How many front layer modules are frozen: the freezer's own number."""
+        return self.freezer.depth
+
+    def open(self) -> None:
+        """Notice what runs late: it may train in front of a detached boundary."""
+        if self._compilation is not None or not any(self.cut.detaches):
+            return
+        ran = {name for module in self.cut.modules for name in module.submodules}
+        for piece in find_pieces(self._model, self._training.config.modules.pattern):
+            if piece.role != "direct" and piece.name not in ran:
+                piece.module.register_forward_pre_hook(Hook(self, Applier._runs_late))
+
+    def refusal(self, depth: int, seconds_left: float | None) -> str:
+        """Return why this depth is refused; empty where it is not."""
+        if depth > self.deepest:
+            return self.limit or "the last layer module is never frozen"
+        if depth < 0:
+            return "a depth is 0 or more"
+        if self._compilation is None or seconds_left is None or depth <= self.depth:
+            return ""
+        share = sum(module.share for module in self.cut.modules[self.depth : depth])
+        return self._compilation.repays(BACKWARD_SHARE * share * seconds_left) or ""
+
+    def refuse(self, depth: Depth, reason: str) -> None:
+        """Journal that a depth is refused."""
+        step = self._recorder.step
+        self._recorder.write(DepthRefused(step=step, asked=depth.frozen, reason=reason))
+
+    def apply(self, depth: Depth, window: int) -> None:
+        """Freeze and thaw so that `depth.frozen` layer modules are frozen, and journal it."""
+        self.set_depth(depth.frozen)
+        self._tell(depth.reason, window)
+
+    def count(self, module: LayerModule) -> int:
+        """Return the elements of the parameters that freeze with a layer module."""
+        return sum(self._sizes.get(name, 0) for name in module.parameters)
+
+    def _tell(self, reason: str, window: int = 0) -> None:
+        """Journal what is frozen now, where the journal has another depth."""
+        modules, step = self.cut.modules, self._recorder.step
+        if (before := self._told) > self.depth:
+            thawed = Thawed(step=step, frozen_before=before, reason=reason, window=window)
+            self._recorder.write(thawed)
+            self._told = 0
+        while (number := self._told) < self.depth:
+            num_frozen = sum(map(self.count, modules[: number + 1]))
+            self._recorder.write(
+                ModuleFrozen(
+                    step=step,
+                    module=number,
+                    name=modules[number].name,
+                    frozen=number + 1,
+                    reason=reason,
+                    parameter_share=num_frozen / max(1, self._num_trainable),
+                )
+            )
+            self._told = number + 1
+
+    def restore(self, depth: int) -> None:
+        """Freeze what a saved state had frozen, which was journaled before."""
+        self._told = depth
+        self.set_depth(depth)
+        if self._wrapper is None and is_initialized():  # found in the first forward pass
+            self._model.register_forward_pre_hook(Hook(self, Applier._find_wrapper))
+
+    def make_whole(self) -> None:
+        """Make the depth of the journal whole again where a change of it was interrupted."""
+        if not self.freezer.is_whole:
+            self.set_depth(self._told)
+        self._tell("a change was interrupted")
+
+    def moved(self) -> list[str]:
+        """Return the names of frozen parameters that somebody has changed."""
+        if self._is_sharded:
+            fsdp2.reshard(self._model)
+        return self.freezer.moved()
+
+    def check_ranks(self) -> None:
+        """Raise LostError where not all processes of a job take part in an exchange."""
+        ddp.check_not_joined(self._wrapper)
+
+    def set_depth(self, depth: int) -> None:
+        """Freeze and thaw without a word, and let the processes reduce what trains from now on."""
+        if depth == self.depth and self.freezer.is_whole:
+            return
+        if self._is_sharded:
+            fsdp2.reshard(self._model)
+        self.freezer.freeze_to(depth, detaches=self.detaches)
+        if self._wrapper is not None:
+            self._rebuild()
+        if self._is_sharded:
+            fsdp2.prepare_units(self._model)
+
+    def close(self) -> None:
+        """Thaw everything, and take all hooks off."""
+        self._tell("a change was interrupted")
+        self.set_depth(0)
+        sweep(self._model, self)
+
+    def _find_wrapper(self, model: nn.Module, *_: Any) -> None:
+        if self._wrapper is None and (wrapper := ddp.find_wrapper(model)) is not None:
+            self._wrapper = wrapper
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        begin = time.perf_counter()
+        ddp.rebuild_buckets(self._wrapper)
+        trained = [entry for entry in self._model.parameters() if entry.requires_grad]
+        size_bytes = sum(entry.numel() * entry.element_size() for entry in trained)
+        wall_s = time.perf_counter() - begin
+        rewrapped = Rewrapped(step=self._recorder.step, wall_s=wall_s, reduced_bytes=size_bytes)
+        self._recorder.write(rewrapped)
+
+    def _find_deepest(self) -> tuple[int, str]:
+        """Return how deep the model may be frozen, and why not deeper."""
+        deepest, reason = self.cut.deepest, self.cut.reason
+        for optimizer in self._training.optimizers:
+            limit = self._deepest_for(optimizer)
+            if limit < deepest:
+                deepest = limit
+                reason = (
+                    "one of the optimizers would have nothing left to train, which GradScaler "
+                    "takes for an error. Give one optimizer all parameters, in groups"
+                )
+        return deepest, reason
+
+    def _deepest_for(self, optimizer: Any) -> int:
+        """Return how deep the model may be frozen so that an optimizer keeps something to train."""
+        own = {id(entry) for group in optimizer.param_groups for entry in group["params"]}
+        places = {
+            name: number
+            for number, module in enumerate(self.cut.modules)
+            for name in module.parameters
+        }
+        last = len(self.cut.modules) - 1
+        found = (
+            places.get(name, last)
+            for name, entry in self._model.named_parameters()
+            if id(entry) in own and entry.requires_grad
+        )
+        return max(found, default=last)
+
+    def _runs_late(self, _module: nn.Module, _args: Any) -> None:
+        if self.detaches and torch.is_grad_enabled() and not is_own_pass():
+            self.detaches = False
+            self.freezer.freeze_to(self.depth, detaches=False)

@@ -1,0 +1,580 @@
+"""What happens at each step of the loop: intervals, questions to the policy, faults of ours."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from egeria.controller import EvaluationResult
+from egeria.distributed import ddp
+from egeria.distributed.ranks import LostError, RankError, together, world_size
+from egeria.distributed.refuse import IN_BACKWARD, reason_to_decline
+from egeria.errors import ConfigError, StateError, UnsupportedModelError
+from egeria.events import (
+    IntervalMeasured,
+    Recompiled,
+    StageChanged,
+)
+from egeria.model.cut import Cut, LayerModule
+from egeria.policy import (
+    BOOTSTRAPPING,
+    Interval,
+    Plan,
+    Policy,
+    Reading,
+    Status,
+    first_stage,
+)
+from egeria.report.wording import plural
+from egeria.session.evaluation import Evaluation
+from egeria.session.interval import Clock, Measured, seconds_left
+from egeria.session.parts import Parts, make_parts, run_started
+from egeria.session.skipping import begin_skipping
+from egeria.session.steps import CHECKED_CALLS, Steps
+from egeria.session.training import FirstStep, FreezingEndedError, Training
+
+T = TypeVar("T")
+INTERVALS, INTERVAL_STEPS = 100, 100
+"""Of a run under a policy that asks for no intervals: their number, or their length."""
+
+
+class Session:
+    """Counts the steps of a run, asks the policy, and has done what it says.
+
+    Until the first update it watches the user's own passes; there the model is cut and the policy
+    made. Nothing of it may stop or change the user's training: a fault of ours ends freezing.
+
+    Args:
+        training: what is trained.
+        environment: what the journal says of the machine and the data.
+        loader: of the user; with the cache on a disk its samples are followed.
+        make_evaluation: makes what reads plasticity, for a cut and a clock.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        *,
+        environment: Mapping[str, Any],
+        loader: Any,
+        make_evaluation: Callable[[Cut, Clock], Evaluation],
+    ) -> None:
+        self.training, self.recorder = training, training.recorder
+        self.modules: tuple[LayerModule, ...] = ()
+        """The layer modules, front to back; kept when freezing has ended."""
+        self.plan: Plan | None = None
+        self.parts: Parts | None = None
+        self.steps = Steps(training.optimizers, self._before_update)
+        self.clock = Clock(training.total_steps, self._interval_of_journal())
+        self._environment, self._make_evaluation = dict(environment), make_evaluation
+        self._status = Status(stage=first_stage(training.config.policy.name))
+        self._has_started = self._has_ended = self._asks_first = self._is_lost = False
+        self._meets = False
+        """Whether the processes of a job come together at each decision."""
+        self._asked = 0
+        """The step up to which the policy was asked."""
+        self._due: float = self.clock.ends
+        self._past_controller_cpu_s = 0.0
+        self._measured_depth: int | None = None
+        self._evaluation_due = math.inf
+        """The next step at which something is to be prepared for an evaluation."""
+        refusal = reason_to_decline(training.given, training.optimizers)
+        self._first: FirstStep | None = None
+        if not refusal:
+            try:
+                self._first = FirstStep(training)
+            except UnsupportedModelError as error:
+                refusal = str(error)
+                if training.config.modules.pattern is not None:
+                    raise ConfigError(refusal) from error
+        self._skipping = None if refusal else begin_skipping(training, loader, self.clock.spend)
+        if self._first is not None:
+            self._first.open()
+        self.steps.open()
+        if refusal:
+            self._start_journal(None)
+            self._end(refusal)
+
+    @property
+    def controller_cpu_s(self) -> float:
+        """CPU seconds of controller processes so far."""
+        evaluation = self.parts.evaluation if self.parts else None
+        return self._past_controller_cpu_s + (evaluation.status.cpu_s if evaluation else 0.0)
+
+    @property
+    def frozen(self) -> int:
+        """How many front layer modules are frozen now."""
+        return self.parts.applier.depth if self.parts else 0
+
+    @property
+    def stage(self) -> str:
+        """The stage of the policy."""
+        return self._status.stage
+
+    def step(self, loss: float | Tensor) -> bool:
+        """Take in the loss of a batch.
+
+        Returns:
+            Whether something may have been decided or journaled.
+        """
+        if not self.steps.take():
+            self.clock.hold(loss)
+            if self.steps.num_calls == CHECKED_CALLS and self.steps.complaint:
+                self.recorder.decline("counting calls of run.step", self.steps.complaint)
+            return False
+        clock = self.clock
+        clock.enter(loss)
+        self.recorder.step = clock.step
+        if is_due := clock.step >= self._due:
+            self._act()
+        clock.leave()
+        return is_due
+
+    def close(self) -> None:
+        """Leave the model, the optimizers and the loader as they were found; can be repeated."""
+        self._has_ended = True
+        if not self._has_started:
+            self._start_journal(None)
+        self._release()
+        self.steps.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of everything that decides, as plain data and tensors."""
+        parts = self.parts
+        engine = None
+        if parts is not None:
+            engine = {
+                "cut": parts.cut.to_dict(),
+                "cut_by": asdict(self.training.config.modules),
+                "policy": parts.policy.state_dict(),
+                "frozen": parts.applier.depth,
+                "detaches": parts.applier.detaches,
+                "forwards_per_step": self._skipping.forwards_per_step if self._skipping else 1,
+                "plan_reason": self.plan.reason if self.plan else "",
+                "evaluator": parts.evaluation.state_dict() if parts.evaluation else None,
+            }
+        return {
+            "clock": self.clock.state_dict(),
+            "steps": self.steps.state_dict(),
+            "policy_name": self.training.policy_name,
+            "norms": dict(self.training.norms),
+            "status": asdict(self._status),
+            "has_ended": self._has_ended and self._has_started,
+            "engine": engine,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state.
+
+        Raises:
+            StateError: it belongs to another model or policy, or to another cut of this run.
+                Nothing has changed then.
+        """
+        engine, clock = state["engine"], Clock(self.training.total_steps, 1)
+        clock.load_state_dict(state["clock"])
+        cut = Cut.from_dict(engine["cut"]) if engine else None
+        names = [name for module in cut.modules for name in module.parameters] if cut else []
+        self.training.check_state(state["policy_name"], names)
+        if cut and self.parts and self.parts.cut != cut:
+            raise StateError(
+                "A state is loaded before the first step of a run, or comes from this very run; "
+                "this run has cut its model into other layer modules. Attach anew, then load."
+            )
+        if cut is not None and not self._has_ended:
+            self._resume(cut, engine, state["norms"])
+        elif cut is not None:
+            self.recorder.decline(
+                "freezing", "it has ended for good in this run, also where that is rolled back"
+            )
+        elif state["has_ended"]:
+            self._end("")
+        self.clock.load_state_dict(state["clock"])
+        self.steps.load_state_dict(state["steps"])
+        self.recorder.step = self.clock.step
+        self._status = Status(**state["status"])
+        if cut is not None and self.parts is not None:
+            self._restore(engine)
+        elif self.parts is not None:  # back to before its first step: the layer modules stay
+            wrapper = ddp.find_wrapper(self.training.given)
+            self._install(make_parts(self.training, self.parts.cut, wrapper))
+            self._asked = self.clock.step
+            with self._guard("a decision"):
+                self._ask_first()
+        self._plan_next()
+
+    # --- from attach to the first update ---------------------------------------------------------
+
+    def _before_update(self, number: int) -> None:
+        """Cut the model right before the first update, and set the first depth."""
+        first = self._first
+        # `torch.distributed.checkpoint` steps an optimizer to make its state, before any pass.
+        is_no_training = first is not None and first.watch.is_empty and not self.steps.num_calls
+        if first is None or is_no_training or not first.comes_to(number):
+            return
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        first.close()
+        if self._skipping is not None:
+            self._skipping.forwards_per_step = max(1, first.watch.num_calls)
+        self._meets = world_size() > 1
+        with self._guard("cutting the model"):
+            if torch._C._current_graph_task_id() != -1:
+                raise FreezingEndedError(IN_BACKWARD)
+            cut, refusal = first.cut()
+            if refusal:
+                self._start_journal(cut)
+                raise FreezingEndedError(refusal)
+            parts = make_parts(self.training, cut, first.wrapper)
+            self._install(parts)
+            self._start_journal(cut)
+            parts.announce(first.dropped)
+            self._asks_first = True
+            if len(self.training.optimizers) == 1:
+                self._ask_first()
+        self._first, self._due = None, 0  # last, so that what was interrupted is made again
+        self.clock.spend(time.perf_counter() - begin, time.process_time() - begin_cpu)
+
+    def _install(self, parts: Parts) -> None:
+        """Let parts decide from now on; nothing is frozen by them yet."""
+        self._release()
+        wants = parts.policy.wants
+        if wants.interval_steps is not None:
+            self.clock.interval_steps = wants.interval_steps
+        self._meets = world_size() > 1 and bool(wants.interval_steps or wants.steps)
+        self.modules, self.plan, self.parts = parts.cut.modules, parts.plan, parts
+        parts.applier.open()
+        if self.training.compilation is not None:
+            self.training.compilation.begin(len(self.modules))
+
+    def _ask_first(self) -> None:
+        self._ask(Interval(step=0, frozen=self.frozen, learning_rate=self._rate()))
+        if self.parts is not None:
+            self._look_ahead(self.parts)
+            self._follow_boundary()
+        self._asks_first = False
+
+    def _start_journal(self, cut: Cut | None) -> None:
+        """Journal how the run begins, once."""
+        if self._has_started:
+            return
+        found = cut if self.parts else None
+        started = run_started(self.training, found, self.parts, self.clock.interval_steps)
+        self.recorder.write(replace(started, environment=self._environment))
+        self._has_started = True
+
+    # --- questions to the policy -----------------------------------------------------------------
+
+    def _act(self) -> None:
+        """Do what is due at this step."""
+        clock, parts = self.clock, self.parts
+        if self._first is None:
+            self.steps.stop_calling()
+        if parts is not None:
+            with self._guard("a decision"):
+                self._decide(parts)
+        elif clock.step >= clock.ends:
+            self._measure(clock.end_interval(0))
+        self._plan_next()
+
+    def _decide(self, parts: Parts) -> None:
+        clock, wants, before = self.clock, parts.policy.wants, self.frozen
+        if self._meets:
+            parts.applier.check_ranks()
+        parts.applier.make_whole()
+        if self._asks_first:
+            self._ask_first()
+        self._take_in_readings(parts)
+        ends = clock.step >= clock.ends
+        is_asked = self._asked < (wants.next_step(self._asked) or math.inf) <= clock.step
+        if ends or is_asked:
+            interval = self._end_interval(parts, ends)
+            if is_asked or wants.interval_steps is not None:
+                self._ask(interval)
+            if ends and parts.evaluation is not None and self.parts is parts:
+                self._evaluate(parts, parts.evaluation, interval)
+            self._asked = clock.step
+        if self.parts is parts:
+            self._look_ahead(parts)
+            if self.frozen != before:
+                self._follow_boundary()
+
+    def _look_ahead(self, parts: Parts) -> None:
+        """Prepare the next evaluation, for a policy that wants plasticity."""
+        wanted, status = parts.policy.wants.plasticity_of, getattr(parts.policy, "status", None)
+        is_judging = wanted is not None or getattr(status, "stage", "") == BOOTSTRAPPING
+        if parts.evaluation is None and is_judging:
+            parts.evaluation = self._make_evaluation(parts.cut, self.clock)
+        if parts.evaluation is not None:
+            self._evaluation_due = parts.evaluation.prepare(wanted)
+
+    def _end_interval(self, parts: Parts, ends: bool) -> Interval:
+        """End the interval, which an asked-for step ends early, and return what it showed."""
+        moved = parts.applier.moved()
+        measured, rate = self.clock.end_interval(self.frozen), self._rate()
+        views = [(measured.loss, measured.num_bad_losses, rate, moved)]
+        if self._meets:
+            views = together(lambda: views[0])
+        losses = [loss for loss, *_ in views if loss is not None]
+        loss, rate = (sum(losses) / len(losses) if losses else None), views[0][2]
+        num_bad = sum(view[1] for view in views)
+        self._measure(replace(measured, loss=loss, num_bad_losses=num_bad), rate)
+        if moved := sorted({name for view in views for name in view[3]}):
+            raise FreezingEndedError(
+                f"frozen parameters were changed by the training loop ({', '.join(moved[:3])}), so "
+                "that they are not what was frozen"
+            )
+        if loss is None and parts.evaluation is not None:
+            self.recorder.decline(
+                "freezing while the loss is not finite",
+                f"the training loss was not finite for {plural(num_bad, 'step')}; nothing is "
+                "judged meanwhile",
+            )
+        return Interval(
+            step=self.clock.step,
+            frozen=self.frozen,
+            num_steps=measured.num_steps if ends else 0,
+            loss=loss,
+            learning_rate=rate,
+            seconds=measured.wall_s,
+        )
+
+    def _measure(self, measured: Measured, rate: float | None = None) -> None:
+        """Journal an interval, and the time that its compiling took."""
+        self._note_compiling()
+        self.recorder.write(
+            IntervalMeasured(
+                step=self.clock.step,
+                evaluation=self.clock.evaluation,
+                loss=measured.loss,
+                num_steps=measured.num_steps,
+                num_bad_losses=measured.num_bad_losses,
+                learning_rate=self._rate() if rate is None else rate,
+                frozen=self.frozen,
+                iteration_wall_s=measured.wall_s,
+                iteration_cpu_s=measured.cpu_s,
+                **self.clock.spent(),
+            )
+        )
+        total_steps = self.clock.total_steps
+        if total_steps is not None and self.clock.step > total_steps:
+            self.recorder.decline(
+                "planning beyond the end of the run",
+                f"attach was given total_steps={total_steps}, and the training goes on. Pass the "
+                "optimizer steps of the whole run, such as len(loader) * epochs",
+            )
+
+    def _note_compiling(self) -> None:
+        """Journal the time that an interval has compiled; behind a change of depth it is ours."""
+        before, self._measured_depth = self._measured_depth, self.frozen
+        compilation = self.training.compilation
+        spent_s = 0.0 if compilation is None else compilation.look()
+        if spent_s <= 0:
+            return
+        is_ours = before not in (None, self.frozen)
+        if is_ours:
+            self.clock.overhead_wall_s += spent_s
+            self.clock.overhead_cpu_s += spent_s
+        step = self.clock.step
+        self.recorder.write(Recompiled(step=step, wall_s=spent_s, by_freezing=is_ours))
+
+    def _ask(self, interval: Interval, read: EvaluationResult | None = None) -> None:
+        """Ask the policy, and do what that of the first rank says or refuse it."""
+        parts = self.parts
+        if parts is None:  # a callback for events has closed the run
+            return
+        depth = self._together(lambda: parts.policy.observe(interval))[0]
+        self._note_status(parts.policy, read)
+        if depth is None or depth.frozen == self.frozen:
+            return
+        left_s = seconds_left(self.clock.total_steps, self.clock.step, self.clock.iteration_s)
+        refusals = self._together(lambda: parts.applier.refusal(depth.frozen, left_s))
+        if reason := next(filter(None, refusals), ""):
+            parts.applier.refuse(depth, reason)
+            return
+        if depth.frozen < self.frozen and parts.evaluation is not None:
+            parts.evaluation.valid_from = self.clock.evaluation
+        parts.applier.apply(depth, self._status.window)
+
+    def _evaluate(self, parts: Parts, evaluation: Evaluation, interval: Interval) -> None:
+        """Have the plasticity read that the policy wants, and refresh the reference where due."""
+        evaluation.check()
+        clock, module = self.clock, parts.policy.wants.plasticity_of
+        if module is not None and interval.loss is not None:
+            evaluation.request(clock.evaluation, module)
+            self._take_in_readings(parts, always=True)
+        if self.parts is not parts:
+            return
+        evaluation.refresh(clock.evaluation, parts.policy.wants)
+        wanted = parts.policy.wants.plasticity_of
+        fitting = evaluation.fit_interval(clock.interval_steps, wanted)
+        clock.interval_steps = self._together(lambda: fitting)[0]
+        evaluation.disarm()
+
+    def _take_in_readings(self, parts: Parts, *, always: bool = False) -> None:
+        """Give the policy the readings that have come; of several processes the first has them."""
+        evaluation, clock = parts.evaluation, self.clock
+        if evaluation is None or not (always or evaluation.may_have_readings()):
+            return
+        for read in self._together(evaluation.take_finished)[0]:
+            if self.parts is not parts:
+                return
+            if read.module != parts.policy.wants.plasticity_of:
+                evaluation.drop_late(read)
+                continue
+            reading = Reading(evaluation=read.evaluation, module=read.module, value=read.value)
+            rate = self._together(self._rate)[0]
+            interval = Interval(
+                step=clock.step, frozen=self.frozen, learning_rate=rate, readings=(reading,)
+            )
+            self._ask(interval, read)
+
+    def _note_status(self, policy: Policy, read: EvaluationResult | None) -> None:
+        """Journal what the policy says of itself: its stage, and what it concluded of a reading."""
+        before, found = self._status, getattr(policy, "status", None)
+        self._status = found if isinstance(found, Status) else before
+        if read is not None and self.parts is not None and self.parts.evaluation is not None:
+            self.parts.evaluation.journal(read, self._status)
+        if self._status.stage != before.stage:
+            stage, reason = self._status.stage, self._status.reason
+            self.recorder.write(StageChanged(step=self.clock.step, stage=stage, reason=reason))
+
+    def _plan_next(self) -> None:
+        """Find the next step at which something is to be done."""
+        clock, parts = self.clock, self.parts
+        due: list[float] = [clock.ends]
+        if parts is not None:
+            due.append(parts.policy.wants.next_step(self._asked) or math.inf)
+            due.append(self._evaluation_due)
+        self._due = math.inf if self._is_lost else min(due)
+
+    def _follow_boundary(self) -> None:
+        """Move the boundary of the cache to the depth that is frozen now."""
+        if self._skipping is None or self.parts is None:
+            return
+        clock, wants = self.clock, self.parts.policy.wants
+        move = wants.next_step(clock.step)
+        steady = None if move is None else float(move - clock.step)
+        if wants.interval_steps is not None and wants.plasticity_of is not None:
+            steady = float((2 * max(1, self._status.window) - 1) * clock.interval_steps)
+        self._skipping.follow(self.modules[: self.frozen], steady, clock.step)
+
+    def _interval_of_journal(self) -> int:
+        """Return the steps between entries of the journal, for a policy that asks for none."""
+        given, total_steps = (
+            self.training.config.plasticity.interval_steps,
+            self.training.total_steps,
+        )
+        return given or max(1, (total_steps or INTERVALS * INTERVAL_STEPS) // INTERVALS)
+
+    # --- resuming --------------------------------------------------------------------------------
+
+    def _resume(self, cut: Cut, engine: Mapping[str, Any], norms: Mapping[str, bool]) -> None:
+        """Make the parts of a saved state; where that fails nothing has changed."""
+        came_trained = dict(self.training.norms)
+        self.training.norms.update(norms)
+        try:
+            wrapper = ddp.find_wrapper(self.training.given)
+            parts = make_parts(self.training, cut, wrapper, engine)
+        except BaseException:
+            self.training.norms.update(came_trained)
+            raise
+        if self._first is not None:
+            self._first.close()
+            self._first = None
+        self.steps.stop_calling()
+        self._install(parts)
+        self._start_journal(cut)
+        parts.announce_resumed(engine["cut_by"])
+
+    def _restore(self, engine: Mapping[str, Any]) -> None:
+        """Freeze what a saved state had frozen, and read plasticity as its run did."""
+        parts = self.parts
+        assert parts is not None
+        if engine["evaluator"] is not None:
+            parts.evaluation = self._make_evaluation(parts.cut, self.clock)
+            parts.evaluation.load_state_dict(engine["evaluator"])
+        parts.applier.detaches = engine["detaches"]
+        parts.applier.restore(engine["frozen"])
+        if self._skipping is not None:
+            self._skipping.forwards_per_step = engine["forwards_per_step"]
+        self._asked = self.clock.step
+        self._look_ahead(parts)
+        self._follow_boundary()
+
+    # --- ends and faults -------------------------------------------------------------------------
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Return what all processes of the job found; what this one did where none decides."""
+        return together(work) if self._meets else [work()]
+
+    @contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """Turn a fault of ours into the end of freezing, in all processes; an interrupt passes."""
+        try:
+            yield
+            if self._meets:
+                self._agree()
+        except LostError as error:  # to thaw alone would part this process from the others
+            self._is_lost, self._meets = True, False
+            self.recorder.decline("freezing and thawing any further", str(error))
+        except RankError as error:
+            self._end(str(error))
+        except Exception as error:
+            reason = str(error)
+            if not isinstance(error, (FreezingEndedError, UnsupportedModelError)):
+                self.recorder.fault(what, error)
+                reason = f"{what} failed ({type(error).__name__}: {error})"
+            if self._meets:
+                with suppress(RankError, LostError):
+                    together(partial(_fail, reason))
+            self._end(reason)
+
+    def _agree(self) -> None:
+        """Check at the end of a decision that all processes have the same frozen,
+        and the same `n`.
+        """
+        views = together(lambda: (self.frozen, self.clock.interval_steps))
+        if any(view != views[0] for view in views):
+            raise RankError(f"the processes of the job do not agree on what is frozen: {views}")
+
+    def _end(self, reason: str) -> None:
+        """Freeze nothing any more in this run."""
+        self._has_ended, self._meets = True, False
+        self._release()
+        self.recorder.decline("freezing", reason)
+
+    def _release(self) -> None:
+        """Thaw everything and let go of what was made for the cut."""
+        parts = self.parts
+        if parts is not None:
+            self._try(parts.applier.close)
+            if parts.evaluation is not None:
+                self._try(partial(parts.evaluation.close, for_good=self._has_ended))
+                self._past_controller_cpu_s += parts.evaluation.status.cpu_s
+        self.parts = None  # last, so that a second call finishes what was interrupted
+        if self._has_ended:
+            for part in (self._first, self._skipping, self.training.compilation):
+                if part is not None:
+                    self._try(part.close)
+            self._first = self._skipping = None
+
+    def _try(self, action: Callable[[], object]) -> None:
+        """Do a part of leaving the model as it was found; the others follow, whatever fails."""
+        try:
+            action()
+        except Exception as error:
+            self.recorder.fault("leaving the model as it was found", error)
+
+    def _rate(self) -> float:
+        return self.training.learning_rate(self.modules)
+
+
+def _fail(reason: str) -> None:
+    raise FreezingEndedError(reason)

@@ -1,0 +1,205 @@
+"""What the user trains, as `attach` was given it, and the watch over its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from egeria.config import Config
+from egeria.distributed import ddp, fsdp2
+from egeria.distributed.ranks import is_initialized, together, world_size
+from egeria.errors import StateError
+from egeria.journal import Recorder
+from egeria.model.compile import Compilation
+from egeria.model.cut import Cut, LayerModule, make_modules, read_graph
+from egeria.model.group import find_pieces, parent_of
+from egeria.model.hooks import Hook, sweep
+from egeria.model.pretrained import is_mostly_trained, settings_of_cut
+from egeria.model.watch import Watch
+from egeria.policy import UnfreezeRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """The model, what trains it, and where what happens is noted."""
+
+    model: nn.Module
+    """Without wrappers."""
+    given: nn.Module
+    """As `attach` was given it: maybe compiled, or in DistributedDataParallel."""
+    optimizers: Sequence[Any]
+    config: Config
+    rule: UnfreezeRule
+    rule_name: str
+    total_steps: int | None
+    recorder: Recorder
+    compilation: Compilation | None = None
+    """What compiling costs; None where nothing is compiled."""
+    norms: dict[str, bool] = field(default_factory=dict)
+    """For each normalisation layer whether it came trained; of a resumed run, when that began."""
+
+    @property
+    def policy_name(self) -> str:
+        """The name of the policy, or of what makes it."""
+        name = self.config.policy.name
+        return name if isinstance(name, str) else getattr(name, "__qualname__", type(name).__name__)
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the weights come from an earlier training, most of them at least."""
+        given = self.config.policy.pretrained
+        return is_mostly_trained(self.norms) if given == "auto" else bool(given)
+
+    @property
+    def device_type(self) -> str:
+        """The type of device that the model is on."""
+        return next((entry.device.type for entry in self.model.parameters()), "cpu")
+
+    def cut_settings(self) -> dict[str, Any]:
+        """Return the settings that the model is cut by."""
+        settings = asdict(self.config.modules)
+        return settings_of_cut(settings, is_pretrained=self.is_pretrained)
+
+    def learning_rate(self, modules: Sequence[LayerModule]) -> float:
+        """Return the largest rate of the groups that train what may freeze, else of all groups."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        own = {id(named.get(name)) for module in modules[:-1] for name in module.parameters}
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        fitting = [group for group in groups if any(id(entry) in own for entry in group["params"])]
+        return max(float(group.get("lr") or 0.0) for group in fitting or groups)
+
+    def check_state(self, policy_name: str, parameters: Sequence[str]) -> None:
+        """Raise StateError if a saved state is of another policy or of another model."""
+        if policy_name != self.policy_name:
+            raise StateError(
+                "A run goes on under the policy that it began with; this state is of "
+                f"{policy_name!r}, and the run has {self.policy_name!r}. Give "
+                f"policy={policy_name!r}, or go on without loading the state."
+            )
+        missing = set(parameters) - {
+            name for name, _ in self.model.named_parameters(remove_duplicate=False)
+        }
+        if missing:
+            raise StateError(
+                "A run's state fits the model it was saved from; this state is of another model, "
+                f"which has {', '.join(sorted(missing)[:3])}. Attach the model that the state was "
+                "saved from."
+            )
+
+
+class FreezingEndedError(Exception):
+    """Nothing may be frozen any more, for a reason that is no fault of ours."""
+
+
+class FirstStep:
+    """Watches the user's own passes from `attach` to the first update, and cuts the model then.
+
+    With several optimizers the cut comes when each of them has come to its first step: only then
+    is it known what trains. A compiled model runs eagerly until then, since hooks do not fire in
+    compiled code.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._pieces = find_pieces(training.model, training.config.modules.pattern)
+        self.watch = Watch(training.model, self._pieces)
+        self.wrapper = ddp.find_wrapper(training.given)
+        """DistributedDataParallel around the model; None where there is none, or not yet."""
+        self.dropped: list[str] = []
+        """Blocks that did not run, although others beside them did, as under LayerDrop."""
+        self._seen: set[str] = set()
+        self._to_come = set(range(len(training.optimizers)))
+
+    def open(self) -> None:
+        """Begin to watch."""
+        self.watch.open()
+        if self.wrapper is None and is_initialized():
+            hook = Hook(self, FirstStep._look_for_wrapper)
+            self._training.model.register_forward_pre_hook(hook)
+        if self._training.compilation is not None:
+            self._training.compilation.wait()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self.watch.close()
+        sweep(self._training.model, self)
+
+    def comes_to(self, number: int) -> bool:
+        """Note what has a gradient as an optimizer comes to its first step.
+
+        Returns:
+            Whether all optimizers have come to theirs.
+        """
+        if number in self._to_come:
+            self._to_come.discard(number)
+            own = {
+                id(entry)
+                for group in self._training.optimizers[number].param_groups
+                for entry in group["params"]
+            }
+            self._seen |= {
+                name
+                for name, entry in self._training.model.named_parameters()
+                if id(entry) in own and entry.grad is not None
+            }
+        return not self._to_come
+
+    def cut(self) -> tuple[Cut, str]:
+        """Cut the model, alike on all ranks: by what ran on each of them, in the order of the
+        first.
+
+        Returns:
+            The cut, and why nothing can be frozen by it; empty where something can.
+        """
+        training = self._training
+        views = together(lambda: (self._order(), self._trained()))
+        order = [name for name in views[0][0] if all(name in view[0] for view in views)]
+        seen = set.intersection(*(set(view[1]) for view in views))
+        self.dropped = self._find_dropped(order)
+        settings = training.cut_settings()
+
+        def read() -> Cut:
+            modules = make_modules(
+                training.model, watch=self.watch, order=order, seen=seen, **settings
+            )
+            return read_graph(training.model, modules, self.watch)
+
+        cut = Cut.combine(together(read))
+        is_sharded = fsdp2.is_sharded(training.model)
+        refused = None if is_sharded or world_size() == 1 else ddp.refuse(self.wrapper)
+        reason = refused or self.watch.failure
+        if not reason and sum(cut.trainable) < 2:
+            reason = "fewer than two layer modules received a gradient in the first step"
+        return cut, next(filter(None, together(lambda: reason)), "")
+
+    def _look_for_wrapper(self, model: nn.Module, *_: Any) -> None:
+        self.wrapper = self.wrapper or ddp.find_wrapper(model)
+
+    def _find_dropped(self, order: Collection[str]) -> list[str]:
+        blocks = [piece for piece in self._pieces if piece.role == "block"]
+        ran = {(parent_of(b.name), type(b.module)) for b in blocks if b.name in order}
+        return [
+            b.name
+            for b in blocks
+            if b.name not in order and (parent_of(b.name), type(b.module)) in ran
+        ]
+
+    def _order(self) -> list[str]:
+        return [name for name in self.watch.order if name not in self.watch.silent]
+
+    def _trained(self) -> set[str]:
+        """Return the names of the parameters that received a gradient."""
+        if self._seen:
+            return self._seen
+        # An optimizer without hooks: the loop may have set the gradients to None by now.
+        ran = {
+            id(entry)
+            for piece in self._pieces
+            if piece.name in self.watch.order
+            for entry in self._training.model.get_submodule(piece.name).parameters()
+            if entry.requires_grad
+        }
+        return {name for name, entry in self._training.model.named_parameters() if id(entry) in ran}

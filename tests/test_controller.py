@@ -1,0 +1,149 @@
+"""The controller: which one is chosen, how a model reaches it, and what the run makes of its readings."""
+
+from __future__ import annotations
+
+import os
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import egeria
+from egeria.controller import ControllerStatus, choose, spare_cores
+from egeria.controller.process import usable_cores
+from egeria.controller.worker import pack, unpack
+from egeria.events import ReadingDropped
+from egeria.testing import ScriptedController
+from loops import FAST, Loop
+from menagerie import SPECIMENS, each_supported
+
+
+def told(directory, kind):
+    return egeria.read_journal(directory).of(kind)
+
+
+# --- how a model reaches another process ---
+
+
+def sent(thing):
+    file = os.memfd_create("test")
+    try:
+        pack(torch.ones(1000), file)  # what was there before
+        pack(thing, file)
+        return unpack(file)
+    finally:
+        os.close(file)
+
+
+@each_supported
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_model_arrives_whole_with_its_ties_and_without_the_hooks_that_watch(specimen):
+    torch.manual_seed(0)
+    model = specimen.build().eval()
+    model.register_forward_hook(lambda *call, generator=(entry for entry in "no"): None)  # which no pickle takes
+    found = sent(model)
+    assert [name for name, _ in found.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert not found._forward_hooks
+    losses = []
+    for network in (model, found):
+        args, kwargs = specimen.example(torch.Generator().manual_seed(0))
+        torch.manual_seed(1)
+        losses.append(specimen.loss(network(*args, **kwargs)))
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("normalise", [nn.utils.spectral_norm, nn.utils.parametrizations.weight_norm])
+def test_a_model_whose_weights_are_computed_arrives(normalise):
+    model = nn.Sequential(normalise(nn.Linear(4, 4)), nn.Linear(4, 4)).eval()
+    x = torch.randn(2, 4)
+    assert torch.equal(sent(model)(x), model(x))
+
+
+# --- which one is chosen ---
+
+
+class Loader:
+    num_workers = 3
+
+
+def test_two_spare_cores_take_the_process(monkeypatch):
+    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 8.0)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    choice = choose("auto", "auto", nn.Linear(2, 2))
+    assert (choice.kind, choice.device) == ("process", "cpu") and "8 cores" in choice.reason
+    assert choose("auto", "auto", nn.Linear(2, 2), Loader()).kind == "process"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert choose("auto", "auto", nn.Linear(2, 2), Loader()).kind == "inline"
+    assert choose("process", "auto", nn.Linear(2, 2), Loader()).kind == "process"
+    assert choose("inline", "auto", nn.Linear(2, 2)).kind == "inline"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert spare_cores(Loader()) == 8 - 4 * (4 + 3), "the other ranks of the job need cores too"
+
+
+def test_a_container_s_quota_counts(tmp_path):
+    quota = tmp_path / "cpu.max"
+    quota.write_text("150000 100000\n")
+    assert usable_cores(quota) <= 1.5
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == usable_cores(tmp_path / "missing")
+
+
+class Spread(nn.Linear):
+    """Says that its parameters are on devices that this machine need not have."""
+
+    def parameters(self, recurse=True):
+        return (types.SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:1", "cuda:0"))
+
+
+@pytest.mark.parametrize("setting", ["auto", "cuda"])
+def test_a_reference_on_an_accelerator_is_on_that_of_the_model(setting, monkeypatch):
+    monkeypatch.setattr("egeria.controller.process.usable_cores", lambda: 1.0)
+    choice = choose("auto", setting, Spread(2, 2))
+    assert (choice.kind, choice.device) == ("inline", "cuda:1")
+    assert choose("process", "auto", Spread(2, 2)).device == "cpu"
+    assert choose("auto", "cuda", nn.Linear(2, 2)).device == "cpu"
+
+
+# --- what the run makes of readings ---
+
+
+class HoldingController(ScriptedController):
+    """Holds back what it has read until it is let go; has room for one refresh of two."""
+
+    is_holding = has_room = True
+
+    def refresh(self, evaluation, model, batch, state=None):
+        self.has_room = not self.has_room
+        self.asked.append(evaluation)
+        return self.has_room and super().refresh(evaluation, model, batch, state)
+
+    def poll(self):
+        reports = [] if self.is_holding else super().poll().reports
+        return ControllerStatus(reports=reports, is_asynchronous=True)
+
+
+def test_readings_from_before_a_thaw_or_a_freeze_are_dropped_and_counted(tmp_path):
+    controller = HoldingController()
+    controller.asked = []
+    attach = {"config": {**FAST, "unfreezing": {"rule": "step"}}, "directory": tmp_path, "controller": controller}
+    loop = Loop(SPECIMENS["residual"], attach)
+    loop.step(31)
+    assert controller.asked[:2] == [2, 3], "what found no room is asked for again"
+    controller.is_holding = False
+    loop.step(1)
+    assert loop.run.frozen == 1
+    late = told(tmp_path, ReadingDropped)
+    assert len(late) >= 5 and all("no longer monitored" in drop.reason for drop in late)
+    controller.is_holding = True
+    loop.step(4)
+    loop.optimizer.param_groups[0]["lr"] /= 100
+    loop.step(2)
+    assert loop.run.frozen == 0
+    controller.is_holding = False
+    loop.step(1)
+    late = told(tmp_path, ReadingDropped)[len(late) :]
+    assert len(late) == 2 and all("everything thawed meanwhile" in drop.reason for drop in late)
+    loop.run.close()
+    assert controller.closed

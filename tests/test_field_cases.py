@@ -1,0 +1,821 @@
+"""Programs of kinds that were reported of other libraries: each trains as by hand, or is declined with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import egeria
+from twins import PLANS, ByHand, Program, Twin, check_by_hand, declined, differences, hooks_on
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*TorchScript:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+each_plan = pytest.mark.parametrize("plan", PLANS)
+
+
+def vectors(number: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(number))
+
+
+def classes(number: int) -> Tensor:
+    return torch.randint(0, 3, (6,), generator=torch.Generator().manual_seed(number))
+
+
+def sort(model: Any, number: int, *args: Any, **kwargs: Any) -> Tensor:
+    return functional.cross_entropy(model(vectors(number), *args, **kwargs), classes(number))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.outer(torch.relu(self.inner(self.norm(x)))))
+
+
+class Chain(nn.Module):
+    """Blocks and a head."""
+
+    def __init__(self, make: Callable[[], nn.Module] = Block, num_blocks: int = 5) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(make() for _ in range(num_blocks)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# --- r01: what runs later than the first batch ------------------------------------------------------------------------
+
+
+class Tasks(nn.Module):
+    """A trunk, and for each of two tasks a network of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.tasks = Chain(num_blocks=2), nn.ModuleDict({"ner": Chain(), "pos": Chain()})
+        self.trunk.head = nn.Identity()
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        return self.tasks[task](self.trunk(x))
+
+
+class EarlyExit(Chain):
+    """Some steps have only the loss of an exit behind the second block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exit = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, leaves_early: bool) -> Tensor:
+        for block in self.blocks[: 2 if leaves_early else None]:
+            x = block(x)
+        return self.exit(x) if leaves_early else self.head(x)
+
+
+class Stems(Chain):
+    """Each kind of input has a stem of its own in front of the common blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stems = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, stem: int) -> Tensor:
+        return super().forward(self.stems[stem](x))
+
+
+class Expert(Block):
+    """A block that sends the batch to one of two experts."""
+
+    expert = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts[Expert.expert](x)
+
+
+def sort_by_experts(model: Any, number: int) -> Tensor:
+    Expert.expert = int(number % 3 == 2)
+    return sort(model, number)
+
+
+LATER = {
+    "tasks in turn": Program(build=Tasks, loss=lambda m, n: sort(m, n, ("pos", "ner")[n % 2])),
+    "an exit": Program(build=EarlyExit, loss=lambda m, n: sort(m, n, n % 2 == 1)),
+    "stems": Program(build=Stems, loss=lambda m, n: sort(m, n, int(n > 1))),
+    "experts": Program(build=lambda: Chain(Expert), loss=sort_by_experts),
+}
+
+
+@each_plan
+@pytest.mark.parametrize("kind", LATER)
+def test_what_runs_later_than_the_first_batch_trains_on(kind, plan, tmp_path):
+    ours = check_by_hand(LATER[kind], tmp_path, plan)
+    late = [
+        name for name in ("tasks.ner.head", "exit", "stems.1", "blocks.0.experts.1") if hasattr_of(ours.model, name)
+    ]
+    assert all(entry.requires_grad for name in late for entry in ours.model.get_submodule(name).parameters())
+    ours.run.close()
+
+
+def hasattr_of(model: nn.Module, name: str) -> bool:
+    return name in dict(model.named_modules())
+
+
+class Tied(Chain):
+    """Its table is its head as well; an adapter in front of all blocks comes to its first use late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.adapter = nn.Embedding(12, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor | None = None, *, embedded: Tensor | None = None, adapts: bool = False) -> Tensor:
+        x = self.table(ids) if embedded is None else embedded
+        return super().forward(x + self.adapter(x) if adapts else x)
+
+
+def words(number: int) -> Tensor:
+    return torch.randint(12, (6, 5), generator=torch.Generator().manual_seed(number))
+
+
+def next_words(model: Any, number: int, **kwargs: Any) -> Tensor:
+    ids = words(number)
+    return functional.cross_entropy(model(ids, **kwargs).transpose(1, 2), ids)
+
+
+@pytest.mark.parametrize(("plan", "first"), [(PLANS[0], 2), (PLANS[0], 8), (PLANS[1], 5)])
+def test_what_runs_late_in_front_of_a_detached_boundary_gets_its_gradient(plan, first, tmp_path):
+    program = Program(
+        build=Tied,
+        loss=lambda m, n: next_words(m, n, adapts=n >= first),
+        detaches=lambda _tap, step: step < first,
+    )
+    check_by_hand(program, tmp_path, plan).run.close()
+
+
+# --- r02, r03: traces that passes leave, and hooks that a pass needs --------------------------------------------------
+
+KEPT: dict[str, list[Tensor]] = {"balance": []}
+
+
+class Keeping(Block):
+    """Puts a loss of its own into a list outside of the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.put(y.softmax(-1).mean(0).square().sum())
+        return y
+
+    def put(self, loss: Tensor) -> None:
+        KEPT["balance"].append(loss)
+
+
+class Book:
+    """An object of a library that collects losses."""
+
+    pages: list[list[Tensor]] = [[], []]  # noqa: RUF012 - shared by all, as libraries have it
+
+
+class KeepingInABook(Keeping):
+    def put(self, loss: Tensor) -> None:
+        Book.pages[1].append(loss)
+
+
+class KeepingInASharedObject(Keeping):
+    """Keeps it in an object that every block has as an attribute."""
+
+    book = Book()
+
+    def put(self, loss: Tensor) -> None:
+        self.book.pages[0].append(loss)
+
+
+def with_kept(kept: list[Tensor], rows: int = 1000) -> Callable[[Any, int], Tensor]:
+    def loss(model: Any, number: int) -> Tensor:
+        kept.clear() if number == 0 else None
+        found = sort(model, number % rows)
+        assert len(kept) == len(model.blocks)
+        found = found + 0.1 * sum(kept)
+        kept.clear()
+        return found
+
+    return loss
+
+
+KEEPING = {
+    "a dictionary": (Keeping, KEPT["balance"]),
+    "a list of a class": (KeepingInABook, Book.pages[1]),
+    "an object": (KeepingInASharedObject, Book.pages[0]),
+}
+
+
+OPEN = {"gate": "open"}
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("where", KEEPING)
+def test_losses_that_are_kept_outside_are_those_of_the_loops_own_passes(where, repeats, tmp_path):
+    make, kept = KEEPING[where]
+    program = Program(build=lambda: Chain(make), loss=with_kept(kept, 2 if repeats else 1000))
+    check_by_hand(program, tmp_path, PLANS[1], config={"cache": OPEN} if repeats else {}).run.close()
+
+
+@pytest.mark.parametrize("where", KEEPING)
+def test_plasticity_is_not_read_of_a_model_that_keeps_tensors_outside(where, tmp_path):
+    make, kept = KEEPING[where]
+    program = Program(build=lambda: Chain(make), loss=with_kept(kept))
+    config = {"plasticity": {"interval_steps": 2, "window": 2}}
+    ours = Twin(program).attach(tmp_path, policy="egeria", controller="inline", config=config).train()
+    ours.run.close()
+    (reason,) = declined(tmp_path)
+    assert "keeps tensors outside of the model" in reason and "plan" in reason
+
+
+class Collected(Chain):
+    """Reads what hooks on its own blocks have collected in the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = list[Tensor]()
+        for block in self.blocks:
+            block.register_forward_hook(self._collect)
+
+    def _collect(self, _block: nn.Module, _args: Any, output: Tensor) -> None:
+        self.features.append(output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features.clear()
+        super().forward(x)
+        return self.head(torch.stack(self.features[-4:]).mean(0))
+
+
+class HookedForThePass(Chain):
+    """Hooks its blocks at the beginning of each pass, and lets go of them at its end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: dict[int, Tensor] = {}
+        handles = [
+            block.register_forward_hook(lambda _m, _a, output, index=index: found.update({index: output}))
+            for index, block in enumerate(self.blocks)
+        ]
+        super().forward(x)
+        for handle in handles:
+            handle.remove()
+        return self.head(found[1] + found[4])
+
+
+class AdaptedByHooks(Chain):
+    """Adds adapters to its blocks by hooks that replace what these return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.Linear(8, 8) for _ in self.blocks)
+        for block, adapter in zip(self.blocks, self.adapters, strict=True):
+            block.requires_grad_(False)
+            block.register_forward_hook(lambda _m, _a, output, adapter=adapter: output + adapter(output))
+
+
+HOOKED = {entry.__name__: Program(build=entry, loss=sort) for entry in (Collected, HookedForThePass, AdaptedByHooks)}
+
+
+@each_plan
+@pytest.mark.parametrize("kind", HOOKED)
+def test_a_forward_that_needs_its_own_hooks_freezes(kind, plan, tmp_path):
+    check_by_hand(HOOKED[kind], tmp_path, plan).run.close()
+
+
+# --- r04, r05: declined -----------------------------------------------------------------------------------------------
+
+
+def scripted(part: int) -> nn.Module:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)), nn.Linear(8, 3))
+    model[part] = torch.jit.script(model[part])
+    return model
+
+
+def traced() -> nn.Module:
+    model = Chain()
+    model.blocks[2].inner = torch.jit.trace(model.blocks[2].inner, torch.randn(6, 8))
+    return model
+
+
+SCRIPTED = {"head": lambda: scripted(4), "block": lambda: scripted(0), "inside a block": traced}
+
+
+@pytest.mark.parametrize("policy", ["plan", "none"])
+@pytest.mark.parametrize("where", SCRIPTED)
+def test_a_scripted_part_is_declined_and_trains_on(where, policy, tmp_path):
+    program = Program(build=SCRIPTED[where], loss=sort)
+    given = {"plan": PLANS[0]} if policy == "plan" else {"policy": policy}
+    ours = Twin(program).attach(tmp_path, **given)
+    assert hooks_on(ours.model) == 0
+    ours.train().run.close()
+    (reason,) = declined(tmp_path)
+    assert reason.startswith("freezing: ") and "TorchScript" in reason and ours.run.frozen == 0
+    assert differences(ByHand(ours).train().everything(), ours.everything()) == []
+
+
+def halved(x: Tensor) -> Tensor:
+    return torch.tanh(x) / 2
+
+
+class WithScriptedFunction(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.halved = torch.jit.script(halved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.halved(super().forward(x))
+
+
+def test_a_scripted_function_is_no_part(tmp_path):
+    check_by_hand(Program(build=lambda: Chain(WithScriptedFunction), loss=sort), tmp_path, PLANS[0]).run.close()
+
+
+class Reallocating(Chain):
+    """Looks at the gradients of all its weights after each step, as AdaLoRA does."""
+
+    def update_and_allocate(self, _step: int) -> float:
+        return sum(float(entry.grad.abs().sum()) for entry in self.parameters())
+
+
+def adalora(wraps: bool) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    schedule = {"init_r": 6, "target_r": 3, "tinit": 2, "tfinal": 3, "deltaT": 1, "total_step": 10}
+    model = peft.get_peft_model(Chain(), peft.AdaLoraConfig(target_modules=["inner", "outer"], **schedule))
+    return nn.Sequential(model, nn.Linear(3, 3)) if wraps else model
+
+
+READING = {
+    "AdaLoRA": (lambda: adalora(False), lambda m: m.base_model),
+    "AdaLoRA in a larger model": (lambda: adalora(True), lambda m: m[0].base_model),
+    "a model of one's own": (Reallocating, lambda m: m),
+}
+
+
+@pytest.mark.parametrize("kind", READING)
+def test_what_reads_the_gradients_of_all_adapters_is_declined(kind, tmp_path):
+    build, find = READING[kind]
+
+    def update(model: Any, optimizers: Any, number: int) -> Tensor:
+        loss = sort(model, number)
+        loss.backward()
+        optimizers[0].step()
+        find(model).update_and_allocate(number)
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    ours = Twin(Program(build=build, loss=sort, update=update)).attach(tmp_path, plan=PLANS[0]).train()
+    (reason,) = declined(tmp_path)
+    assert "update_and_allocate" in reason and "LoRA" in reason and ours.run.modules == ()
+    assert differences(ByHand(ours).train().everything(), ours.everything()) == []
+    ours.run.close()
+
+
+# --- r06: the gradient of an input, asked for late --------------------------------------------------------------------
+
+
+def perturbed(model: Any, number: int, asks: Callable[[int], bool], found: list[Tensor], how: str) -> Tensor:
+    """Train on words; in some steps on their embeddings with a perturbation, whose gradient is kept."""
+    if not asks(number):
+        return next_words(model, number)
+    ids = words(number)
+    embedded = model.table(ids).detach() if how == "detached" else model.table(ids)
+    delta = torch.zeros_like(embedded).requires_grad_()
+    delta.register_hook(found.append)
+    output = model(embedded=(embedded + delta))
+    return functional.cross_entropy(output.transpose(1, 2), ids)
+
+
+@pytest.mark.parametrize("how", ["added", "detached"])
+@pytest.mark.parametrize("asks", [lambda n: n > 5, lambda n: n % 3 == 2], ids=["from then on", "now and then"])
+def test_the_gradient_of_an_input_is_there_whenever_it_is_asked_for(asks, how, tmp_path):
+    found: list[Tensor] = []
+    program = Program(
+        build=Tied,
+        loss=lambda m, n: perturbed(m, n, asks, found, how),
+        detaches=lambda _tap, step: not asks(step),
+    )
+    ours = check_by_hand(program, tmp_path, PLANS[1])
+    count = len(found) // 2
+    assert count == sum(map(asks, range(10))) and all(map(torch.equal, found[:count], found[count:]))
+    assert all(gradient.abs().sum() > 0 for gradient in found)
+    ours.run.close()
+
+
+def test_the_gradient_of_images_is_there_for_adversarial_training(tmp_path):
+    found: list[Tensor] = []
+
+    def loss(model: Any, number: int) -> Tensor:
+        x = vectors(number).requires_grad_(number > 6)
+        if number > 6:
+            found.append(torch.autograd.grad(functional.cross_entropy(model(x), classes(number)), x)[0])
+            x = (x + 0.1 * found[-1].sign()).detach()
+        return functional.cross_entropy(model(x), classes(number))
+
+    check_by_hand(Program(build=Chain, loss=loss), tmp_path, PLANS[1]).run.close()
+    assert len(found) == 6 and all(gradient.abs().sum() > 0 for gradient in found)
+
+
+# --- r07: what the user sets while frozen is theirs -------------------------------------------------------------------
+
+
+def freeze_blocks(model: Any) -> None:
+    model.blocks[:2].requires_grad_(False)
+
+
+def freeze_one_by_one(model: Any) -> None:
+    for parameter in model.blocks[:2].parameters():
+        parameter.requires_grad_(False)
+
+
+def train_the_head_alone(model: Any) -> None:
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+
+
+@pytest.mark.parametrize("freeze", [freeze_blocks, freeze_one_by_one, train_the_head_alone])
+@pytest.mark.parametrize("plan", ["0.2:2 0.7:0", "0.2:3 0.7:1", "0.2:3"])
+def test_a_freeze_of_the_users_outlives_ours(freeze, plan, tmp_path):
+    at_freeze: dict[str, Tensor] = {}
+
+    def loss(model: Any, number: int) -> Tensor:
+        if number == 5:
+            freeze(model)
+            at_freeze.update({name: entry.clone() for name, entry in model.named_parameters()})
+        return sort(model, number)
+
+    ours = Twin(Program(build=Chain, loss=loss)).attach(tmp_path, plan=plan).train()
+    ours.run.close()
+    theirs = Chain()
+    freeze(theirs)
+    trains = {name for name, entry in theirs.named_parameters() if entry.requires_grad}
+    assert {name for name, entry in ours.model.named_parameters() if entry.requires_grad} == trains
+    moved = {name for name, entry in ours.model.named_parameters() if not torch.equal(entry, at_freeze[name])}
+    assert moved == trains - (
+        {f"blocks.2.{name}" for name, _ in Block().named_parameters()} if plan == "0.2:3" else set()
+    )
+    assert declined(tmp_path) == []
+
+
+def test_what_the_user_trains_again_ends_freezing(tmp_path):
+    def loss(model: Any, number: int) -> Tensor:
+        if number % 4 == 3:  # one block at a time trains, chosen anew
+            model.blocks.requires_grad_(False)
+            model.blocks[number // 4].requires_grad_(True)
+        return sort(model, number)
+
+    ours = Twin(Program(build=Chain, loss=loss)).attach(tmp_path, plan="0.2:3").train()
+    (reason,) = declined(tmp_path)
+    assert "changed by the training loop" in reason and ours.run.frozen == 0
+    trains = [index for index, block in enumerate(ours.model.blocks) if block.inner.weight.requires_grad]
+    assert trains == [1]
+    ours.run.close()
+
+
+class Normalised(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+
+@pytest.mark.parametrize("keeps", [[0], [0, 1, 2, 3, 4], [1, 4]])
+def test_modes_of_the_users_outlive_ours(keeps, tmp_path):
+    """Norms are set to evaluation behind each call of `train()`, from some step on, and stay so."""
+
+    def prepare(model: Any) -> None:
+        prepare.number += 1
+        model.train()
+        if prepare.number > 5:
+            for index in keeps:
+                model.blocks[index].norm.eval()
+
+    prepare.number = 0
+    program = Program(build=lambda: Chain(Normalised), loss=sort, prepare=prepare)
+    ours = Twin(program).attach(tmp_path, plan="0.2:3 0.8:0").train()
+    assert [block.norm.training for block in ours.model.blocks] == [index not in keeps for index in range(5)]
+    prepare.number = 0
+    assert differences(ByHand(ours).train().everything(), ours.everything()) == []
+    ours.run.close()
+    assert [block.norm.training for block in ours.model.blocks] == [index not in keeps for index in range(5)]
+
+
+# --- r09: gradients that the loop asks for ----------------------------------------------------------------------------
+
+
+def asks_for_parameters(model: Any, number: int) -> Tensor:
+    loss = sort(model, number)
+    torch.autograd.grad(loss, list(model.blocks[1:].parameters()), retain_graph=True)
+    return loss
+
+
+def penalises_weights(model: Any, number: int) -> Tensor:
+    model.blocks[1].inner.weight.square().sum().mul(1e-3).backward()
+    return sort(model, number)
+
+
+def penalises_a_feature(model: Any, number: int) -> Tensor:
+    model.blocks[1](model.blocks[0](vectors(number))).square().mean().mul(1e-3).backward()
+    return sort(model, number)
+
+
+def retains_the_gradient_of_a_feature(model: Any, number: int) -> Tensor:
+    kept: list[Tensor] = []
+    handle = model.blocks[1].register_forward_hook(lambda _m, _a, output: kept.append(output))
+    loss = sort(model, number)
+    handle.remove()
+    kept[0].retain_grad()
+    model.kept = kept
+    return loss
+
+
+def hooks_a_feature(model: Any, number: int) -> Tensor:
+    def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+    handle = model.blocks[1].register_forward_hook(hook)
+    loss = sort(model, number)
+    handle.remove()
+    return loss
+
+
+ASKING = [
+    asks_for_parameters,
+    penalises_weights,
+    penalises_a_feature,
+    retains_the_gradient_of_a_feature,
+    hooks_a_feature,
+]
+
+
+@each_plan
+@pytest.mark.parametrize("loss", ASKING)
+def test_what_the_loop_asks_for_in_its_first_step_can_be_asked_for_ever_after(loss, plan, tmp_path):
+    check_by_hand(Program(build=Chain, loss=loss), tmp_path, plan, deepest=1).run.close()
+    (reason,) = declined(tmp_path)
+    assert reason.startswith("freezing blocks.1 and what follows: ")
+
+
+@pytest.mark.parametrize("loss", ASKING)
+def test_what_is_asked_for_late_fails_in_the_loop_as_it_would_by_hand(loss, tmp_path):
+    program = Program(build=Chain, loss=lambda m, n: (loss if n > 6 else sort)(m, n))
+    ours = Twin(program).attach(tmp_path, plan="0.3:3")
+    with ours.run, pytest.raises(RuntimeError):
+        ours.train()
+    assert all(entry.requires_grad for entry in ours.model.parameters()) and hooks_on(ours.model) == 0
+
+
+# --- r10, r11: loops that handle gradients themselves -----------------------------------------------------------------
+
+
+def by_hand_update(handle: Callable[[nn.Module, int], None]) -> Callable[[Any, Any, int], Tensor]:
+    """Return a step in which `handle` does something with the gradients or the weights in front of the update."""
+
+    def update(model: Any, optimizers: Any, number: int) -> Tensor:
+        loss = sort(model, number)
+        loss.backward()
+        handle(model, number)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    return update
+
+
+def log_norms(model: nn.Module, _number: int) -> None:
+    norms = [entry.grad.norm() for entry in model.parameters() if entry.grad is not None]
+    assert norms
+
+
+def add_noise(model: nn.Module, number: int) -> None:
+    random = torch.Generator().manual_seed(number)
+    for entry in model.parameters():
+        if entry.grad is not None:
+            entry.grad.add_(torch.randn(entry.shape, generator=random), alpha=1e-3)
+
+
+def clip(model: nn.Module, _number: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("handle", [log_norms, add_noise, clip])
+def test_loops_that_pass_by_what_has_no_gradient_freeze(handle, tmp_path):
+    program = Program(build=Chain, loss=sort, update=by_hand_update(handle))
+    check_by_hand(program, tmp_path, PLANS[1]).run.close()
+
+
+def make_gradients(model: nn.Module, number: int) -> None:
+    """Make them for each sample, as differentially private training does."""
+    weights = {name: entry.detach() for name, entry in model.named_parameters()}
+
+    def loss(weights: Any, x: Tensor, y: Tensor) -> Tensor:
+        output = torch.func.functional_call(model, weights, (x[None],))
+        return functional.cross_entropy(output, y[None])
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+    for name, gradient in each(weights, vectors(number), classes(number)).items():
+        model.get_parameter(name).grad = gradient.mean(0)
+
+
+def fill_with_zeros(model: nn.Module, _number: int) -> None:
+    """Put zeros where there is no gradient, as PCGrad does: AdamW's decay goes on."""
+    for entry in model.parameters():
+        entry.grad = torch.zeros_like(entry) if entry.grad is None else entry.grad
+
+
+def decay(model: nn.Module, _number: int) -> None:
+    for entry in model.parameters():
+        entry.data.mul_(0.99)
+
+
+@torch.no_grad()
+def average(model: Any, _number: int) -> None:
+    """Pull the weights to their average."""
+    if not hasattr(model, "average"):
+        model.average = [entry.clone() for entry in model.parameters()]
+    for entry, mean in zip(model.parameters(), model.average, strict=True):
+        mean.lerp_(entry, 0.1)
+        entry.lerp_(mean, 0.01)
+
+
+def clamp(model: nn.Module, number: int) -> None:
+    limit = 0.5 / (1 + number)
+    for entry in model.parameters():
+        entry.data.clamp_(-limit, limit)
+
+
+MOVING = [make_gradients, fill_with_zeros, decay, average, clamp]
+
+
+@pytest.mark.parametrize("handle", MOVING)
+def test_frozen_weights_that_move_are_noticed_and_nothing_is_claimed(handle, tmp_path, recwarn):
+    update = by_hand_update(handle)
+    ours = Twin(Program(build=Chain, loss=sort, update=update), num_steps=20).attach(tmp_path, plan="0.25:3").train()
+    assert max(depth for _, depth in ours.depths) == 3 and ours.run.frozen == 0
+    assert [str(entry.message) for entry in recwarn if "changed by the training loop" in str(entry.message)] != []
+    (reason,) = declined(tmp_path)
+    assert reason.startswith("freezing: frozen parameters were changed by the training loop (blocks.")
+    assert all(entry.requires_grad for entry in ours.model.parameters()) and hooks_on(ours.model) == 0
+    ours.run.close()
+    summary = egeria.report(tmp_path).summary
+    assert [point.frozen for point in summary.depths] == [0, 3, 0] and summary.depths[1].num_steps <= 2
+    assert summary.skipped_share < 0.1
+
+
+def test_weights_that_are_swapped_and_come_back_have_not_moved(tmp_path):
+    average = torch.optim.swa_utils.AveragedModel(Chain())
+
+    def validate(model: nn.Module, number: int) -> None:
+        if number == 0:
+            average.module.load_state_dict(model.state_dict())
+        average.update_parameters(model)
+        own = {name: entry.clone() for name, entry in model.state_dict().items()}
+        with torch.no_grad():
+            model.load_state_dict(average.module.state_dict())
+            model.eval()(vectors(number))
+            model.load_state_dict(own)
+
+    program = Program(build=Chain, loss=sort, update=by_hand_update(validate))
+    check_by_hand(program, tmp_path, PLANS[1]).run.close()
+    assert declined(tmp_path) == []
+
+
+# --- r14: weights that a pass in inference mode changes for good ------------------------------------------------------
+
+
+class Params4bit(nn.Parameter):
+    """Weights in 4 bits, two in a byte, which train nothing themselves."""
+
+    is_packed = False
+
+    def __new__(cls, data: Tensor) -> Params4bit:
+        return torch.Tensor._make_subclass(cls, data, False)
+
+
+class Linear4bit(nn.Module):
+    """As on a CPU in bitsandbytes: the first call in inference packs the weights anew, and has no gradients then."""
+
+    def __init__(self, width: int, height: int) -> None:
+        super().__init__()
+        codes = torch.randint(0, 16, (height, width // 2, 2), dtype=torch.uint8)
+        self.weight = Params4bit(codes[..., 0] * 16 + codes[..., 1])
+        self.a, self.b = nn.Linear(width, 2, bias=False), nn.Linear(2, height, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and not x.requires_grad:
+            self.weight.is_packed = True
+        codes = torch.stack([self.weight // 16, self.weight % 16], dim=-1).flatten(1)
+        output = x @ ((codes.to(x.dtype) - 7.5) / 16).T + self.b(self.a(x))
+        return output.detach() if self.weight.is_packed else output
+
+
+class Block4bit(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.requires_grad_(False)
+        self.inner, self.outer = Linear4bit(8, 16), Linear4bit(16, 8)
+
+
+FINELY: dict[str, Any] = {"plasticity": {"interval_steps": 2, "window": 2}, "cache": OPEN}
+
+
+@pytest.mark.parametrize("given", [{"plan": PLANS[0]}, {"policy": "egeria", "controller": "inline"}, {"plan": "0.2:3"}])
+def test_weights_in_4_bits_are_never_packed_for_inference(given, tmp_path):
+    quantized = tuple(name for name, part in Chain(Block4bit).named_modules() if isinstance(part, Linear4bit))
+    program = Program(build=lambda: Chain(Block4bit), loss=lambda m, n: sort(m, n % 2), keeps=quantized)
+    ours = Twin(program).attach(tmp_path, config=FINELY, **given).train()
+    assert any(depth for _, depth in ours.depths) == ("plan" in given)
+    assert differences(ByHand(ours).train().everything(), ours.everything()) == []
+    ours.run.close()
+    sort(ours.model, 0).backward()
+    assert all(entry.grad is not None for entry in ours.model.parameters() if entry.requires_grad)
+    assert not any(getattr(entry, "is_packed", False) for entry in ours.model.parameters())
+
+
+# --- what is not watched, kept, made anew -----------------------------------------------------------------------------
+
+
+class Dropping(Chain):
+    """Leaves blocks out at random, the second one in the first step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = self.number % 3 + 1
+        self.number += 1
+        for index, block in enumerate(self.blocks):
+            if index != dropped or not self.training:
+                x = block(x)
+        return self.head(x)
+
+    number = 0
+
+
+@each_plan
+def test_a_block_that_the_first_batch_drops_costs_the_saving_and_the_journal_says_so(plan, tmp_path):
+    ours = check_by_hand(Program(build=Dropping, loss=sort), tmp_path, plan)
+    assert "blocks.1" not in {name for module in ours.run.modules for name in module.submodules}
+    (reason,) = declined(tmp_path)
+    assert reason.startswith("freezing blocks.1: ") and "first step" in reason
+    ours.run.close()
+
+
+@each_plan
+@pytest.mark.parametrize("keep", ["norm|bias", r"^blocks\.1\.", "inner"])
+def test_names_that_never_freeze(keep, plan, tmp_path):
+    ours = check_by_hand(Program(build=Chain, loss=sort), tmp_path, plan, config={"modules": {"keep": keep}})
+    frozen = [name for module in ours.run.modules[: ours.run.frozen] for name in module.parameters]
+    assert frozen and all(entry.requires_grad == (name not in frozen) for name, entry in ours.model.named_parameters())
+    ours.run.close()
+
+
+def assign(model: Any) -> None:
+    model.load_state_dict({name: entry.clone() for name, entry in model.state_dict().items()}, assign=True)
+
+
+def parametrize(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.blocks[0].inner)
+
+
+def replace_a_block(model: Any) -> None:
+    model.blocks[0] = Block().requires_grad_(False)
+
+
+def replace_the_head(model: Any) -> None:
+    model.head = nn.Linear(8, 3)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("change", [assign, parametrize, replace_a_block, replace_the_head])
+def test_parameters_made_anew_while_frozen_train_again(change, closes, tmp_path):
+    ours = Twin(Program(build=Chain, loss=sort)).attach(tmp_path, plan="0.2:2 0.8:0")
+    old = list(ours.model.parameters())
+    ours.num_steps = 5
+    ours.train()
+    assert ours.run.frozen == 2
+    change(ours.model)
+    ours.num_steps = 6 if closes else 10
+    ours.train()
+    if closes:
+        ours.run.close()
+    assert all(entry.requires_grad for entry in [*old, *ours.model.parameters()])
+    assert all(part.training for part in ours.model.train().modules())
+    reasons = [] if change is replace_the_head else ["freezing: frozen parameters were changed by the training loop"]
+    assert [entry[: len(reason)] for entry, reason in zip(declined(tmp_path), reasons, strict=True)] == reasons
+    ours.run.close()

@@ -1,0 +1,215 @@
+"""The laws over every model of the menagerie (`tests/laws` has them over eight), and runs that go on elsewhere."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from egeria import EgeriaWarning, attach, read_journal, tree
+from egeria.events import Declined, ModuleFrozen, PlasticityRead, RunStarted, Thawed
+from egeria.testing import ScriptedController
+from loops import FAST, Loop, differences, outside
+from menagerie import MENAGERIE, SPECIMENS, SUPPORTED
+from ranks import replica, run_ranks
+
+STEPS = 60
+INLINE = {"config": {**FAST, "freezing": {"tolerance_share": 2.0}}, "controller": "inline"}
+UNSUPPORTED = [specimen for specimen in MENAGERIE if specimen.unsupported]
+CARRIES = "CarryingState"
+"""It keeps numbers in plain attributes, which no checkpoint of a loop has."""
+RESUMABLE = [specimen for specimen in SUPPORTED if specimen.name != CARRIES]
+
+
+def over(specimens):
+    return pytest.mark.parametrize("specimen", specimens, ids=lambda specimen: specimen.name)
+
+
+def scripted(directory):
+    """Attach with readings that freeze a module every four evaluations."""
+    return {"controller": ScriptedController(), "config": FAST, "directory": directory}
+
+
+def test_the_menagerie_is_large_and_described():
+    assert len(SUPPORTED) >= 20
+    assert len(SPECIMENS) == len(MENAGERIE)
+    assert all(len(specimen.case) > 10 for specimen in MENAGERIE)
+
+
+@pytest.mark.slow
+@over(MENAGERIE)
+def test_law_1_attached_but_never_freezing_is_the_plain_loop(specimen, tmp_path):
+    plain = Loop(specimen)
+    config = {**FAST, "freezing": {"tolerance_readings": 10**6}}
+    watched = Loop(specimen, {"config": config, "directory": tmp_path})
+    for loop in (plain, watched):
+        loop.step(24)
+    assert differences(plain.everything(), watched.everything()) == []
+    if not specimen.unsupported:
+        assert len(read_journal(tmp_path).of(PlasticityRead)) >= 4, "the law is empty without evaluations"
+    watched.run.close()
+    assert outside(plain.model) == outside(watched.model)
+
+
+@pytest.mark.slow
+@over(SUPPORTED)
+def test_law_4_freeze_then_thaw_leaves_all_as_before(specimen, tmp_path):
+    loop = Loop(specimen, scripted(tmp_path))
+    before = outside(specimen.build().train())
+    loop.step(40)
+    run, deepest = loop.run, read_journal(tmp_path).first(RunStarted).deepest_freeze
+    assert run.frozen == deepest > 0
+    names = [name for module in run.modules[:deepest] for name in module.parameters]
+    roots = [loop.model.get_submodule(name) for module in run.modules[:deepest] for name in module.submodules]
+    assert names and not any(loop.model.get_parameter(name).requires_grad for name in names)
+    boundary = []
+    tap = loop.model.get_submodule(run.modules[deepest - 1].tap)
+    handle = tap.register_forward_hook(lambda *call: boundary.append(tree.requires_grad(call[-1])))
+    at_freeze = loop.everything()
+    loop.step(3)
+    handle.remove()
+    assert boundary and not any(boundary)
+    moved = set(differences(at_freeze, loop.everything()))
+    assert not moved & {f"model.{name}" for name in names}, "a frozen parameter moved"
+    statistics = {f"model.{name}.{buffer}" for name, buffer in _statistics(loop.model, roots)}
+    assert not moved & statistics, "a frozen normalisation layer moved"
+    assert moved & {f"model.{name}" for name in run.modules[-1].parameters}, "the last module must train on"
+    positions = {name: index for index, (name, _) in enumerate(loop.model.named_parameters())}
+    assert not moved & {f"optimizer.{positions[name]}.momentum_buffer" for name in names}
+
+    loop.model.train()
+    run.close()
+    assert {**outside(loop.model), "attributes": None} == {**before, "attributes": None}  # some models set their own
+    loop.run = None
+    thawed = loop.everything()
+    loop.step(8)
+    unused = {f"model.{name}" for name in names} - set(differences(thawed, loop.everything()))
+    assert not unused, "a thawed parameter does not train"
+
+
+def _statistics(model, roots):
+    inside = {module for root in roots for module in root.modules()}
+    return [
+        (name, buffer)
+        for name, module in model.named_modules()
+        if module in inside and isinstance(module, nn.modules.batchnorm._NormBase)
+        for buffer, _ in module.named_buffers()
+    ]
+
+
+@pytest.mark.slow
+@over(UNSUPPORTED)
+def test_the_unsupported_train_on_unfrozen_and_say_why(specimen, tmp_path):
+    loop, plain = Loop(specimen, {"config": FAST, "directory": tmp_path}), Loop(specimen)
+    for entry in (plain, loop):
+        entry.step(20)
+    assert differences(plain.everything(), loop.everything()) == []
+    journal = read_journal(tmp_path)
+    assert specimen.unsupported in " ".join(event.reason for event in journal.of(Declined))
+    assert not journal.of(ModuleFrozen)
+
+
+# --- law 5 ---------------------------------------------------------------------------------------
+
+
+def course(directory, after):
+    """Return what a journal says was read and decided after a step."""
+    events = [e for e in read_journal(directory) if isinstance(e, (PlasticityRead, ModuleFrozen, Thawed))]
+    return [(e.kind, e.step, getattr(e, "module", 0), getattr(e, "value", 0)) for e in events if e.step > after]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+@over(RESUMABLE)
+def test_law_5_stop_and_resume_is_uninterrupted(specimen, half, tmp_path):
+    stop = half * STEPS // 2 + random.Random(f"{specimen.name} {half}").randint(1, STEPS // 2 - 1)
+    whole, first = (Loop(specimen, {**INLINE, "directory": tmp_path / part}) for part in ("whole", "first"))
+    whole.step(STEPS)
+    first.step(stop)
+    checkpoint = first.save()
+    del first
+    second = Loop(specimen, {**INLINE, "directory": tmp_path / "second"}, seed=9)
+    second.load(checkpoint)
+    second.step(STEPS - stop)
+    assert differences(whole.everything(), second.everything()) == []
+    assert second.run.frozen == whole.run.frozen
+    assert course(tmp_path / "second", stop) == course(tmp_path / "whole", stop)
+    assert read_journal(tmp_path / "whole").of(PlasticityRead)
+
+
+@pytest.mark.parametrize("place", ["another directory", "the same directory"])
+def test_a_resumed_run_has_the_layer_modules_of_the_first_one(place, tmp_path):
+    first = Loop(SPECIMENS["Backwards"], {**INLINE, "directory": tmp_path / "first"})
+    first.step(STEPS // 2)
+    names, before = [module.name for module in first.run.modules], first.run.summary()
+    assert before.frozen
+    checkpoint = first.save()
+    folder = tmp_path / "first" if place == "the same directory" else tmp_path / "second"
+    second = Loop(SPECIMENS["Backwards"], {**INLINE, "directory": folder}, seed=9)
+    assert second.run.modules == ()
+    second.load(checkpoint)
+    after = second.run.summary()
+    assert second.run.modules == first.run.modules
+    assert list(after.modules) == names and after.parameter_share == before.parameter_share
+
+
+def test_other_settings_of_the_cut_than_those_of_the_saved_run_are_declined(tmp_path):
+    first = Loop(SPECIMENS["residual"], {**INLINE, "directory": tmp_path / "first"})
+    first.step(STEPS // 2)
+    modules, checkpoint = first.run.modules, first.save()
+    settings = {**INLINE["config"], "modules": {"pattern": "|".join(modules[i].tap for i in (0, -1))}}
+    second = Loop(SPECIMENS["residual"], {**INLINE, "config": settings, "directory": tmp_path / "second"})
+    with pytest.warns(EgeriaWarning, match=r"modules\.pattern=.*but not the state of the run"):
+        second.load(checkpoint)
+    second.step()
+    assert second.run.modules == modules
+
+
+@pytest.mark.parametrize("stop", [1, 9])
+def test_a_run_from_scratch_is_none_of_fine_tuning_where_it_is_resumed(stop, tmp_path):
+    """Its normalisation layers have trained by then, as those of a model that came trained."""
+    specimen = SPECIMENS["residual"]
+    first = Loop(specimen, {"total_steps": 400, "directory": tmp_path / "first"})
+    first.step(stop)
+    checkpoint = first.save()
+    second = Loop(specimen, seed=9)
+    second.model.load_state_dict(torch.load(io.BytesIO(checkpoint), weights_only=False)["model"])
+    second.run = attach(second.model, second.optimizer, directory=tmp_path / "second", total_steps=400)
+    second.load(checkpoint)
+    second.step(5)
+    assert second.run.modules == first.run.modules
+    assert str(second.run.plan) == str(first.run.plan) == ""
+
+
+def train_parts(names, folder, checkpoints, steps):
+    """Train each for some steps from its checkpoint, on as many ranks as there are; return the next ones."""
+    found = {}
+    for name in names:
+        attach = {**INLINE, "directory": Path(folder, name)}
+        loop = Loop(SPECIMENS[name], attach, seed=9 if name in checkpoints else 0, wrap=replica)
+        if name in checkpoints:
+            loop.load(checkpoints[name])
+        loop.step(steps)
+        found[name] = loop.save(), loop.everything(), loop.run.frozen
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_law_5_a_run_goes_on_on_another_number_of_ranks(tmp_path):
+    names = ["residual", "with_dropout", "Backwards"]
+    [whole] = run_ranks(train_parts, names, str(tmp_path / "whole"), {}, STEPS, num_ranks=1)
+    found = {}
+    for part, num_ranks in enumerate((2, 1, 2)):
+        checkpoints = {name: found[name][0] for name in found}
+        arguments = (names, str(tmp_path / f"part{part}"), checkpoints, STEPS // 3)
+        found = run_ranks(train_parts, *arguments, num_ranks=num_ranks)[0]
+    for name in names:
+        (_, end, frozen), (_, parts_end, parts_frozen) = whole[name], found[name]
+        assert differences(end, parts_end) == [] and parts_frozen == frozen > 0
+        after = 2 * STEPS // 3
+        assert course(tmp_path / "part2" / name, after) == course(tmp_path / "whole" / name, after)

@@ -1,0 +1,109 @@
+"""The laws again, with a plan that begins with the last layer module alone, then trains all, then freezes the front."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from laws.models import BATCH, MODELS, each_that_freezes
+from laws.ranks import Ranks
+from laws.support import CACHES, NUM_STEPS, ByHand, Training, cached_rows, decisions, differences, outside, settings
+
+pytestmark = pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")
+PLAN = "0:20 0.25:0 0.6:2"
+EPOCHS = 12
+
+
+@each_that_freezes
+def test_nothing_that_is_frozen_before_the_first_step_gets_a_state_of_the_optimizer(name, tmp_path):
+    training = Training(name, directory=tmp_path, plan=PLAN)
+    training.train(1)
+    front = {entry for module in training.run.modules[:-1] for entry in module.parameters} - set(MODELS[name].tied)
+    trained = {key for key, entry in training.trained.items() if training.optimizer.state.get(entry)}
+    assert training.run.frozen == len(training.run.modules) - 1 and front
+    assert not front & trained
+    training.close()
+    assert differences(training.before["needs gradients"], outside(training)["needs gradients"]) == []
+
+
+@each_that_freezes
+@pytest.mark.parametrize("stop", [0, 2, 7, 11])
+def test_a_run_resumed_in_each_phase_is_one_that_was_never_stopped(name, stop, tmp_path):
+    whole = Training(name, directory=tmp_path / "whole", plan=PLAN).train()
+    first = Training(name, directory=tmp_path / "first", plan=PLAN).train(stop)
+    checkpoint = first.save()
+    first.close()
+    second = Training(name, seed=1, directory=tmp_path / "second", plan=PLAN)
+    second.load(checkpoint)
+    second.train()
+    assert differences(whole.everything(), second.everything()) == []
+    assert second.run.frozen == whole.run.frozen > 0
+    for training in (whole, second):
+        training.close()
+        assert differences(training.before["hooks"], outside(training)["hooks"]) == []
+
+
+@each_that_freezes
+def test_cached_is_computed(name, tmp_path):
+    def train(kind):
+        rows = MODELS[name].rows(torch.Generator().manual_seed(0))
+        loader = DataLoader(TensorDataset(*rows), batch_size=BATCH)
+        directory = tmp_path / kind
+        attach = {"plan": "0:20 0.4:0 0.6:2", "loader": loader, "total_steps": EPOCHS * len(loader)}
+        training = Training(name, directory=directory, config=settings(cache=CACHES[kind]), **attach)
+        for _ in range(EPOCHS):
+            training.train(batches=loader)
+        training.close()
+        return training.everything(), decisions(directory), cached_rows(directory)
+
+    computed = train("none")
+    for kind in ("memory", "disk"):
+        found = train(kind)
+        assert differences(computed[0], found[0]) == [], kind
+        assert found[1] == computed[1]
+
+
+@each_that_freezes
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_model_is_frozen_as_by_hand(name, tmp_path):
+    if name == "lora":
+        pytest.skip("a compiled PEFT model takes a minute")
+    compiled = functools.partial(torch.compile, backend="eager")
+    attach = {"plan": "step 0:20 step 4:0 step 10:2", "total_steps": 10**6}  # so that each depth repays its compilation
+    ours = Training(name, directory=tmp_path, wrap=compiled, **attach).train(NUM_STEPS)
+    by_hand, found = ByHand(name, ours.fronts).train(NUM_STEPS).everything()["model"], ours.everything()["model"]
+    ours.close()
+    after = outside(ours)
+    assert [key for key in ("needs gradients", "modes", "hooks") if after[key] != ours.before[key]] == []
+    assert len({front for _, front in ours.fronts}) == 3, "it was frozen, thawed, and frozen again"
+    if not MODELS[name].tied:  # hooks do not run in compiled code, so that nothing is detached there
+        assert [key for key in found if not torch.allclose(by_hand[key], found[key], atol=1e-5)] == []
+
+
+def train_on_a_rank(name, directory):
+    wrap = functools.partial(DistributedDataParallel, find_unused_parameters=not MODELS[name].uses_all)
+    training = Training(name, data_seed=distributed.get_rank(), wrap=wrap, directory=directory, plan=PLAN).train()
+    depth, values = training.run.frozen, [entry.detach().clone() for entry in training.trained.values()]
+    training.close()
+    return depth, values, [len(front) for _, front in training.fronts]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_two_ranks_freeze_and_train_alike(tmp_path):
+    ranks = Ranks()
+    try:
+        for name, model in MODELS.items():
+            if not model.is_refused:
+                one, two = ranks.run(train_on_a_rank, name, tmp_path / name)
+                assert one[0] == two[0] > 0 and one[2] == two[2]
+                assert all(map(torch.equal, one[1], two[1])), name
+                assert len(set(one[2])) == 3, "it was frozen, thawed, and frozen again"
+                assert len(one[2]) == NUM_STEPS
+    finally:
+        ranks.close()

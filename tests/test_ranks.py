@@ -1,0 +1,345 @@
+"""Two ranks that train through `attach`: wherever the wrapper comes from, and whatever goes wrong on one of them."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import egeria
+from egeria.policy import Depth, Wants
+from laws.ranks import Ranks
+from test_distributed import Container, Net, count_bytes, encoder, is_equal, shard
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+PLAN = "0:2 0.3:0 0.5:3 0.8:1"
+STEPS = 20
+WHERE = ["given", "before", "after", "container", "container before"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    processes = Ranks()
+    yield processes
+    processes.close()
+
+
+class Training:
+    """A loop that calls what a framework calls, with the model attached or frozen by hand."""
+
+    def __init__(self, where, model=None, *, attached=True, saved=None, wrap=DistributedDataParallel, **options):
+        torch.manual_seed(0)
+        self.model, self.sizes, self.wrap_model = model or Net(), [], wrap
+        self.inner = Container(self.model) if "container" in where else self.model
+        if saved is not None:
+            self.inner.load_state_dict(saved["model"])
+        self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=0.05, momentum=0.9)
+        self.called = self.inner if where in ("after", "container", "bare") else self.wrap()
+        self.run, self.told = None, []
+        if attached:
+            options = {"plan": PLAN, "total_steps": STEPS, "directory": tempfile.mkdtemp(), **options}
+            given = self.called if where == "given" else self.model
+            self.run = self.quietly(egeria.attach, given, self.optimizer, **options)
+        if saved is not None:
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.run.load_state_dict(saved["run"])
+        if where in ("after", "container"):
+            self.called = self.wrap()
+
+    def quietly(self, function, *args, **kwargs):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = function(*args, **kwargs)
+        self.told += [str(entry.message) for entry in told if issubclass(entry.category, egeria.EgeriaWarning)]
+        return found
+
+    def wrap(self):
+        wrapper = self.wrap_model(self.inner)
+        if isinstance(wrapper, DistributedDataParallel):
+            wrapper.register_comm_hook(self.sizes, count_bytes)
+        return wrapper
+
+    def freeze_to(self, modules, depth):
+        """Freeze the first layer modules by hand, and no others, and wrap the model again."""
+        self.model.requires_grad_(True)
+        self.eval = [self.model.get_submodule(name) for module in modules[:depth] for name in module]
+        for part in self.eval:
+            part.requires_grad_(False).zero_grad()
+        self.called = self.wrap()
+
+    def train(self, first, last, depths=None, modules=()):
+        """Return how many layer modules are frozen after each step, and whether only what trains was reduced."""
+        found, reduces_what_trains = [], True
+        self.eval = []
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(2 * step + _rank())
+            self.called.train()
+            for part in self.eval:
+                part.eval()
+            self.sizes.clear()
+            loss = self.called(torch.randn(6, 16, generator=generator)).square().mean()
+            trained = sum(4 * p.numel() for p in self.inner.parameters() if p.requires_grad)
+            loss.backward()
+            reduces_what_trains &= sum(self.sizes) == trained
+            if depths and step == 0:
+                self.freeze_to(modules, depths[0])
+            self.quietly(self.optimizer.step)
+            self.optimizer.zero_grad()
+            if self.run is not None:
+                self.quietly(self.run.step, loss)
+                found.append(self.run.frozen)
+            elif step and depths[step] != depths[step - 1]:
+                self.freeze_to(modules, depths[step])
+        return found, reduces_what_trains
+
+    def state(self):
+        parts = {"model": self.inner, "optimizer": self.optimizer, "run": self.run}
+        return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+
+    def answer(self, depths):
+        weights = {name: tensor.clone() for name, tensor in self.inner.state_dict().items()}
+        self.run.close()
+        left = [name for name, entry in self.inner.named_parameters() if not entry.requires_grad]
+        hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in self.inner.modules())
+        return depths, weights, " | ".join(self.told), left, hooks
+
+
+def _rank():
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def as_by_hand(where):
+    attached = Training(where)
+    depths, reduces_what_trains = attached.train(0, STEPS)
+    modules = [module.submodules for module in attached.run.modules]
+    depths, weights, told, left, hooks = attached.answer(depths)
+    by_hand = Training("given" if where in ("before", "after") else where, attached=False)
+    if "container" in where:
+        by_hand.called = by_hand.wrap()
+    by_hand.train(0, STEPS, depths, modules)
+    equal = is_equal(weights, by_hand.inner.state_dict())
+    return depths, equal, reduces_what_trains, told, left, hooks
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_wrapper_is_followed_wherever_it_comes_from(where, pair):
+    for depths, equal, reduces_what_trains, told, left, hooks in pair.run(as_by_hand, where):
+        assert [depths[0], depths[8], depths[12], depths[-1]] == [2, 0, 3, 1]
+        assert equal and reduces_what_trains
+        assert (told, left, hooks) == ("", [], 0)
+
+
+def resumed(where, step):
+    whole = Training(where)
+    whole.train(0, step)
+    saved = whole.state()
+    whole.train(step, STEPS)
+    again = Training(where, saved=saved)
+    at_once = again.run.frozen
+    _, reduces_what_trains = again.train(step, STEPS)
+    _, weights, told, *_ = again.answer([])
+    equal = is_equal(weights, whole.inner.state_dict())
+    whole.run.close()
+    return at_once == {3: 2, 8: 0, 12: 3}[step], equal, reduces_what_trains, told
+
+
+@pytest.mark.parametrize("step", [3, 8, 12])
+@pytest.mark.parametrize("where", ["given", "before", "after", "container"])
+def test_a_run_goes_on_under_a_wrapper_that_it_has_yet_to_see(where, step, pair):
+    for right_depth, equal, reduces_what_trains, told in pair.run(resumed, where, step):
+        assert right_depth and equal and told == ""
+        assert reduces_what_trains or where != "after"  # the others are wrapped while all of it trains
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_wrapper_around_a_process_that_is_alone_is_followed(where):
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        training = Training(where)
+        depths, reduces_what_trains = training.train(0, STEPS)
+        assert max(depths) == 3 and reduces_what_trains
+        _, _, told, left, hooks = training.answer(depths)
+        assert (told, left, hooks) == ("", [], 0)
+    finally:
+        distributed.destroy_process_group()
+
+
+# --- what goes wrong on one rank, or on all -------------------------------------------------------
+
+
+class Failing:
+    """Freezes two layer modules, and fails on one rank in the middle of the training."""
+
+    wants = Wants(interval_steps=2)
+
+    def __init__(self, fails, **_):
+        self.fails = fails
+
+    def observe(self, interval):
+        if interval.step < 10:
+            return Depth(2, "early")
+        if _rank() == 1:
+            return self.fails()
+        return None
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def raises():
+    raise OSError("the disk is full")
+
+
+FAULTS = {"raises": raises, "wrong type": lambda: "two", "decides alone": lambda: Depth(1, "alone")}
+
+
+def fail(how):
+    training = Training("given", policy=lambda **asked: Failing(FAULTS[how], **asked), plan=None)
+    depths, _ = training.train(0, STEPS)
+    return training.answer(depths)
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_rank_that_cannot_go_on_leaves_no_other_waiting(how, pair):
+    (depths, weights, told, *_), (others_depths, others, *_) = pair.run(fail, how)
+    assert depths == others_depths and depths[8] == 2
+    assert all(torch.equal(weights[name], tensor) for name, tensor in others.items() if "running" not in name)
+    if how == "raises":
+        assert depths[-1] == 0 and "rank 1: OSError: the disk is full" in told
+    else:  # the first rank's policy decides
+        assert depths[-1] == 2
+
+
+def declined(how):
+    wraps = {"static_graph": lambda model: DistributedDataParallel(model, static_graph=True)}
+    where = "bare" if how == "bare" else "after"
+    training = Training(where, wrap=wraps.get(how, DistributedDataParallel))
+    if how == "join":
+        depths = []
+        for part in range(2):
+            with training.called.join():
+                depths += training.train(10 * part, 10 * part + 6 + _rank())[0]
+        depths = depths[:12]
+    else:
+        depths, _ = training.train(0, STEPS)
+    return training.answer(depths)
+
+
+DECLINED = {
+    "bare": "called without DistributedDataParallel",
+    "static_graph": "static_graph=True",
+    "join": "`join()`",
+}
+
+
+@pytest.mark.parametrize("how", DECLINED)
+def test_what_cannot_be_followed_trains_on_unfrozen(how, pair):
+    first, second = pair.run(declined, how)
+    for depths, _, _, left, hooks in (first, second):
+        assert set(depths) == {0}
+        assert (left, hooks) == ([], 0)
+    assert DECLINED[how] in first[2] and second[2] == "", "the first rank tells"
+
+
+def joins_later():
+    training = Training("given")
+    depths, _ = training.train(0, 14)
+    with training.called.join():
+        depths += training.train(14, 18 + _rank())[0]
+    return training.answer(depths[:18])
+
+
+def test_what_is_frozen_stays_when_ranks_with_unequally_many_batches_join(pair):
+    (depths, weights, told, *_), (others_depths, others, *_) = pair.run(joins_later)
+    assert depths == others_depths and depths[12:] == [3] * 6
+    assert all(torch.equal(weights[name], tensor) for name, tensor in others.items() if "running" not in name)
+    assert "`join()`" in told
+
+
+class Gathering(Net):
+    """Compares the features of all ranks in its forward pass, as contrastive models do."""
+
+    def forward(self, x):
+        others = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(others, x)
+        return super().forward(x + sum(others))
+
+
+def gather():
+    training = Training("given", Gathering())
+    depths, _ = training.train(0, STEPS)
+    return training.answer(depths)
+
+
+def test_a_model_that_talks_to_the_others_in_its_forward_pass_can_follow_a_plan(pair):
+    first, second = pair.run(gather)
+    assert first[0] == second[0] and max(first[0]) == 3 and first[2] == ""
+    assert all(torch.equal(tensor, second[1][name]) for name, tensor in first[1].items() if "running" not in name)
+
+
+# --- fully_shard ----------------------------------------------------------------------------------
+
+
+def train_encoder(is_sharded, policy, depths=None):
+    """Train on the batches of both ranks, attached in parts or by hand as a whole, with an evaluation in between."""
+    model = shard(encoder()) if is_sharded else encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"plan": PLAN} if policy == "plan" else {"policy": policy}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if is_sharded:
+            run = egeria.attach(model, optimizer, total_steps=STEPS, directory=tempfile.mkdtemp(), **options)
+        found = []
+        for step in range(STEPS):
+            if step in (5, 11):
+                with torch.no_grad():
+                    model(torch.zeros(2, 8))  # leaves the parameters of the root whole
+            batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + r)) for r in range(2)]
+            loss = model(batches[_rank()] if is_sharded else torch.cat(batches)).square().mean()
+            loss.backward()
+            if depths and step == 0:
+                freeze_parts(model, depths[0])
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_sharded:
+                run.step(loss)
+                found.append(run.frozen)
+            elif depths:
+                freeze_parts(model, depths[step])
+        if is_sharded:
+            run.close()
+    weights = [p.full_tensor() if is_sharded else p.detach() for p in model.parameters()]
+    said = " | ".join(str(entry.message) for entry in told if issubclass(entry.category, egeria.EgeriaWarning))
+    return found, weights, said
+
+
+def freeze_parts(model, depth):
+    for index, part in enumerate(model):
+        part.requires_grad_(index >= depth)
+        if index < depth:
+            part.zero_grad()
+
+
+def sharded(policy):
+    depths, parts, told = train_encoder(True, policy)
+    _, whole, _ = train_encoder(False, policy, depths)
+    return depths, all(torch.allclose(*both, rtol=1e-4, atol=1e-5) for both in zip(parts, whole, strict=True)), told
+
+
+@pytest.mark.parametrize("policy", ["plan", "egeria"])
+def test_a_sharded_model_follows_a_plan_and_nothing_that_needs_plasticity(policy, pair):
+    found = pair.run(sharded, policy)
+    for depths, equal, _ in found:
+        assert equal
+        assert [depths[0], depths[8], depths[12], depths[-1]] == [2, 0, 3, 1] or policy != "plan"
+        assert set(depths) == {0} or policy == "plan"
+    told = found[0][2]
+    assert told == "" if policy == "plan" else ("sharded by fully_shard" in told and "failed" not in told)
