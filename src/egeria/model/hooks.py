@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = ("_with_kwargs", "_always_called")
 
 
-class Hook:
+class Hook(partial[Any]):
     """Calls a function with its owner in front.
 
     A model may be copied or saved at any time (averages of weights, `torch.save(model)`). The copy
@@ -24,12 +25,14 @@ class Hook:
         function: called as `function(owner, *args)` with what torch hands to the hook.
     """
 
-    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
-        self.owner, self._function = owner, function
+    def __new__(cls, owner: Any, function: Callable[..., Any]) -> Hook:
+        """Make the hook of an owner."""
+        return super().__new__(cls, function, owner)
 
-    def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        return self._function(self.owner, *args)
+    @property
+    def owner(self) -> Any:
+        """Who may remove the hook."""
+        return self.args[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nullcontext().__exit__

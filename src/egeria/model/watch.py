@@ -97,10 +97,13 @@ class Watch:
         """Take the hooks off; what was noted stays readable. Can be called again."""
         sweep(self._model, self)
         for parameter in self._model.parameters():
-            for table in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                table = getattr(parameter, name)
                 for key, hook in list((table or {}).items()):
-                    if table and getattr(hook, "owner", None) is self:
+                    if getattr(hook, "owner", None) is self:
                         del table[key]
+                if table is not None and not table:  # an empty one is called in each backward pass
+                    setattr(parameter, name, None)
         with torch.enable_grad():
             self._settle()
         self._end_pass()

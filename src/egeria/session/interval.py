@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from egeria.errors import ConfigError
 
-FEWEST_ITERATIONS = 7
+FEWEST = 7
 """Iterations that a median is taken of, where there are so many at a depth."""
+
+
+Loss: TypeAlias = float | Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +40,9 @@ class Clock:
 
     An iteration lasts from the end of one `run.step` to the beginning of the next, so that our own
     work is not counted as the user's. Medians leave out the long iterations with a validation or a
-    checkpoint. Losses stay on their device until an interval ends.
+    checkpoint. CPU time, a system call, is asked for at some steps of an interval only; a call that
+    does nothing but count is taken to need as much of it as time. Losses stay on their device until
+    an interval ends.
 
     Args:
         total_steps: optimizer steps of the whole training; None where unknown.
@@ -50,49 +56,68 @@ class Clock:
         self.overhead_wall_s = self.overhead_cpu_s = 0.0
         self.iteration_s = 0.0
         """Median seconds of an iteration in the newest interval with nothing frozen; 0: unknown."""
-        self._losses: list[list[float | Tensor]] = []
-        self._held: list[float | Tensor] = []
-        self._iterations: list[tuple[float, float]] = []
-        self._earlier: dict[int, list[tuple[float, float]]] = {}
-        self._left: tuple[float, float] | None = None
-        self._entered = (0.0, 0.0)
+        self._losses: list[Loss | list[Loss]] = []
+        self._held: list[Loss] = []
+        self._wall, self._cpu = Medians(), Medians()
+        self._entered = 0.0
+        self._left: float | None = None
+        """When the newest call of `run.step` began, and when it returned."""
+        self._entered_cpu: float | None = None
+        self._left_cpu: float | None = None
+        """The same in CPU time, where it was asked for."""
+        self._cpu_due = 0
 
     @property
     def ends(self) -> int:
         """The step with which this interval ends."""
         return self.began + self.interval_steps
 
-    def hold(self, loss: float | Tensor) -> None:
+    def hold(self, loss: Loss) -> None:
         """Keep the loss of a micro-batch for the step that it is part of."""
         self._held.append(loss)
 
-    def enter(self, loss: float | Tensor) -> None:
+    def enter(self, loss: Loss) -> None:
         """Count a step: `run.step` has begun, with this loss."""
-        self._entered = wall_s, cpu_s = time.perf_counter(), time.process_time()
+        self._entered = now = time.perf_counter()
         if self._left is not None:
-            self._iterations.append((wall_s - self._left[0], cpu_s - self._left[1]))
-        self._losses.append([*self._held, loss])
-        if self._held:
-            self._held = []
+            self._wall.own.append(now - self._left)
+        if self._left_cpu is not None:
+            self._cpu.own.append(time.process_time() - self._left_cpu)
+        self._losses.append([*self._held, loss] if self._held else loss)
+        self._held.clear()
         self.step += 1
+
+    def begin_work(self) -> None:
+        """Note that this call of `run.step` is to do more than counting."""
+        self._entered_cpu = time.process_time() - (time.perf_counter() - self._entered)
+        self._cpu_due = self.step
 
     def leave(self) -> None:
         """Note that `run.step` is about to return."""
-        self._left = wall_s, cpu_s = time.perf_counter(), time.process_time()
-        self.overhead_wall_s += wall_s - self._entered[0]
-        self.overhead_cpu_s += cpu_s - self._entered[1]
+        self._left = now = time.perf_counter()
+        wall_s = cpu_s = now - self._entered
+        self._left_cpu = None
+        if self.step >= self._cpu_due:
+            self._left_cpu = time.process_time()
+            self._cpu_due = self.step + max(1, self.interval_steps // FEWEST)
+            if self._entered_cpu is not None:
+                cpu_s, self._entered_cpu = self._left_cpu - self._entered_cpu, None
+        self.overhead_wall_s += wall_s
+        self.overhead_cpu_s += cpu_s
 
     def spend(self, wall_s: float, cpu_s: float) -> None:
         """Count seconds that were ours within an iteration of the user's, and take them off it."""
         self.overhead_wall_s += wall_s
         self.overhead_cpu_s += cpu_s
         if self._left is not None:
-            self._left = self._left[0] + wall_s, self._left[1] + cpu_s
+            self._left += wall_s
+        if self._left_cpu is not None:
+            self._left_cpu += cpu_s
 
     def spent(self) -> dict[str, float]:
         """Return our overhead so far, the call under way included, by fields of the journal."""
-        wall_s = time.perf_counter() - self._entered[0]
-        cpu_s = time.process_time() - self._entered[1]
+        wall_s = time.perf_counter() - self._entered
+        cpu_s = wall_s if self._entered_cpu is None else time.process_time() - self._entered_cpu
         return {
             "overhead_wall_s": self.overhead_wall_s + wall_s,
             "overhead_cpu_s": self.overhead_cpu_s + cpu_s,
@@ -106,12 +131,7 @@ class Clock:
         """
         losses, self._losses = to_floats(self._losses), []
         finite = [value for value in losses if math.isfinite(value)]
-        own, self._iterations = self._iterations, []
-        wall_s = cpu_s = 0.0
-        if own:
-            newest = [*self._earlier.get(frozen, []), *own][-max(len(own), FEWEST_ITERATIONS) :]
-            self._earlier[frozen] = newest[-FEWEST_ITERATIONS:]
-            wall_s, cpu_s = map(statistics.median, zip(*newest, strict=True))
+        wall_s, cpu_s = self._wall.end_interval(frozen), self._cpu.end_interval(frozen)
         if not frozen:
             self.iteration_s = wall_s
         num_steps, self.began = self.step - self.began, self.step
@@ -131,7 +151,7 @@ class Clock:
         return {
             **state,
             "losses": to_floats(self._losses),
-            "held": to_floats([[loss] for loss in self._held]),
+            "held": to_floats(self._held),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -139,16 +159,42 @@ class Clock:
         for name in ("step", "evaluation", "began", "interval_steps"):
             setattr(self, name, int(state[name]))
         self.iteration_s = float(state["iteration_s"])
-        self._losses = [[float(loss)] for loss in state["losses"]]
+        self._losses = [float(loss) for loss in state["losses"]]
         self._held = [float(loss) for loss in state["held"]]
+        self._cpu_due = 0
 
 
-def read_loss(loss: Any) -> float | Tensor:
+class Medians:
+    """Medians of what iterations took, for each frozen depth."""
+
+    def __init__(self) -> None:
+        self.own = array("d")
+        """Durations of this interval, in seconds."""
+        self._earlier: dict[int, array[float]] = {}
+
+    def end_interval(self, frozen: int) -> float:
+        """Return the median of the interval, 0 where there was no iteration; the next begins.
+
+        Args:
+            frozen: how many layer modules were frozen in it: iterations at one depth take alike.
+        """
+        own, self.own = self.own, array("d")
+        if not own:
+            return 0.0
+        newest = (self._earlier.get(frozen, array("d")) + own)[-max(len(own), FEWEST) :]
+        self._earlier[frozen] = newest[-FEWEST:]
+        return statistics.median(newest)
+
+
+def read_loss(loss: Any) -> Loss:
     """Return a loss as a number, or a 0-d tensor on its device.
 
     Raises:
         ConfigError: it is neither a number nor a tensor of one element.
     """
+    if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
+        number: float = loss.tolist()
+        return number
     if isinstance(loss, Tensor) and loss.numel() == 1:
         value = loss.detach()
         return (value.reshape(()) if value.ndim else value).clone()
@@ -165,17 +211,20 @@ def read_loss(loss: Any) -> float | Tensor:
         ) from error
 
 
-def to_floats(steps: Sequence[Sequence[float | Tensor]]) -> list[float]:
-    """Return the mean loss of each step, or nothing for one without a loss; synchronises the
-    device.
+def to_floats(steps: Sequence[Loss | list[Loss]]) -> list[float]:
+    """Return the loss of each step, the mean of its micro-batches; synchronises the device.
 
     In single precision, as the losses of micro-batches are: not every device has doubles.
     """
-    tensors = [loss.float() for losses in steps for loss in losses if isinstance(loss, Tensor)]
+    losses = [loss for step in steps for loss in (step if isinstance(step, list) else [step])]
+    tensors = [loss.float() for loss in losses if isinstance(loss, Tensor)]
     on_device = [loss.to(tensors[0].device) for loss in tensors]
-    numbers = iter(torch.stack(on_device).tolist() if tensors else [])
-    values = [[next(numbers) if isinstance(x, Tensor) else x for x in losses] for losses in steps]
-    return [own[0] if len(own) == 1 else sum(own) / len(own) for own in values if own]
+    read = iter(torch.stack(on_device).tolist() if tensors else [])
+    numbers = iter([next(read) if isinstance(loss, Tensor) else loss for loss in losses])
+    return [
+        statistics.fmean([next(numbers) for _ in step]) if isinstance(step, list) else next(numbers)
+        for step in steps
+    ]
 
 
 def seconds_left(total_steps: int | None, step: int, iteration_s: float) -> float | None:

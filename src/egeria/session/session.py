@@ -134,6 +134,7 @@ class Session:
         clock.enter(loss)
         self.recorder.step = clock.step
         if is_due := clock.step >= self._due:
+            clock.begin_work()
             self._act()
         clock.leave()
         return is_due

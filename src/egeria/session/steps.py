@@ -114,14 +114,19 @@ class Steps:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
-        # A fused optimizer is stepped on overflow too. To ask a GPU would wait for it, so that it
-        # is asked only while the scale is still being found.
-        asks = isinstance(found_inf, torch.Tensor) and (
-            not found_inf.is_cuda or self._before is not None
-        )
-        if not asks or not bool(found_inf):
+        if found_inf is None or not self._overflowed(found_inf):
             self._has_stepped = True
             self.num_steps[self._optimizers.index(optimizer)] += 1
+
+    def _overflowed(self, found_inf: Any) -> bool:
+        """Return whether the gradients of a fused optimizer, which is stepped all the same, did.
+
+        To ask a GPU would wait for it, so that it is asked only while the scale is being found.
+        """
+        is_asked = isinstance(found_inf, torch.Tensor) and (
+            not found_inf.is_cuda or self._before is not None
+        )
+        return is_asked and bool(found_inf)
 
     def _remove(self, name: str) -> None:
         for optimizer in self._optimizers:
