@@ -12,12 +12,13 @@ from examples.resnet import cifar_resnet
 from torch import nn
 
 from cached import Training, nothing_but_journals
-from egeria.cache import forward_modes
+from egeria.cache import Outlook, forward_modes
 from egeria.cache.forward_modes import WATCHED_FORWARDS, PlainForward
 from egeria.cache.gate import Prospects, judge
 from egeria.cache.generation import Generation
 from egeria.cache.store import disk as store
 from egeria.events import CacheDecided
+from egeria.session import skipping
 
 pytestmark = pytest.mark.slow  # on a busy machine what it times is otherwise
 BATCHES = 4
@@ -109,12 +110,13 @@ def test_a_tiny_prefix_is_not_stored(tmp_path):
     assert training.num_hits == 0 and training.warnings == []
 
 
-def test_a_boundary_that_may_move_soon_is_not_stored(tmp_path):
+def test_a_boundary_that_may_move_soon_is_not_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(skipping, "Outlook", lambda **_: Outlook(steps_ahead=1.5 * BATCHES))
     with nothing_but_journals(tmp_path):
-        training = train(tmp_path, depth=1)  # six steps to the next freeze: one epoch and a half
+        training = train(tmp_path, depth=1)
         decided = last_decision(training)
     assert decided.mode == "computed"
-    assert " epochs, and storing takes at least 2 to pay" in decided.reason
+    assert "within 1.5 epochs, and storing takes at least 2 to pay" in decided.reason
 
 
 def test_it_decides_anew_at_each_boundary(tmp_path):
@@ -126,7 +128,7 @@ def test_it_decides_anew_at_each_boundary(tmp_path):
         training.advance(WATCHED_FORWARDS + 2)
         training.close()
     decided = [(event.boundary, event.generation, event.mode) for event in training.journal(CacheDecided)]
-    assert decided[:2] == [("layer1.0", 1, "computed"), ("layer2.0", 2, "stored")]
+    assert decided[0][:2] == ("layer1.0", 1) and ("layer2.0", 2, "stored") in decided
 
 
 Verdict = namedtuple("Verdict", "pays reason")

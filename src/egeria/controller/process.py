@@ -96,7 +96,7 @@ class ProcessController(Controller):
         self._snapshot: Message | None = None
         """The one that the process works from."""
         self._reports: list[Report] = []
-        self._longest_s, self._waits_since_s, self._cpu_s = START_S, 0.0, 0.0
+        self._start_s, self._waits_since_s, self._cpu_s = START_S, 0.0, 0.0
 
     def refresh(
         self,
@@ -222,7 +222,7 @@ class ProcessController(Controller):
             lines = os.pread(self._files[-1], 2**20, 0).decode(errors="replace").split("\n")
             last = next((f": {line[:300]}" for line in reversed(lines) if line.strip()), "")
             return f"it died (status {child.returncode}{last})"
-        longest_s = self._longest_s + self._config.timeout_s + self._config.patience_s
+        longest_s = self._start_s + self._config.timeout_s + self._config.patience_s
         is_late = self._unanswered and time.monotonic() - self._waits_since_s > longest_s
         return f"it gave no answer for {longest_s:g} s" if is_late else ""
 
@@ -231,7 +231,7 @@ class ProcessController(Controller):
         message = self._unanswered.popleft()
         if message.ticket is None:
             self._snapshot = message
-        self._waits_since_s, self._longest_s = time.monotonic(), 0.0
+        self._waits_since_s, self._start_s = time.monotonic(), 0.0
         spent_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
         self._reports += [
             replace(report, controller_cpu_s=spent_s)
@@ -246,6 +246,8 @@ class ProcessController(Controller):
         reason = f"{reason.rstrip('.')}; evaluations are made in the training process from here on"
         self._reports.append(Declined(step=0, what=what, reason=reason))
         worker, before = Worker(self._plan, self._files), RandomState.current()
+        if self._child is not None:  # it must not read a file at the same time
+            _end(self._child, self._pipe, os.getpid())
         try:
             if self._snapshot is not None:
                 worker.handle(self._snapshot)  # reported when the process took it

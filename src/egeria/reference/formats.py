@@ -16,29 +16,53 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.fx
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from egeria.model.batch import Autocast, Batch
-from egeria.model.undisturbed import undisturbed
+from egeria import tree
+from egeria.model.batch import Batch
+from egeria.model.undisturbed import TapReachedError, undisturbed
 from egeria.random_state import kept_random_state
-from egeria.reference.snapshot import read
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_ENGINE = "x86"
+_ENGINE, _RANGE = "x86", ("min_val", "max_val")
 Ranges = Mapping[str, Mapping[str, Tensor]]
 """By submodule, the state of the observers in it: the smallest and largest value at each place."""
 
 
 def with_autocast(batch: Batch, enabled: bool) -> Batch:
     """Return the batch with autocast to bfloat16, or with none."""
-    kind = batch.autocast.device_type
-    autocast = Autocast(device_type=kind, enabled=enabled, dtype=torch.bfloat16)
+    autocast = replace(batch.autocast, enabled=enabled, dtype=torch.bfloat16)
     return replace(batch, autocast=autocast)
+
+
+def read(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
+    """Return the activations [B, ...] of submodules for a batch.
+
+    The model is one of our own, and runs no further than to the last of them. Those that were not
+    called, or gave no tensor, are left out.
+    """
+    missing, found = set(taps), dict[str, Tensor]()
+
+    def keep(tap: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        activation = tree.first_activation(output)
+        if activation is not None and tap in missing:
+            found[tap] = activation.detach().clone()
+        missing.discard(tap)
+        if not missing:
+            raise TapReachedError
+
+    batch = batch.first_rows(None)  # a copy: a model may overwrite its input
+    with undisturbed(model), ExitStack() as hooks, suppress(TapReachedError):
+        for tap in taps:
+            handle = model.get_submodule(tap).register_forward_hook(partial(keep, tap))
+            hooks.enter_context(handle)
+        with batch.autocast.context():
+            model(*batch.args, **batch.kwargs)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +78,7 @@ class Format:
     """What it takes to make the same again without a batch."""
 
     def read(self, taps: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-        """Return the activations [B, ...] of submodules in float32; see `snapshot.read`.
+        """Return the activations [B, ...] of submodules in float32; see `read`.
 
         The float32 snapshot runs under the autocast of the batch, as the model in training did.
         """
@@ -104,8 +128,7 @@ def _layers(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[str, n
 
 def _is_altered(module: nn.Module) -> bool:
     """Return whether weights are computed ahead of a call, or another `forward` is called."""
-    computes = bool(module._forward_pre_hooks) or is_parametrized(module)
-    return computes or "forward" in vars(module)
+    return "forward" in vars(module) or bool(module._forward_pre_hooks) or is_parametrized(module)
 
 
 def _dynamic(model: nn.Module) -> Format:
@@ -134,12 +157,20 @@ def _static(model: nn.Module, taps: Sequence[str], batch: Batch | None, ranges: 
         with undisturbed(model):
             model(*own.args, **own.kwargs)
             # Here: observers are buffers, which get back what they had.
-            ranges = {name: _observed(part) for name, part in parts.items()}
+            ranges = {
+                name: {
+                    key: each.clone()
+                    for key, each in part.state_dict().items()
+                    if key.endswith(_RANGE)
+                }
+                for name, part in parts.items()
+            }
     for name, part in parts.items():
         part.load_state_dict(ranges[name], strict=False)
         model.set_submodule(name, _toolkit().quantize_fx.convert_fx(part))
-    builder = f"int8, {len(parts)} parts, static"
-    return Format(name="int8", builder=builder, model=model, ranges=ranges)
+    return Format(
+        name="int8", builder=f"int8, {len(parts)} parts, static", model=model, ranges=ranges
+    )
 
 
 def _find_parts(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str, int]:
@@ -153,15 +184,18 @@ def _find_parts(model: nn.Module, taps: Sequence[str], batch: Batch) -> dict[str
         is_simple = all(isinstance(each, Tensor) for each in args) and not kwargs
         num_inputs[name] = len(args) if is_simple else 0
 
+    def may_be(name: str, module: nn.Module) -> bool:
+        has_tap = not name or any(tap.startswith(f"{name}.") for tap in taps)
+        is_altered = any(map(_is_altered, module.modules()))
+        return not (has_tap or is_altered) and bool(_layers(module, _CONVOLUTIONS))
+
+    found = {name: module for name, module in model.named_modules() if may_be(name, module)}
     with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            is_altered = any(map(_is_altered, module.modules()))
-            has_tap = any(tap.startswith(f"{name}.") or not name for tap in taps)
-            if not (is_altered or has_tap) and _layers(module, _CONVOLUTIONS):
-                hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
-                hooks.enter_context(hook)
+        for name, module in found.items():
+            hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+            hooks.enter_context(hook)
         read(model, taps, batch)
-    return {name: num_inputs[name] for name, _ in model.named_modules() if num_inputs.get(name)}
+    return {name: num_inputs[name] for name in found if num_inputs.get(name)}
 
 
 def _prepare(module: nn.Module, num_inputs: int) -> nn.Module:
@@ -174,12 +208,11 @@ def _prepare(module: nn.Module, num_inputs: int) -> nn.Module:
     # Sums of products with 8 bits on both sides would overflow 16 bits without VNNI.
     has_vnni = getattr(torch.cpu, "_is_vnni_supported", bool)()
     activation = toolkit.MinMaxObserver.with_args(quant_min=0, quant_max=255 if has_vnni else 127)
-    weight = toolkit.default_per_channel_weight_observer
-    mapping = toolkit.get_default_qconfig_mapping(_ENGINE)
-    mapping.set_global(toolkit.QConfig(activation=activation, weight=weight))
+    qconfig = toolkit.QConfig(activation, toolkit.default_per_channel_weight_observer)
+    mapping = toolkit.get_default_qconfig_mapping(_ENGINE).set_global(qconfig)
     # A layer of torch itself would be traced into a function.
     root = nn.Sequential(module) if isinstance(module, _CONVOLUTIONS) else module
-    graph: torch.fx.GraphModule = toolkit.quantize_fx.prepare_fx(root, mapping, ())
+    graph: fx.GraphModule = toolkit.quantize_fx.prepare_fx(root, mapping, ())
     # An optional argument that was left out would be one that is there.
     if num_inputs not in (0, sum(node.op == "placeholder" for node in graph.graph.nodes)):
         raise ValueError("it was called without optional arguments")
@@ -192,13 +225,6 @@ def _toolkit() -> Any:
     return importlib.import_module("torch.ao.quantization")
 
 
-def _observed(part: nn.Module) -> dict[str, Tensor]:
-    state = part.state_dict()
-    return {
-        name: each.clone() for name, each in state.items() if name.endswith(("min_val", "max_val"))
-    }
-
-
 @contextmanager
 def kernels() -> Iterator[None]:
     """Use our int8 kernels for the block, whatever engine the user chose, and in silence.
@@ -206,9 +232,7 @@ def kernels() -> Iterator[None]:
     torch warns that they are deprecated. Filters are changed by hand: after
     `warnings.catch_warnings` Python forgets what it has shown, and a user's code would warn again.
     """
-    backend: Any = torch.backends.quantized
-    graphs: Any = torch.fx.config
-    filters: Any = warnings.filters
+    backend, graphs, filters = cast(Any, (torch.backends.quantized, fx.config, warnings.filters))
     before = backend.engine, graphs.do_not_emit_stack_traces
     ignore = ("ignore", None, Warning, re.compile("(?#egeria)"), 0)  # equal to nobody else's
     filters.insert(0, ignore)
