@@ -163,6 +163,13 @@ def test_a_loss_that_is_nan_for_long_freezes_nothing_and_warns_once(tmp_path):
     assert {interval.num_bad_losses for interval in intervals[4:24]} == {2}
 
 
+class OnDevice(torch.Tensor):
+    """Says that it is not in the CPU's memory, where reading it means waiting."""
+
+    is_cpu = False
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
 def test_the_device_is_asked_once_an_interval(monkeypatch, tmp_path):
     model, optimizer = model_and_optimizer()
     run = attach(model, optimizer, config={"plasticity": {"interval_steps": 10}}, policy="none", directory=tmp_path)
@@ -176,7 +183,7 @@ def test_the_device_is_asked_once_an_interval(monkeypatch, tmp_path):
     for _ in range(20):
         before = len(asked)
         optimizer.step()
-        run.step(torch.tensor(1.0))
+        run.step(torch.tensor(1.0).as_subclass(OnDevice))
         per_step.append(len(asked) - before)
     monkeypatch.undo()
     assert [number for number, count in enumerate(per_step, start=2) if count] == [10, 20] and max(per_step) == 1
