@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from egeria.model.batch import Batch
 from egeria.random_state import Generator, kept_random_state, restoring
 
 _own_passes = threading.local()
+_unfinished: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""By model: what a pass of ours under way is to restore."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 MOST_BYTES = 2**26
@@ -60,9 +63,18 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Before:
-    """What a forward pass may change of a model, as it is now."""
+    """What a forward pass may change of a model, as it is now, and the switches of torch.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    Args:
+        modules: all of the model.
+        learning: identities of buffers that may change without a trace.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], learning: Collection[int]) -> None:
+        self._learning = learning
+        self._fused = torch.backends.mha.get_fastpath_enabled()
+        self._plans = cast(Any, torch.backends.cuda).cudnn_sdp_enabled()
+        self._depth = getattr(_own_passes, "depth", 0)
         self._attributes = [
             (module, dict(vars(module)), dict(module._buffers)) for module in modules
         ]
@@ -92,18 +104,17 @@ class _Before:
         ]
         self._weights = [(weight, weight.data) for weight in plain]
 
-    def restore(self, learning: Collection[int]) -> None:
-        """Give the model back what it had.
-
-        Args:
-            learning: identities of buffers that may have changed without a trace.
-        """
+    def restore(self) -> None:
+        """Give the model back what it had; can be called again."""
+        _own_passes.depth = self._depth
+        torch.backends.mha.set_fastpath_enabled(self._fused)
+        torch.backends.cuda.enable_cudnn_sdp(self._plans)
         for module, before, buffers in self._attributes:
             restore_table(vars(module), before)
             restore_table(module._buffers, buffers)
         with torch.no_grad():
             for tensor, version, saved in self._tensors:
-                if id(tensor) in learning:
+                if id(tensor) in self._learning:
                     tensor.data.copy_(
                         saved
                     )  # `data`: a graph of the user's that waits for its backward saved it
@@ -143,14 +154,13 @@ def undisturbed(
         CommunicationError: the block communicates with other processes of the job, which take no
             part in it.
     """
+    finish(model)
     modules = list(model.modules())
-    before = _Before(modules)
-    learning = _learning_buffers(modules) if keeps_modes else set()
-    fused = torch.backends.mha.get_fastpath_enabled()
-    attention: Any = torch.backends.cuda
-    plans = attention.cudnn_sdp_enabled()
-    _own_passes.depth = getattr(_own_passes, "depth", 0) + 1
+    before = _Before(modules, _learning_buffers(modules) if keeps_modes else set())
+    fused, attention = torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda
     try:
+        _unfinished[model] = before
+        _own_passes.depth = getattr(_own_passes, "depth", 0) + 1
         torch.backends.mha.set_fastpath_enabled(fused and keeps_modes)
         if _has_other_attention():
             attention.enable_cudnn_sdp(False)
@@ -163,10 +173,15 @@ def undisturbed(
         with kept_random_state(model), torch.set_grad_enabled(gradients), alone:
             yield
     finally:
-        _own_passes.depth -= 1
-        torch.backends.mha.set_fastpath_enabled(fused)
-        attention.enable_cudnn_sdp(plans)
-        before.restore(learning)
+        finish(model)
+
+
+def finish(model: nn.Module) -> None:
+    """Restore what an interrupt has kept `undisturbed` from restoring; mostly there is nothing."""
+    before = _unfinished.get(model)
+    if before is not None:
+        before.restore()
+        del _unfinished[model]
 
 
 def _learning_buffers(modules: list[nn.Module]) -> set[int]:

@@ -193,8 +193,9 @@ def read_loss(loss: Any) -> Loss:
         ConfigError: it is neither a number nor a tensor of one element.
     """
     if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
-        number: float = loss.tolist()
-        return number
+        number: Any = loss.tolist()
+        if type(number) is float:
+            return number
     if isinstance(loss, Tensor) and loss.numel() == 1:
         value = loss.detach()
         return (value.reshape(()) if value.ndim else value).clone()

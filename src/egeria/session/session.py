@@ -24,6 +24,7 @@ from egeria.events import (
     StageChanged,
 )
 from egeria.model.cut import Cut, LayerModule
+from egeria.model.undisturbed import finish
 from egeria.policy import (
     BOOTSTRAPPING,
     Interval,
@@ -135,7 +136,10 @@ class Session:
         self.recorder.step = clock.step
         if is_due := clock.step >= self._due:
             clock.begin_work()
-            self._act()
+            try:
+                self._act()
+            finally:
+                finish(self.training.model)
         clock.leave()
         return is_due
 
@@ -554,6 +558,7 @@ class Session:
     def _release(self) -> None:
         """Thaw everything and let go of what was made for the cut."""
         parts = self.parts
+        self._try(partial(finish, self.training.model))
         if parts is not None:
             self._try(parts.applier.close)
             if parts.evaluation is not None:
