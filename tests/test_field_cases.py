@@ -416,6 +416,74 @@ def test_the_gradient_of_an_input_is_there_whenever_it_is_asked_for(asks, how, t
     ours.run.close()
 
 
+def test_it_is_there_where_parts_are_called_behind_a_call_of_the_model(tmp_path):
+    found: list[Tensor] = []
+
+    def loss(model: Any, number: int) -> Tensor:
+        ids, first = words(number), next_words(model, number)
+        embedded = model.table(ids).detach().requires_grad_()
+        second = functional.cross_entropy(Chain.forward(model, embedded).transpose(1, 2), ids)
+        found.append(torch.autograd.grad(second, embedded, retain_graph=True)[0])
+        return first + second
+
+    Twin(Program(build=Tied, loss=loss)).attach(tmp_path, plan=PLANS[1]).train().run.close()
+    assert len(found) == 10 and all(gradient.abs().sum() > 0 for gradient in found)
+
+
+class Placed(Tied):
+    """Adds places to its words, by a parameter of its own."""
+
+    def __init__(self, trains: bool, trains_words: bool) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(5, 8), requires_grad=trains)
+        self.table.weight.requires_grad_(trains_words)
+
+    def forward(self, ids: Tensor, *, adds: bool = True) -> Tensor:
+        x = self.table(ids)
+        return super().forward(embedded=x + self.places if adds else x)
+
+
+def trains_places(first: int) -> Callable[[Any, int], Tensor]:
+    def loss(model: Any, number: int) -> Tensor:
+        if number == first:
+            model.places.requires_grad_(True)
+        return next_words(model, number)
+
+    return loss
+
+
+@each_plan
+@pytest.mark.parametrize("trains_words", [False, True])
+@pytest.mark.parametrize("first", [2, 5])
+@pytest.mark.parametrize("how", ["switched on", "used"])
+def test_a_parameter_of_the_model_itself_that_trains_late_gets_its_gradient(how, first, trains_words, plan, tmp_path):
+    late = Program(
+        build=lambda: Placed(how == "used", trains_words),
+        loss=trains_places(first) if how == "switched on" else lambda m, n: next_words(m, n, adds=n >= first),
+        optimizers=lambda m: [torch.optim.AdamW(m.parameters(), lr=1e-2)],
+        detaches=lambda _tap, step: how == "switched on" and step < first,
+    )
+    check_by_hand(late, tmp_path, plan).run.close()
+
+
+@each_plan
+@pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_])
+def test_what_a_hook_brings_in_front_of_all_blocks_trains_on(kind, plan, tmp_path):
+    def build() -> nn.Module:
+        model = Tied()
+        model.register_buffer("shift", torch.ones(8))
+        model.outside = [kind(model.shift)]
+        model.table.register_forward_hook(lambda _m, _a, output: output + model.outside[0])
+        return model
+
+    def optimizers(model: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW([*model.parameters(), *model.outside], lr=1e-2)]
+
+    ours = check_by_hand(Program(build=build, loss=next_words, optimizers=optimizers), tmp_path, plan)
+    assert not torch.equal(ours.model.outside[0], torch.ones(8))
+    ours.run.close()
+
+
 def test_the_gradient_of_images_is_there_for_adversarial_training(tmp_path):
     found: list[Tensor] = []
 
@@ -428,6 +496,33 @@ def test_the_gradient_of_images_is_there_for_adversarial_training(tmp_path):
 
     check_by_hand(Program(build=Chain, loss=loss), tmp_path, PLANS[1]).run.close()
     assert len(found) == 6 and all(gradient.abs().sum() > 0 for gradient in found)
+
+
+# --- modes that mean more than the layers of a module -----------------------------------------------------------------
+
+
+class Padded(nn.Module):
+    """A `nn.TransformerEncoder` that is told which words are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.table, self.encoder = nn.Embedding(12, 8), nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        padding = torch.arange(ids.shape[1]) >= ids[:, :1].clamp(min=2)
+        return self.head(self.encoder(self.table(ids), src_key_padding_mask=padding)[:, 0])
+
+
+@each_plan
+def test_an_encoder_of_torch_goes_on_without_nested_tensors(plan, tmp_path):
+    program = Program(
+        build=Padded,
+        loss=lambda m, n: functional.cross_entropy(m(words(n)), classes(n)),
+        keeps=tuple(f"encoder.layers.{index}" for index in range(4)),
+    )
+    check_by_hand(program, tmp_path, plan).run.close()
 
 
 # --- r07: what the user sets while frozen is theirs -------------------------------------------------------------------

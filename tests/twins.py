@@ -130,7 +130,7 @@ class ByHand(Twin):
         for name in [name for module in self._modules[:depth] if module.parameters for name in module.submodules]:
             self.model.get_submodule(name).eval()
         for name in self.program.keeps:
-            self.model.get_submodule(name).train()
+            self.model.get_submodule(name).training = True
 
     def _cut(self, number: int, output: Any) -> Any:
         module = self._modules[number - 1]

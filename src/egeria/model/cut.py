@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from egeria.config.checks import SHARE, check, optional, regular_expression
 from egeria.errors import StateError, UnsupportedModelError
@@ -367,13 +367,24 @@ def _name_group(names: Sequence[str], group: Group) -> str:
     return stage if is_whole else f"{inside[0]}-{inside[-1]}"
 
 
-def read_graph(model: nn.Module, modules: Sequence[LayerModule], watch: Watch) -> Cut:
+def read_graph(
+    model: nn.Module,
+    modules: Sequence[LayerModule],
+    watch: Watch,
+    trained: Collection[Tensor] = (),
+) -> Cut:
     """Add to the layer modules what the graph of the first passes says.
 
     Where no pass had an output to walk from, nothing may be detached, and the last layer module
     with something to train is left in training.
+
+    Args:
+        model: the model in training, without wrappers.
+        modules: what it was cut into.
+        watch: of the first passes.
+        trained: all that the optimizers train, also tensors that are not of the model.
     """
-    graph = _Graph(model, modules, watch)
+    graph = _Graph(model, modules, watch, trained)
     needs = graph.needs()
     is_reentrant = graph.is_reentrant or bool(watch.hidden)
     passes = [] if is_reentrant else list(watch.passes.values())  # it makes passes of its own
@@ -430,12 +441,19 @@ def _find_limits_inside(
 class _Graph:
     """Where the layer modules stand in the graph of the first passes."""
 
-    def __init__(self, model: nn.Module, modules: Sequence[LayerModule], watch: Watch) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[LayerModule],
+        watch: Watch,
+        trained: Collection[Tensor],
+    ) -> None:
         self._modules, self._nodes = modules, watch.nodes
         self._outputs = _outputs_that_count(watch)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        trains = {name for parameter, name in names.items() if parameter.requires_grad}
-        trains.update(name for module in modules for name in module.parameters)
+        trains = {name for parameter, name in names.items() if parameter.requires_grad}.union(
+            *(module.parameters for module in modules)
+        )
         self._held = {
             name: trains.intersection(names[p] for p in model.get_submodule(name).parameters())
             for module in modules
@@ -446,6 +464,8 @@ class _Graph:
         leaves = {node: node.variable for node in everything if hasattr(node, "variable")}
         self._leaves = {node: names[leaf] for node, leaf in leaves.items() if leaf in names}
         self._inputs = {n for n, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
+        # What an optimizer trains that is not of the model: a hook, say, brings it in.
+        self._outside = {n for n, leaf in leaves.items() if leaf not in names and leaf in trained}
         self._trains = trains
 
     def needs(self) -> set[tuple[int, ...]]:
@@ -484,6 +504,7 @@ class _Graph:
         return (
             bool(edge)
             and inside <= later
+            and self._outside.isdisjoint(before)
             and others.isdisjoint(before - edge)
             and (sources | self._inputs).isdisjoint(reach(self._outputs, edge))
         )

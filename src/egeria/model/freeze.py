@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from egeria import tree
+from egeria.model.group import is_under, parent_of
 from egeria.model.hooks import Hook, sweep
 
 if TYPE_CHECKING:
@@ -143,27 +144,38 @@ class Freezer:
         is_ours = [any(entry.was_active for entry in own) for own in self._held[:depth]]
         frozen = [root for index in range(depth) if is_ours[index] for root in roots[index]]
         parts = dict.fromkeys(part for root in frozen for part in root.modules())
-        return {part: None for part in parts if not serves(part) and not _holds_packed(part)}
+        return {part: None for part in parts if not serves(part) and not _needs_mode(part)}
 
     def _submodules(self, index: int) -> list[nn.Module]:
         return [self._model.get_submodule(name) for name in self._cut.modules[index].submodules]
 
     def _make_boundary(self, depth: int, is_allowed: bool) -> _Boundary:
-        front = [part for index in range(depth) for part in self._submodules(index)]
-        now = self._parameters()
-        later = {now.get(name) for own in self._cut.modules[depth:] for name in own.parameters}
-        still = {p for part in front for p in part.parameters()} - later
-        tap = self._model.get_submodule(self._cut.modules[depth - 1].tap)
-        return _Boundary(self._model, tap, still if is_allowed else None, self._cut.is_reentrant)
+        modules, now = self._cut.modules, self._parameters()
+        pieces = [name for own in modules for name in own.submodules]
+        front = [name for own in modules[:depth] for name in own.submodules]
+        still = {
+            parameter
+            for name, parameter in now.items()
+            if any(is_under(name, part) for part in front)
+            or any(is_under(piece, parent_of(name)) for piece in pieces)
+        }.difference(now.get(name) for own in modules[depth:] for name in own.parameters)
+        return _Boundary(
+            self._model,
+            self._model.get_submodule(modules[depth - 1].tap),
+            still if is_allowed else None,
+            self._cut.is_reentrant,
+        )
 
 
-def _holds_packed(part: nn.Module) -> bool:
-    """Return whether a submodule holds quantized weights, which have classes of their own.
+def _needs_mode(part: nn.Module) -> bool:
+    """Return whether a submodule keeps its mode, since that means more than its own layers.
 
-    The mode tells their library whether it may pack them for inference, for good.
+    Of quantized weights, which have classes of their own, it tells their library whether it may
+    pack them for inference, for good. Of the first layer of `nn.TransformerEncoder` it tells that
+    whether to hand nested tensors to all layers, which those in training do not take.
     """
     own = part.parameters(recurse=False)
-    return any(
+    return isinstance(part, nn.TransformerEncoderLayer) or any(
         type(p) is not nn.Parameter and not hasattr(p, "to_local") for p in own if p.dim() > 1
     )
 
@@ -300,9 +312,9 @@ class _Boundary:
 
     A tied embedding, or an activation that requires a gradient for the sake of checkpoints, would
     keep the backward pass of the whole front. If the first pass with gradients shows none, the
-    hooks are removed. Nothing is detached in a pass whose inputs require a gradient, before the
-    model itself was called (its parts may be called one by one), and while the user trains one of
-    the parameters in `still`; None: never. Reentrant checkpoints behind the boundary need an input
+    hooks are removed. Nothing is detached in a pass whose inputs require a gradient, outside of a
+    call of the model (its parts may be called one by one), and while the user trains one of the
+    parameters in `still`; None: never. Reentrant checkpoints behind the boundary need an input
     that requires a gradient, and get one.
     """
 
@@ -311,24 +323,32 @@ class _Boundary:
     ) -> None:
         self._model, self._tap, self._still = model, tap, still
         self._is_reentrant = self._is_needed = is_reentrant
-        self._is_asked = True
+        # `was` of the last call of the model, for what a checkpoint computes anew.
+        self._is_asked = self._was_asked = True
 
     def open(self) -> None:
-        hook = Hook(self, _Boundary._look_at_inputs)
-        self._model.register_forward_pre_hook(hook, with_kwargs=True)
+        self._model.register_forward_pre_hook(Hook(self, _Boundary._enter), with_kwargs=True)
+        self._model.register_forward_hook(Hook(self, _Boundary._leave), always_call=True)
         self._tap.register_forward_hook(Hook(self, _Boundary._look_at_output))
 
     def close(self) -> None:
         sweep(self._model, self)
 
-    def _look_at_inputs(self, _module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        self._is_asked = tree.requires_grad((args, kwargs))
+    def _enter(self, _module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        self._is_asked = self._was_asked = tree.requires_grad((args, kwargs))
+
+    def _leave(self, *_: Any) -> None:
+        self._is_asked = True
 
     def _look_at_output(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
-        detaches = self._still is not None and not self._is_asked
-        detaches = detaches and not any(p.requires_grad for p in self._still or ())
+        is_now = torch._C._current_graph_task_id() == -1
+        detaches = (
+            self._still is not None
+            and not (self._is_asked if is_now else self._was_asked)
+            and not any(p.requires_grad for p in self._still)
+        )
         if detaches and not self._is_needed:
             self._is_needed = tree.requires_grad(output)
             if not self._is_needed:
@@ -338,9 +358,8 @@ class _Boundary:
         first = tree.first_activation(output)
 
         def cut(tensor: Tensor) -> Tensor:
-            needs_leaf = self._is_reentrant and tensor is first and not tensor.requires_grad
-            if needs_leaf or (detaches and tensor.requires_grad):
-                return tensor.detach().requires_grad_(self._is_reentrant)
-            return tensor
+            needs_leaf = self._is_reentrant and tensor is first
+            is_cut = detaches if tensor.requires_grad else needs_leaf
+            return tensor.detach().requires_grad_(self._is_reentrant) if is_cut else tensor
 
         return tree.map_tensors(cut, output)

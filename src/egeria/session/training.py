@@ -165,7 +165,13 @@ class FirstStep:
             modules = make_modules(
                 training.model, watch=self.watch, order=order, seen=seen, **settings
             )
-            return read_graph(training.model, modules, self.watch)
+            trained = {
+                entry
+                for optimizer in training.optimizers
+                for group in optimizer.param_groups
+                for entry in group["params"]
+            }
+            return read_graph(training.model, modules, self.watch, trained)
 
         cut = Cut.combine(together(read))
         is_sharded = fsdp2.is_sharded(training.model)
