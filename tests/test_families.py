@@ -95,12 +95,14 @@ def in_encoder(tap: str, _step: int) -> bool:
     return "encoder" in tap
 
 
+T5 = {
+    "vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 2,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
 FAMILIES = {
     "GPT-2": Program(**of("GPT2LMHeadModel", causal, **GPT2), detaches=always),
     "T5": Program(
-        **of("T5ForConditionalGeneration", causal, vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=3,
-             num_decoder_layers=3, num_heads=2, decoder_start_token_id=0),
-        detaches=in_encoder,
+        **of("T5ForConditionalGeneration", causal, **T5), detaches=in_encoder,
     ),
     "BART": Program(**of("BartForConditionalGeneration", causal, **BART), detaches=in_encoder),
     "Whisper": Program(
@@ -200,6 +202,17 @@ def test_the_backward_pass_of_a_frozen_front_does_not_run_where_blocks_are_recom
     assert backward_passes(ours.model, behind, ours.update) > 0
     ours.run.close()
     assert backward_passes(ours.model.train(), front, ours.update) > 0
+
+
+@pytest.mark.parametrize("kind, config", [("T5ForConditionalGeneration", T5), ("BartForConditionalGeneration", BART)])
+def test_nor_does_that_of_a_frozen_encoder(kind, config, tmp_path):
+    made = checkpointed(kind, is_reentrant=False, **config) | {"detaches": in_encoder}
+    ours = check_by_hand(Program(**made, loss=uncached), tmp_path, "0.2:2")
+    front = tuple(
+        name for module in ours.run.modules[:2] for name in module.submodules if "block" in name or "layers" in name
+    )
+    assert front and backward_passes(ours.model, front, ours.update) == 0
+    ours.run.close()
 
 
 class Block(nn.Module):

@@ -488,8 +488,8 @@ class _Graph:
         """Return whether the output of the first `depth` layer modules may be detached.
 
         What still trains in front of the boundary must train behind it too (tied weights). Nothing
-        of it may be reached around the boundary (the embedding that a decoder uses as well), and no
-        later layer module may be in front of it (a block that is called twice).
+        of it may be reached around the boundary (the embedding that a decoder uses as well), nor an
+        input in front of it, and no later layer module may be there (a block that is called twice).
         """
         edge = set(self._nodes[self._modules[depth - 1].tap]) if depth else set()
         front = {name for module in self._modules[:depth] for name in module.submodules}
@@ -506,7 +506,7 @@ class _Graph:
             and inside <= later
             and self._outside.isdisjoint(before)
             and others.isdisjoint(before - edge)
-            and (sources | self._inputs).isdisjoint(reach(self._outputs, edge))
+            and sources.union(self._inputs & before).isdisjoint(reach(self._outputs, edge))
         )
 
 
