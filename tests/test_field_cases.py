@@ -841,6 +841,32 @@ def test_weights_in_4_bits_are_never_packed_for_inference(given, tmp_path):
     assert not any(getattr(entry, "is_packed", False) for entry in ours.model.parameters())
 
 
+# --- several optimizers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_steps", "first"), [(8, 99), (101, 101), (8, 4)])
+def test_an_optimizer_that_does_not_step_for_long_is_named_as_the_reason(num_steps, first, tmp_path):
+    def update(model: Any, optimizers: Any, number: int) -> Tensor:
+        loss = sort(model, number)
+        loss.backward()
+        for optimizer in optimizers[number < first :]:
+            optimizer.step()
+        model.zero_grad()
+        return loss.detach()
+
+    def optimizers(model: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (model.blocks, model.head)]
+
+    program = Program(build=Chain, loss=sort, update=update, optimizers=optimizers)
+    ours = Twin(program, num_steps=num_steps).attach(tmp_path, plan="0.6:2").train()
+    assert ours.run.frozen == (2 if first == 4 else 0)
+    assert num_steps == 8 or hooks_on(ours.model) == 0
+    ours.run.close()
+    reasons = [entry.partition(",")[0] for entry in declined(tmp_path)]
+    assert reasons == ["freezing: one of the optimizers given to attach made no step"] * (first != 4)
+    assert hooks_on(ours.model) == 0
+
+
 # --- what is not watched, kept, made anew -----------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ from egeria.session.evaluation import Evaluation
 from egeria.session.interval import Clock, Measured, seconds_left
 from egeria.session.parts import Parts, make_parts, run_started
 from egeria.session.skipping import begin_skipping
-from egeria.session.steps import CHECKED_CALLS, Steps
+from egeria.session.steps import CHECKED_CALLS, NO_STEP, Steps
 from egeria.session.training import FirstStep, FreezingEndedError, Training
 
 T = TypeVar("T")
@@ -146,8 +146,9 @@ class Session:
     def close(self) -> None:
         """Leave the model, the optimizers and the loader as they were found; can be repeated."""
         self._has_ended = True
-        if not self._has_started:
-            self._start_journal(None)
+        self._start_journal(None)
+        if self._first is not None and any(self.steps.num_steps):
+            self.recorder.decline("freezing", NO_STEP)
         self._release()
         self.steps.close()
 
@@ -223,6 +224,14 @@ class Session:
         # `torch.distributed.checkpoint` steps an optimizer to make its state, before any pass.
         is_no_training = first is not None and first.watch.is_empty and not self.steps.num_calls
         if first is None or is_no_training or not first.comes_to(number):
+            # What is watched meanwhile takes memory.
+            if (
+                first is not None
+                and not first.watch.is_empty
+                and max(self.steps.num_steps) >= CHECKED_CALLS
+            ):
+                self._start_journal(None)
+                self._end(NO_STEP)
             return
         begin, begin_cpu = time.perf_counter(), time.process_time()
         first.close()
@@ -269,8 +278,9 @@ class Session:
         """Journal how the run begins, once."""
         if self._has_started:
             return
-        found = cut if self.parts else None
-        started = run_started(self.training, found, self.parts, self.clock.interval_steps)
+        started = run_started(
+            self.training, cut if self.parts else None, self.parts, self.clock.interval_steps
+        )
         self.recorder.write(replace(started, environment=self._environment))
         self._has_started = True
 

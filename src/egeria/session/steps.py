@@ -10,7 +10,12 @@ import torch
 from egeria.model.hooks import Hook
 
 CHECKED_CALLS = 100
-"""Calls of `run.step` without any optimizer step after which the user is told."""
+"""Calls of `run.step` without any optimizer step after which the user is told, and steps of one
+optimizer without any of another after which nothing is watched any longer."""
+NO_STEP = (
+    "one of the optimizers given to attach made no step, and what it trains is known at its first. "
+    "Attach those that step, and when they do"
+)
 
 
 class Steps:
@@ -68,21 +73,19 @@ class Steps:
     @property
     def complaint(self) -> str:
         """What is wrong with the calls of `run.step`; empty for nothing."""
-        if self.num_calls == CHECKED_CALLS and not any(self.num_steps) and not self._counts_all:
-            return (
-                f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls "
-                "of run.step. Give attach the optimizer that steps, and call run.step(loss) "
-                "behind it"
-            )
-        return ""
+        return (
+            f"no optimizer given to attach made a step before the first {CHECKED_CALLS} calls of "
+            "run.step. Give attach the optimizer that steps, and call run.step(loss) behind it"
+            if self.num_calls == CHECKED_CALLS and not any(self.num_steps) and not self._counts_all
+            else ""
+        )
 
     @property
     def calls_missing(self) -> str:
         """What to say at the end where `run.step` was called too rarely; empty where it was not."""
         made, calls = min(self.num_steps, default=0), self.num_calls
-        if made <= 2 * calls:  # hooks of an optimizer that is made of another may fire twice
-            return ""
-        return f"run.step was called {calls} times, but the optimizer made {made} steps"
+        text = f"run.step was called {calls} times, but the optimizer made {made} steps"
+        return text if made > 2 * calls else ""  # the hooks of one made of another may fire twice
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether an optimizer has stepped since the last call."""
@@ -123,10 +126,11 @@ class Steps:
 
         To ask a GPU would wait for it, so that it is asked only while the scale is being found.
         """
-        is_asked = isinstance(found_inf, torch.Tensor) and (
-            not found_inf.is_cuda or self._before is not None
+        return (
+            isinstance(found_inf, torch.Tensor)
+            and (not found_inf.is_cuda or self._before is not None)
+            and bool(found_inf)
         )
-        return is_asked and bool(found_inf)
 
     def _remove(self, name: str) -> None:
         for optimizer in self._optimizers:
