@@ -48,6 +48,26 @@ def test_a_run_resumed_in_each_phase_is_one_that_was_never_stopped(name, stop, t
         assert differences(training.before["hooks"], outside(training)["hooks"]) == []
 
 
+@pytest.mark.parametrize(("kind", "step"), [("interval", 4), ("interval", 10), ("thawed", 4), ("frozen", 10)])
+def test_a_state_that_is_taken_while_a_decision_is_made_loses_nothing_of_it(kind, step, tmp_path):
+    whole = Training("residual", directory=tmp_path / "whole", plan=PLAN).train()
+    first, saved = Training("residual", directory=tmp_path / "first", plan=PLAN), []
+    first.run.on_event(lambda event: saved.append(first.save()) if (event.kind, event.step) == (kind, step) else None)
+    first.train(step - 1)
+    inputs, targets = first.batch(step - 1)
+    loss = first.backward(inputs, targets)
+    first.optimizer.step()
+    first.losses.append(loss.item())
+    first.random = torch.get_rng_state(), first.random[1]
+    first.run.step(loss)
+    first.close()
+    second = Training("residual", seed=1, directory=tmp_path / "second", plan=PLAN)
+    second.load(saved[0])
+    second.train()
+    assert second.run.frozen == whole.run.frozen
+    assert differences(whole.everything(), second.everything()) == []
+
+
 @each_that_freezes
 def test_cached_is_computed(name, tmp_path):
     def train(kind):

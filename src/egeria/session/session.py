@@ -162,6 +162,8 @@ class Session:
                 "cut_by": asdict(self.training.config.modules),
                 "policy": parts.policy.state_dict(),
                 "frozen": parts.applier.depth,
+                "asked": self._asked,
+                "asks_first": self._asks_first,
                 "detaches": parts.applier.detaches,
                 "forwards_per_step": self._skipping.forwards_per_step if self._skipping else 1,
                 "plan_reason": self.plan.reason if self.plan else "",
@@ -247,9 +249,9 @@ class Session:
                 raise FreezingEndedError(refusal)
             parts = make_parts(self.training, cut, first.wrapper)
             self._install(parts)
+            self._asks_first = True
             self._start_journal(cut)
             parts.announce(first.dropped)
-            self._asks_first = True
             if len(self.training.optimizers) == 1:
                 self._ask_first()
         self._first, self._due = None, 0  # last, so that what was interrupted is made again
@@ -519,9 +521,12 @@ class Session:
         parts.applier.restore(engine["frozen"])
         if self._skipping is not None:
             self._skipping.forwards_per_step = engine["forwards_per_step"]
-        self._asked = self.clock.step
+        self._asked, self._asks_first = int(engine["asked"]), bool(engine["asks_first"])
         self._look_ahead(parts)
         self._follow_boundary()
+        step = self.clock.step
+        if self._asks_first or (parts.policy.wants.next_step(self._asked) or math.inf) <= step:
+            self._act()  # the state was taken while this was being decided
 
     # --- ends and faults -------------------------------------------------------------------------
 
