@@ -31,6 +31,14 @@ def test_nothing_that_is_frozen_before_the_first_step_gets_a_state_of_the_optimi
     assert differences(training.before["needs gradients"], outside(training)["needs gradients"]) == []
 
 
+def test_a_fused_sgd_that_could_not_thaw_is_not_begun_frozen(tmp_path):
+    training = Training("residual", directory=tmp_path, plan=PLAN)
+    training.optimizer.param_groups[0].update(fused=True, momentum=0.9)
+    training.train()
+    assert [step for step, _ in decisions(tmp_path)] == [10]
+    training.close()
+
+
 @each_that_freezes
 @pytest.mark.parametrize("stop", [0, 2, 7, 11])
 def test_a_run_resumed_in_each_phase_is_one_that_was_never_stopped(name, stop, tmp_path):

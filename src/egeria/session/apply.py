@@ -71,6 +71,11 @@ class Applier:
             return self.limit or "the last layer module is never frozen"
         if depth < 0:
             return "a depth is 0 or more"
+        if depth and any(map(_starts_momentum_at_once, self._training.optimizers)):
+            return (
+                "a fused SGD with momentum fails on parameters that train from a later step on. "
+                "Leave fused=True out, or freeze after the first step"
+            )
         if self._compilation is None or seconds_left is None or depth <= self.depth:
             return ""
         share = sum(module.share for module in self.cut.modules[self.depth : depth])
@@ -199,3 +204,11 @@ class Applier:
         if self.detaches and torch.is_grad_enabled() and not is_own_pass():
             self.detaches = False
             self.freezer.freeze_to(self.depth, detaches=False)
+
+
+def _starts_momentum_at_once(optimizer: Any) -> bool:
+    """Return whether an optimizer that has not stepped yet must have all momenta from then on."""
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group.get("fused") and group["momentum"] and not optimizer.state
+        for group in optimizer.param_groups
+    )
