@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
+from pathlib import Path
 
 import pytest
+import torch
 
 import egeria
 from egeria import Config, ConfigError, read_journal
-from egeria.events import ControllerChosen, Declined, FaultCaught, ModuleFrozen, PlasticityRead, RunStarted, Thawed
+from egeria.events import (
+    ControllerChosen,
+    Declined,
+    DepthRefused,
+    FaultCaught,
+    ModuleFrozen,
+    PlasticityRead,
+    RunStarted,
+    Thawed,
+)
 from egeria.policy import POLICIES, Depth, Interval, Policy, Wants, find_maker, find_rule
 from egeria.testing import ScriptedController
 from loops import FAST, Loop, differences
@@ -116,6 +127,44 @@ def test_a_policy_that_fails_never_reaches_the_loop(tmp_path):
     assert differences(plain.everything(), loop.everything()) == []
     journal = read_journal(tmp_path)
     assert "injected" in journal.first(FaultCaught).error and "freezing" in journal.first(Declined).what
+
+
+@pytest.mark.parametrize(
+    ("answer", "wants"),
+    [
+        (Depth(1.5, "no whole number"), {}),
+        (True, {}),
+        (None, {"interval_steps": "3"}),
+        (None, {"interval_steps": float("nan")}),
+        (None, {"steps": ("3",)}),
+    ],
+)
+def test_nonsense_of_a_policy_never_reaches_the_loop(answer, wants, tmp_path):
+    class Nonsense(FreezeOnceCalm):
+        def __init__(self, **facts):
+            super().__init__(**facts)
+            self.wants = Wants(**{"interval_steps": 2, **(wants if "interval_steps" in wants else {})})
+
+        def observe(self, interval):
+            self.wants = Wants(**{"interval_steps": 2, **wants}) if interval.step else self.wants
+            return answer
+
+    plain, loop = Loop(RESIDUAL), Loop(RESIDUAL, attaching(tmp_path, Nonsense))
+    for entry in (plain, loop):
+        entry.step(8)
+    assert differences(plain.everything(), loop.everything()) == []
+    assert len(read_journal(tmp_path).of(FaultCaught)) == 1
+
+
+def test_a_depth_is_journaled_whatever_kind_of_number_and_reason_it_has(tmp_path):
+    class Odd(FreezeOnceCalm):
+        def observe(self, interval):
+            return Depth(torch.tensor(min(interval.step, 9)), Path("why"))
+
+    loop = Loop(RESIDUAL, attaching(tmp_path, Odd))
+    loop.step(20)
+    journal = read_journal(tmp_path)
+    assert journal.first(ModuleFrozen).reason == "why" and journal.first(DepthRefused).asked > loop.run.frozen > 0
 
 
 def test_a_name_that_is_none_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from egeria.model.cut import Cut, LayerModule
 from egeria.model.undisturbed import finish
 from egeria.policy import (
     BOOTSTRAPPING,
+    Depth,
     Interval,
     Plan,
     Policy,
@@ -159,6 +161,7 @@ class Session:
         if parts is not None:
             engine = {
                 "cut": parts.cut.to_dict(),
+                "parameters": self.training.names(),
                 "cut_by": asdict(self.training.config.modules),
                 "policy": parts.policy.state_dict(),
                 "frozen": parts.applier.depth,
@@ -190,7 +193,8 @@ class Session:
         clock.load_state_dict(state["clock"])
         cut = Cut.from_dict(engine["cut"]) if engine else None
         names = [name for module in cut.modules for name in module.parameters] if cut else []
-        self.training.check_state(state["policy_name"], names)
+        known = engine["parameters"] if engine else ()
+        self.training.check_state(state["policy_name"], names, known)
         if cut and self.parts and self.parts.cut != cut:
             raise StateError(
                 "A state is loaded before the first step of a run, or comes from this very run; "
@@ -262,7 +266,7 @@ class Session:
         self._release()
         wants = parts.policy.wants
         if wants.interval_steps is not None:
-            self.clock.interval_steps = wants.interval_steps
+            self.clock.interval_steps = max(1, operator.index(wants.interval_steps))
         self._meets = world_size() > 1 and bool(wants.interval_steps or wants.steps)
         self.modules, self.plan, self.parts = parts.cut.modules, parts.plan, parts
         parts.applier.open()
@@ -296,6 +300,7 @@ class Session:
         if parts is not None:
             with self._guard("a decision"):
                 self._decide(parts)
+                self._plan_next()  # in here too, where a fault of the policy is caught
         elif clock.step >= clock.ends:
             self._measure(clock.end_interval(0))
         self._plan_next()
@@ -406,7 +411,7 @@ class Session:
         parts = self.parts
         if parts is None:  # a callback for events has closed the run
             return
-        depth = self._together(lambda: parts.policy.observe(interval))[0]
+        depth = self._together(lambda: _plain(parts.policy.observe(interval)))[0]
         self._note_status(parts.policy, read)
         if depth is None or depth.frozen == self.frozen:
             return
@@ -595,6 +600,11 @@ class Session:
 
     def _rate(self) -> float:
         return self.training.learning_rate(self.modules)
+
+
+def _plain(answer: Depth | None) -> Depth | None:
+    """Return the answer of a policy in plain values; TypeError if its depth is no whole number."""
+    return answer and Depth(operator.index(answer.frozen), str(answer.reason))
 
 
 def _fail(reason: str) -> None:

@@ -71,7 +71,13 @@ class Training:
         fitting = [group for group in groups if any(id(entry) in own for entry in group["params"])]
         return max(float(group.get("lr") or 0.0) for group in fitting or groups)
 
-    def check_state(self, policy_name: str, parameters: Sequence[str]) -> None:
+    def names(self) -> list[str]:
+        """Return all names of all parameters."""
+        return [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+
+    def check_state(
+        self, policy_name: str, parameters: Sequence[str], known: Collection[str]
+    ) -> None:
         """Raise StateError if a saved state is of another policy or of another model."""
         if policy_name != self.policy_name:
             raise StateError(
@@ -79,14 +85,15 @@ class Training:
                 f"{policy_name!r}, and the run has {self.policy_name!r}. Give "
                 f"policy={policy_name!r}, or go on without loading the state."
             )
-        missing = set(parameters) - {
-            name for name, _ in self.model.named_parameters(remove_duplicate=False)
-        }
-        if missing:
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(parameters) - own.keys()
+        added = {name for name, entry in own.items() if entry.requires_grad}.difference(known)
+        if missing or (parameters and added):
+            has = "has" if missing else "does not have"
             raise StateError(
                 "A run's state fits the model it was saved from; this state is of another model, "
-                f"which has {', '.join(sorted(missing)[:3])}. Attach the model that the state was "
-                "saved from."
+                f"which {has} {', '.join(sorted(missing or added)[:3])}. Attach the model that the "
+                "state was saved from."
             )
 
 
