@@ -31,6 +31,25 @@ def test_nothing_that_is_frozen_before_the_first_step_gets_a_state_of_the_optimi
     assert differences(training.before["needs gradients"], outside(training)["needs gradients"]) == []
 
 
+@pytest.mark.parametrize("how", ["grad", "functional_call"])
+def test_passes_of_torch_func_have_all_their_gradients(how, tmp_path):
+    training = Training("tied", directory=tmp_path, plan="0:2").train(3)
+    model, inputs = training.model.eval(), training.batch(0)[0]
+
+    def find_gradients():
+        values = {name: entry.detach().clone() for name, entry in model.named_parameters()}
+        if how == "grad":
+            return torch.func.grad(lambda own: torch.func.functional_call(model, own, (inputs,)).square().sum())(values)
+        torch.func.functional_call(
+            model, {n: v.requires_grad_() for n, v in values.items()}, (inputs,)
+        ).sum().backward()
+        return {name: entry.grad for name, entry in values.items()}
+
+    frozen = find_gradients()
+    training.close()
+    assert differences(frozen, find_gradients()) == []
+
+
 def test_a_fused_sgd_that_could_not_thaw_is_not_begun_frozen(tmp_path):
     training = Training("residual", directory=tmp_path, plan=PLAN)
     training.optimizer.param_groups[0].update(fused=True, momentum=0.9)

@@ -153,12 +153,17 @@ class Freezer:
         modules, now = self._cut.modules, self._parameters()
         pieces = [name for own in modules for name in own.submodules]
         front = [name for own in modules[:depth] for name in own.submodules]
-        still = {
-            parameter
+        later = {now.get(name) for own in modules[depth:] for name in own.parameters}
+        names = (
+            name.rpartition(".")
             for name, parameter in now.items()
-            if any(is_under(name, part) for part in front)
-            or any(is_under(piece, parent_of(name)) for piece in pieces)
-        }.difference(now.get(name) for own in modules[depth:] for name in own.parameters)
+            if parameter not in later
+            and (
+                any(is_under(name, part) for part in front)
+                or any(is_under(piece, parent_of(name)) for piece in pieces)
+            )
+        )
+        still = [(self._model.get_submodule(owner)._parameters, name) for owner, _, name in names]
         return _Boundary(
             self._model,
             self._model.get_submodule(modules[depth - 1].tap),
@@ -314,12 +319,16 @@ class _Boundary:
     keep the backward pass of the whole front. If the first pass with gradients shows none, the
     hooks are removed. Nothing is detached in a pass whose inputs require a gradient, outside of a
     call of the model (its parts may be called one by one), and while the user trains one of the
-    parameters in `still`; None: never. Reentrant checkpoints behind the boundary need an input
-    that requires a gradient, and get one.
+    parameters in `still`, or others in their place (`torch.func`); None: never. Reentrant
+    checkpoints behind the boundary need an input that requires a gradient, and get one.
     """
 
     def __init__(
-        self, model: nn.Module, tap: nn.Module, still: set[nn.Parameter] | None, is_reentrant: bool
+        self,
+        model: nn.Module,
+        tap: nn.Module,
+        still: list[tuple[dict[str, nn.Parameter | None], str]] | None,
+        is_reentrant: bool,
     ) -> None:
         self._model, self._tap, self._still = model, tap, still
         self._is_reentrant = self._is_needed = is_reentrant
@@ -344,10 +353,11 @@ class _Boundary:
         if not torch.is_grad_enabled():
             return None
         is_now = torch._C._current_graph_task_id() == -1
+        own = (table.get(name) for table, name in self._still or ())
         detaches = (
             self._still is not None
             and not (self._is_asked if is_now else self._was_asked)
-            and not any(p.requires_grad for p in self._still)
+            and not any(parameter is not None and parameter.requires_grad for parameter in own)
         )
         if detaches and not self._is_needed:
             self._is_needed = tree.requires_grad(output)
@@ -357,9 +367,11 @@ class _Boundary:
             return None
         first = tree.first_activation(output)
 
-        def cut(tensor: Tensor) -> Tensor:
+        def detach(tensor: Tensor) -> Tensor:
             needs_leaf = self._is_reentrant and tensor is first
-            is_cut = detaches if tensor.requires_grad else needs_leaf
-            return tensor.detach().requires_grad_(self._is_reentrant) if is_cut else tensor
+            if not (detaches if tensor.requires_grad else needs_leaf):
+                return tensor
+            cut = tensor.detach()
+            return cut.requires_grad_() if self._is_reentrant else cut
 
-        return tree.map_tensors(cut, output)
+        return tree.map_tensors(detach, output)
