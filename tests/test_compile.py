@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import egeria
+from egeria.events import Declined
 from egeria.model import compile as compiling
 from egeria.model.compile import Compilation, is_compiled
 from egeria.model.freeze import Freezer
@@ -258,3 +260,23 @@ def test_a_depth_has_to_repay_the_longest_compiling():
     assert compilation.repays(spent) is None
     assert "compiling took up to" in compilation.repays(spent / 2)
     compilation.close()
+
+
+@pytest.mark.filterwarnings("ignore::egeria.EgeriaWarning")
+@pytest.mark.parametrize(
+    ("way", "step"), [(wrapped, 0), (in_place, 0), (block_by_block, 0), (wrapped, 1), (in_place, 1)]
+)
+def test_a_model_that_is_compiled_behind_attach_goes_on_and_unfrozen_before_the_first_step(way, step, tmp_path):
+    model, graphs = Chain(), Graphs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = egeria.attach(model, optimizer, total_steps=4, plan="0:2", directory=tmp_path)
+    called = model
+    for number in range(3):
+        called = way(model, graphs) if number == step else called
+        called(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+        run.step(1.0)
+    assert run.frozen == 2 * step
+    run.close()
+    declined = egeria.read_journal(tmp_path).of(Declined)
+    assert step or "compiled behind attach" in declined[0].reason

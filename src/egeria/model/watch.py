@@ -114,6 +114,8 @@ class Watch:
     def _guarded(self, *args: Any, note: Callable[..., None]) -> None:
         """Note something in a pass of the user's, which no error of ours may end."""
         try:
+            if torch.compiler.is_compiling():
+                self.failure = "it was compiled behind attach. Compile it before"
             if not self.failure:
                 note(self, *args)
         except Exception as error:

@@ -257,7 +257,9 @@ class SkippingForward:
         return self.__wrapped__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the forward pass, or have the cache make it."""
+        """Make the forward pass, or have the cache make it; where it is compiled, make it."""
+        if torch.compiler.is_compiling():
+            return self.__wrapped__(*args, **kwargs)
         return self._calls.forward(partial(self.__wrapped__, *args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from egeria.config import Config
 from egeria.distributed import ddp, fsdp2
 from egeria.distributed.ranks import is_initialized, together, world_size
-from egeria.errors import StateError
+from egeria.errors import StateError, UnsupportedModelError
 from egeria.journal import Recorder
 from egeria.model.compile import Compilation
 from egeria.model.cut import Cut, LayerModule, make_modules, read_graph
@@ -169,6 +169,8 @@ class FirstStep:
         settings = training.cut_settings()
 
         def read() -> Cut:
+            if self.watch.failure:
+                raise UnsupportedModelError(self.watch.failure)
             modules = make_modules(
                 training.model, watch=self.watch, order=order, seen=seen, **settings
             )
@@ -183,7 +185,7 @@ class FirstStep:
         cut = Cut.combine(together(read))
         is_sharded = fsdp2.is_sharded(training.model)
         refused = None if is_sharded or world_size() == 1 else ddp.refuse(self.wrapper)
-        reason = refused or self.watch.failure
+        reason = refused or ""
         if not reason and sum(cut.trainable) < 2:
             reason = "fewer than two layer modules received a gradient in the first step"
         return cut, next(filter(None, together(lambda: reason)), "")
