@@ -352,7 +352,7 @@ class _Boundary:
     def _look_at_output(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
-        is_now = torch._C._current_graph_task_id() == -1
+        is_now = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
         own = (table.get(name) for table, name in self._still or ())
         detaches = (
             self._still is not None
